@@ -1,0 +1,42 @@
+# `make demo` and `make test` are the two commands of the README; both set everything up.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.treespec-setup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup assets demo test test-fast quality style
+
+help:  ## print this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## virtual environment, locked packages, this project
+
+$(STAMP): requirements/cpu.lock requirements/install.sh \
+          requirements/vllm-cpu-shim/pyproject.toml setup.py
+	@requirements/install.sh $(VENV) $(PYTHON)
+	@touch $@
+
+assets: $(STAMP)  ## get the demo's target model, say where the models lie
+	@$(BIN)/treespec assets
+
+demo: $(STAMP)  ## generate with and without draft trees and print the table
+	@$(BIN)/treespec demo
+
+test: test-fast  ## fast tier, then the engine tier on a real model
+	@$(BIN)/treespec assets
+	@echo "engine tier: a real vLLM engine on the CPU"
+	@$(BIN)/python -m pytest tests/engine
+
+test-fast: $(STAMP)  ## fast tier only: no vLLM engine, no download after setup
+	@echo "fast tier"
+	@$(BIN)/python -m pytest tests/fast
+
+quality: $(STAMP)  ## ruff and mypy, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(STAMP)  ## ruff, repairing what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

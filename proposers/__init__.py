@@ -1,0 +1,23 @@
+"""Proposers: from committed tokens to a draft tree. One file a method."""
+
+from vllm_treespec.proposers.base import (
+    PROPOSERS,
+    DraftModel,
+    Proposer,
+    ProposerInputs,
+    register_proposer,
+)
+from vllm_treespec.proposers.rsd_c import RsdC
+from vllm_treespec.proposers.rsd_s import RsdS
+from vllm_treespec.proposers.sd import Sd
+
+__all__ = [
+    "PROPOSERS",
+    "DraftModel",
+    "Proposer",
+    "ProposerInputs",
+    "RsdC",
+    "RsdS",
+    "Sd",
+    "register_proposer",
+]

@@ -1,0 +1,101 @@
+"""What every proposer is and gets; the registry the spec-config's method selects."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.tree import TreeBatch
+
+
+class DraftModel(Protocol):
+    """A draft model that grows the trees of a batch, one forward per level."""
+
+    def root_logits(self) -> Tensor:
+        """Logits after the committed tokens, [num_reqs, vocab_size]."""
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level and return the logits after each of its nodes.
+
+        Args:
+            token_ids: int64 [num_reqs, width].
+            parents: int64 [num_reqs, width], index within the level read before
+                (0 for the level right below the root).
+
+        Returns:
+            [num_reqs, width, vocab_size].
+
+        """
+
+
+@dataclass(frozen=True)
+class ProposerInputs:
+    """Everything a proposer may draw from, for the requests that want drafts."""
+
+    # int64 [num_reqs], the last committed token of each request
+    root_token_ids: Tensor
+    sampling: SamplingTensors
+    # float64 [num_reqs, Proposer.num_uniforms] in [0, 1)
+    uniforms: Tensor
+    # as many as Proposer.num_draft_models
+    draft_models: Sequence[DraftModel] = ()
+    # [num_reqs, hidden_size] of the last accepted node; only if the proposer asks
+    target_hidden_states: Tensor | None = None
+    # committed tokens, int64 [num_reqs, max_len], and how many of them are filled
+    token_ids: Tensor | None = None
+    num_tokens: Tensor | None = None
+
+
+class Proposer(ABC):
+    """Draws a draft tree for every request of a batch.
+
+    Attributes:
+        name: the spec-config's ``method``.
+        num_draft_models: how many draft models it drives.
+        needs_hidden_states: whether it reads the target's hidden states.
+        max_nodes: nodes of its largest tree, root included.
+        max_depth: levels below the root.
+        max_width: nodes of its widest level.
+        max_leaves: leaves of its most branching tree.
+        num_uniforms: uniform numbers one request's tree takes.
+
+    """
+
+    name: ClassVar[str]
+    num_draft_models: ClassVar[int] = 1
+    needs_hidden_states: ClassVar[bool] = False
+    max_nodes: int
+    max_depth: int
+    max_width: int
+    max_leaves: int
+    num_uniforms: int
+
+    @abstractmethod
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        """Draw one tree per request."""
+
+
+PROPOSERS: dict[str, type[Proposer]] = {}
+
+
+def register_proposer(name: str) -> Callable[[type[Proposer]], type[Proposer]]:
+    """Register a proposer under the name that users write as ``method``.
+
+    Raises:
+        ValueError: when the name is taken.
+
+    """
+
+    def add(cls: type[Proposer]) -> type[Proposer]:
+        if name in PROPOSERS:
+            raise ValueError(f"a proposer named {name!r} is already registered")
+        cls.name = name
+        PROPOSERS[name] = cls
+        return cls
+
+    return add

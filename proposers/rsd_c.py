@@ -1,0 +1,97 @@
+"""RSD-C: a tree with constant branching factors, siblings without replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.sampling import SamplingTensors, draw_without_replacement
+from vllm_treespec.tree import TreeBatch, from_levels
+
+
+@register_proposer("rsd_c")
+class RsdC(Proposer):
+    """Draws the tree of arXiv 2402.14160, section 3.2.1 and algorithm 3.
+
+    A node at depth l gets ``branching_factors[l]`` children, drawn without
+    replacement from the draft model's distribution after that node. At temperature
+    0 they are its most likely tokens.
+    """
+
+    def __init__(self, branching_factors: Sequence[int]) -> None:
+        """Take the children per node of each level, for example ``(2, 2, 1)``."""
+        self.branching_factors = tuple(branching_factors)
+        self.widths = [prod(self.branching_factors[:d]) for d in range(self.depth + 1)]
+        self.max_nodes = sum(self.widths)
+        self.max_depth = self.depth
+        self.max_width = self.max_leaves = self.widths[-1]
+        self.num_uniforms = self.max_nodes - 1
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return len(self.branching_factors)
+
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        """Draw one tree per request, one draft forward per level."""
+        (draft_model,) = inputs.draft_models
+        num_reqs, device = inputs.root_token_ids.shape[0], inputs.root_token_ids.device
+        logits = draft_model.root_logits()[:, None]
+        uniforms = inputs.uniforms.split(self.widths[1:], dim=1)
+        reached = torch.ones((num_reqs, 1), dtype=torch.bool, device=device)
+        tokens: list[Tensor] = []
+        parents: list[Tensor] = []
+        valid: list[Tensor] = []
+        level_probs: list[Tensor] = []
+        for level, count in enumerate(self.branching_factors):
+            probs = inputs.sampling.probs(logits)
+            level_probs.append(probs)
+            drawn, exists = draw_children(
+                probs, count, uniforms[level], inputs.sampling
+            )
+            reached = (exists & reached[..., None]).flatten(1)
+            tokens.append(drawn.flatten(1))
+            valid.append(reached)
+            parent = torch.arange(self.widths[level], device=device)
+            parents.append(parent.repeat_interleave(count).expand(num_reqs, -1))
+            if level + 1 < self.depth:
+                logits = draft_model.extend(tokens[-1], parents[-1])
+        draft_probs = (
+            None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
+        )
+        return from_levels(inputs.root_token_ids, tokens, parents, valid, draft_probs)
+
+
+def draw_children(
+    probs: Tensor, count: int, uniforms: Tensor, sampling: SamplingTensors
+) -> tuple[Tensor, Tensor]:
+    """Draw each node's children: without replacement, or the top ones if greedy.
+
+    Args:
+        probs: float32 [num_reqs, width, vocab_size].
+        count: children per node.
+        uniforms: [num_reqs, width * count] in [0, 1).
+        sampling: whose greedy requests take the most likely tokens.
+
+    Returns:
+        tokens int64 and exists bool, both [num_reqs, width, count].
+
+    """
+    shape = (*probs.shape[:2], count)
+    if sampling.all_greedy:
+        mass, best = probs.topk(count, dim=-1)
+        return best, mass > 0
+    tokens, exists = draw_without_replacement(
+        probs.flatten(0, 1), uniforms.reshape(-1, count)
+    )
+    tokens, exists = tokens.view(shape), exists.view(shape)
+    if not sampling.all_random:
+        mass, best = probs.topk(count, dim=-1)
+        greedy = sampling.greedy[:, None, None]
+        tokens = torch.where(greedy, best, tokens)
+        exists = torch.where(greedy, mass > 0, exists)
+    return tokens, exists

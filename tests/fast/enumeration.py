@@ -1,0 +1,384 @@
+"""Exact laws by enumeration: small languages, all draft draws, all accept branches.
+
+A language is a table of next-token distributions, one row per prefix. Prefixes are
+numbered like a complete tree with ``vocab_size`` children: the empty prefix is 0, and
+prefix ``i`` followed by token ``t`` is ``i * vocab_size + 1 + t``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.proposers import ProposerInputs, RsdC, RsdS
+from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
+from vllm_treespec.tree import TreeBatch, first_child, next_sibling
+
+Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
+
+ALMOST_ONE = 1 - 2.0**-53
+
+
+class PlainSampling(SamplingTensors):
+    """Takes "logits" that are probabilities already, in whatever dtype they have."""
+
+    def probs(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def select(self, rows: Tensor) -> PlainSampling:
+        return plain_sampling(len(rows))
+
+
+def plain_sampling(num_reqs: int) -> PlainSampling:
+    return PlainSampling(torch.ones(num_reqs), all_random=True)
+
+
+@dataclass(frozen=True)
+class Language:
+    """Next-token distributions, or logits, of every prefix."""
+
+    # [num_prefixes, vocab_size]
+    table: Tensor
+
+    @property
+    def vocab_size(self) -> int:
+        return self.table.shape[1]
+
+    def no_mass(self) -> Tensor:
+        """Zeros for every prefix of the table and the prefixes one token longer."""
+        return torch.zeros(1 + self.table.numel(), dtype=torch.float64)
+
+    def prefixes(self, tree: TreeBatch) -> Tensor:
+        """Number of the prefix that each node ends, int64 [num_reqs, max_nodes]."""
+        prefixes = torch.zeros_like(tree.token_ids)
+        for node in range(1, tree.max_nodes):
+            parent = tree.parents[:, node : node + 1].clamp(min=0)
+            above = prefixes.gather(1, parent)[:, 0]
+            prefixes[:, node] = above * self.vocab_size + 1 + tree.token_ids[:, node]
+        return prefixes.masked_fill(tree.parents < 0, 0)
+
+    def target_logits(self, tree: TreeBatch, sampling: SamplingTensors) -> TargetLogits:
+        """What a target with this table says about the trees."""
+        return TargetLogits(
+            self.table[self.prefixes(tree).flatten()],
+            torch.arange(tree.num_reqs) * tree.max_nodes,
+            sampling,
+        )
+
+    def joint_law(self, reached: Tensor, num_tokens: int) -> Tensor:
+        """Continue the given masses with this language up to ``num_tokens`` tokens.
+
+        Args:
+            reached: float64 [num_prefixes], mass at which an emission ended.
+            num_tokens: the law's number of tokens.
+
+        Returns:
+            float64 [vocab_size ** num_tokens].
+
+        """
+        mass, start = reached.clone(), 0
+        for depth in range(num_tokens):
+            end = start + self.vocab_size**depth
+            onward = (mass[start:end, None] * self.table[start:end]).flatten()
+            mass[end : end + len(onward)] += onward
+            start = end
+        return mass[start : start + self.vocab_size**num_tokens]
+
+    def true_law(self, num_tokens: int) -> Tensor:
+        """The law of the first tokens, float64 [vocab_size ** num_tokens]."""
+        reached = self.no_mass()
+        reached[0] = 1
+        return self.joint_law(reached, num_tokens)
+
+
+class LanguageDraft:
+    """A draft model that speaks a language, for ``num_reqs`` requests."""
+
+    def __init__(self, language: Language, num_reqs: int) -> None:
+        self.language = language
+        self.prefixes = torch.zeros((num_reqs, 1), dtype=torch.int64)
+
+    def root_logits(self) -> Tensor:
+        return self.language.table[self.prefixes[:, 0]]
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        above = self.prefixes.gather(1, parents)
+        self.prefixes = above * self.language.vocab_size + 1 + token_ids
+        return self.language.table[self.prefixes]
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Trees with the probability that the proposer draws each of them."""
+
+    tree: TreeBatch
+    # float64 [num_reqs]
+    weights: Tensor
+
+
+def ordered_draws(
+    probs: tuple[float, ...], count: int
+) -> Iterator[tuple[tuple[int, ...], tuple[float, ...], float]]:
+    """Every outcome of drawing tokens one after another without replacement.
+
+    Yields:
+        tokens (-1 where no token is left), the middle of each draw's interval of
+        uniforms under inversion, and the outcome's probability.
+
+    """
+    if count == 0:
+        yield (), (), 1.0
+        return
+    total = sum(probs)
+    if total == 0:
+        yield (-1,) * count, (0.5,) * count, 1.0
+        return
+    below = 0.0
+    for token, mass in enumerate(probs):
+        if mass > 0:
+            rest = (*probs[:token], 0.0, *probs[token + 1 :])
+            middle = (below + mass / 2) / total
+            for tokens, uniforms, weight in ordered_draws(rest, count - 1):
+                yield (token, *tokens), (middle, *uniforms), mass / total * weight
+        below += mass
+
+
+def token_uniforms(
+    draft: Language, branching_factors: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Uniforms that make an RSD-C proposer draw each of its trees once.
+
+    Returns:
+        uniforms float64 [num_trees, max_nodes - 1] and the trees' probabilities
+        float64 [num_trees].
+
+    """
+    rows: list[tuple[tuple[float, ...], float]] = []
+
+    def grow(prefixes: list[int], level: int, row: tuple[float, ...], w: float) -> None:
+        if level == len(branching_factors):
+            rows.append((row, w))
+            return
+        count = branching_factors[level]
+        options = [
+            list(ordered_draws(tuple(draft.table[max(i, 0)].tolist()), count))
+            if i >= 0
+            else [((-1,) * count, (0.5,) * count, 1.0)]
+            for i in prefixes
+        ]
+        for choice in product(*options):
+            below, extended, weight = [], row, w
+            for prefix, (tokens, uniforms, mass) in zip(prefixes, choice, strict=True):
+                below += [
+                    prefix * draft.vocab_size + 1 + t if t >= 0 else -1 for t in tokens
+                ]
+                extended, weight = extended + uniforms, weight * mass
+            grow(below, level + 1, extended, weight)
+
+    grow([0], 0, (), 1.0)
+    uniforms = torch.tensor([row for row, _ in rows], dtype=torch.float64)
+    return uniforms, torch.tensor([weight for _, weight in rows], dtype=torch.float64)
+
+
+def propose(
+    proposer: RsdC | RsdS, model: Language, sampling: SamplingTensors, uniforms: Tensor
+) -> TreeBatch:
+    """Let a proposer draw one tree per row of ``uniforms``."""
+    num_reqs = len(uniforms)
+    return proposer.propose(
+        ProposerInputs(
+            root_token_ids=torch.zeros(num_reqs, dtype=torch.int64),
+            sampling=sampling,
+            uniforms=uniforms,
+            draft_models=[LanguageDraft(model, num_reqs)],
+        )
+    )
+
+
+def all_trees(draft: Language, proposer: RsdC) -> Weighted:
+    """Every tree the proposer can draw, drawn by the proposer itself."""
+    uniforms, weights = token_uniforms(draft, proposer.branching_factors)
+    sampling = plain_sampling(len(uniforms))
+    return Weighted(propose(proposer, draft, sampling, uniforms), weights)
+
+
+def bracketed(accepts: Callable[[Tensor], Tensor], guess: Tensor, width: float) -> Tensor:
+    """Where a monotone test turns from true to false on [0, 1), to ``width``.
+
+    Args:
+        accepts: from uniforms [n] to bool [n]; true below a threshold, then false.
+        guess: float64 [n], where the thresholds should be; two calls confirm it.
+            A wrong guess only costs time: those thresholds are found by bisection.
+        width: half the width of the accepted bracket.
+
+    """
+    guess = guess.clamp(0, 1)
+    low = accepts((guess - width).clamp(min=0)) | (guess <= width)
+    high = ~accepts((guess + width).clamp(max=ALMOST_ONE)) | (guess >= 1 - width)
+    confirmed = low & high
+    if bool(confirmed.all()):
+        return guess
+    bottom, top = torch.zeros_like(guess), torch.ones_like(guess)
+    while float((top - bottom).max()) > width:
+        middle = (bottom + top) / 2
+        below = accepts(middle.clamp(max=ALMOST_ONE))
+        bottom, top = torch.where(below, middle, bottom), torch.where(below, top, middle)
+    return torch.where(confirmed, guess, (bottom + top) / 2)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Walks under way: their accept decisions so far are forced and have a mass."""
+
+    # int64 [n], index of the tree
+    trees: Tensor
+    # float64 [n, max_nodes + 1]; 0 forces acceptance, almost 1 rejection
+    uniforms: Tensor
+    # float64 [n], probability of tree and decisions
+    mass: Tensor
+    # int64 [n], node where the walk stands, and the child it tries next (-1: none)
+    node: Tensor
+    candidate: Tensor
+    # float64 [n, vocab_size]: what a right walk would hold here; only to guess from
+    residual: Tensor
+    draft: Tensor
+
+    def select(self, rows: Tensor) -> Branches:
+        return Branches(*(value[rows] for value in vars(self).values()))
+
+    def joined(self, other: Branches) -> Branches:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Branches(*(torch.cat(pair) for pair in pairs))
+
+
+class LawMeter:
+    """Measures the law of the first tokens that any scorer emits.
+
+    The scorer is a black box from uniforms to emitted tokens. Each accept decision
+    and each token boundary of the last draw is a threshold in one uniform, located to
+    ``width`` by running the scorer on both sides of it.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        drawn: Weighted,
+        target: Language,
+        sampling: Callable[[int], SamplingTensors] = plain_sampling,
+        width: float = 1e-13,
+    ) -> None:
+        assert drawn.tree.draft_probs is not None
+        self.scorer, self.drawn, self.sampling = scorer, drawn, sampling
+        self.target, self.width, self.tree = target, width, drawn.tree
+        self.children, self.siblings = first_child(self.tree), next_sibling(self.tree)
+        self.prefixes = target.prefixes(self.tree)
+        self.target_probs = sampling(1).probs(target.table[None])[0].double()
+        self.draft_probs = drawn.tree.draft_probs.double()
+
+    def law(self, num_tokens: int) -> Tensor:
+        """Joint law, float64 [vocab_size ** num_tokens].
+
+        Emissions of fewer tokens are continued by the target.
+        """
+        language = Language(self.target_probs)
+        reached = language.no_mass()
+        branches = self._start()
+        while bool((undecided := branches.candidate >= 0).any()):
+            self._add_emitted(branches.select(~undecided), reached, num_tokens)
+            branches = self._decide(branches.select(undecided))
+        self._add_emitted(branches, reached, num_tokens)
+        return language.joint_law(reached, num_tokens)
+
+    def _run(self, trees: Tensor, uniforms: Tensor) -> ScorerOutput:
+        tree = self.tree.select(trees)
+        logits = self.target.target_logits(tree, self.sampling(len(trees)))
+        return self.scorer(tree, logits, uniforms)
+
+    def _start(self) -> Branches:
+        trees = torch.arange(self.tree.num_reqs)
+        uniforms = torch.zeros(len(trees), self.tree.max_nodes + 1, dtype=torch.float64)
+        root = torch.zeros_like(trees)
+        return Branches(
+            trees=trees,
+            uniforms=uniforms,
+            mass=self.drawn.weights,
+            node=root,
+            candidate=self.children[:, 0],
+            residual=self.target_probs[self.prefixes[:, 0]],
+            draft=self._draft(trees, root),
+        )
+
+    def _draft(self, trees: Tensor, nodes: Tensor) -> Tensor:
+        last = self.draft_probs.shape[1] - 1
+        return self.draft_probs[trees, self.tree.draft_rows[trees, nodes].clamp(max=last)]
+
+    def _decide(self, at: Branches) -> Branches:
+        """Split walks into those that accept their candidate and those that reject."""
+        trees, tried, column = at.trees, at.candidate, at.candidate[:, None]
+        token = self.tree.token_ids[trees, tried][:, None]
+        guess = at.residual.gather(1, token) / at.draft.gather(1, token)
+
+        def accepts(uniforms: Tensor) -> Tensor:
+            forced = at.uniforms.scatter(1, column, uniforms[:, None])
+            return (self._run(trees, forced).path == column).any(1)
+
+        threshold = bracketed(accepts, guess[:, 0].nan_to_num(), self.width)
+        won = Branches(
+            trees=trees,
+            uniforms=at.uniforms.scatter(1, column, 0.0),
+            mass=at.mass * threshold,
+            node=tried,
+            candidate=self.children[trees, tried],
+            residual=self.target_probs[self.prefixes[trees, tried]],
+            draft=self._draft(trees, tried),
+        )
+        lost = replace(
+            at,
+            uniforms=at.uniforms.scatter(1, column, ALMOST_ONE),
+            mass=at.mass * (1 - threshold),
+            candidate=self.siblings[trees, tried],
+            residual=normalised((at.residual - at.draft).clamp(min=0)),
+            draft=normalised(at.draft.scatter(1, token, 0.0)),
+        )
+        accepted = won.select(threshold > self.width)
+        return accepted.joined(lost.select(threshold < 1 - self.width))
+
+    def _add_emitted(self, ended: Branches, reached: Tensor, num_tokens: int) -> None:
+        """Add what ended walks emit to ``reached``, cut to ``num_tokens`` tokens."""
+        if not len(ended.mass):
+            return
+        vocab_size = self.target.vocab_size
+        column = torch.full_like(ended.node, self.tree.max_nodes)[:, None]
+        cumulative = normalised(ended.residual).cumsum(1)
+        prefix = self.prefixes[ended.trees, ended.node]
+        below = torch.zeros_like(ended.mass)
+        for token in range(vocab_size):
+
+            def at_most(uniforms: Tensor, token: int = token) -> Tensor:
+                drawn = ended.uniforms.scatter(1, column, uniforms[:, None])
+                return self._run(ended.trees, drawn).next_token_ids <= token
+
+            above = bracketed(at_most, cumulative[:, token], self.width)
+            emitted = prefix * vocab_size + 1 + token
+            emitted = first_tokens(emitted, vocab_size, num_tokens)
+            reached.index_add_(0, emitted, ended.mass * (above - below))
+            below = above
+
+
+def normalised(mass: Tensor) -> Tensor:
+    return mass / mass.sum(1, keepdim=True).clamp(min=1e-300)
+
+
+def first_tokens(prefixes: Tensor, vocab_size: int, num_tokens: int) -> Tensor:
+    """Cut prefixes to their first ``num_tokens`` tokens."""
+    limit = sum(vocab_size**depth for depth in range(num_tokens + 1))
+    while bool((prefixes >= limit).any()):
+        prefixes = torch.where(
+            prefixes >= limit, (prefixes - 1) // vocab_size, prefixes
+        )
+    return prefixes

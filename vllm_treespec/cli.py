@@ -1,0 +1,102 @@
+"""The command `treespec`. Heavy modules are imported by the commands that use them."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="treespec",
+    help="Lossless tree speculative decoding through stock vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PASS_ON = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+
+def _fail(error: Exception) -> typer.Exit:
+    """Print the error as one line on stderr; the result is to be raised."""
+    typer.echo(f"treespec: {error}", err=True)
+    return typer.Exit(1)
+
+
+@app.command()
+def assets(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON only on stdout.")
+    ] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where fetched models go.", file_okay=False),
+    ] = None,
+) -> None:
+    """Get the demo's target model if it is missing; print where the models lie."""
+    from vllm_treespec.assets import AssetError, drafters, ensure_target
+
+    try:
+        target = ensure_target(directory)
+    except AssetError as error:
+        raise _fail(error) from None
+    paths = {name: str(path) for name, path in drafters().items()}
+    if as_json:
+        typer.echo(json.dumps({"target": str(target), "drafters": paths}, indent=2))
+        return
+    typer.echo(f"target   {target}")
+    for path in paths.values():
+        typer.echo(f"drafter  {path}")
+
+
+@app.command()
+def doctor() -> None:
+    """Print the vLLM seams we rely on and what the installed vLLM offers."""
+    from rich.console import Console
+
+    from vllm_treespec.engine import seams
+
+    seams.doctor(Console())
+
+
+@app.command()
+def expand(
+    spec_file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE.json", exists=True, dir_okay=False, help="A spec-config."
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The target model the spec-config is for."),
+    ] = None,
+) -> None:
+    """Print the stock vLLM arguments a spec-config stands for."""
+    from vllm_treespec import plugin
+
+    try:
+        arguments = plugin.expand_file(spec_file, target)
+    except ValueError as error:
+        raise _fail(error) from None
+    typer.echo(json.dumps(arguments, indent=2))
+
+
+@app.command(context_settings=PASS_ON)
+def train(context: typer.Context) -> None:
+    """Train draft models: `treespec train --help` lists what can be trained."""
+    from vllm_treespec.train import cli
+
+    typer.main.get_group(cli.app).main(args=context.args, prog_name="treespec train")
+
+
+@app.command()
+def demo() -> None:
+    """Generate with and without draft trees on a small model; print the table."""
+    from vllm_treespec.demo import main
+
+    main()

@@ -1,0 +1,111 @@
+"""Attention backends that read and write along branches (see branches.py).
+
+The kernels stay vLLM's own. A backend here differs from its stock parent only while
+its layers' ``BranchSwitch`` holds a plan: then the metadata describe the branches'
+sequences, and keys and values also go to the fork blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+
+from vllm_treespec.engine.branches import BranchPlan
+
+
+class BranchSwitch:
+    """The plan of the running step, shared by a runner's layers and builders."""
+
+    def __init__(self) -> None:
+        self.plan: BranchPlan | None = None
+
+
+def along_branches(
+    metadata: CommonAttentionMetadata, plan: BranchPlan
+) -> CommonAttentionMetadata:
+    """The batch's attention metadata with one sequence per branch."""
+    return replace(
+        metadata,
+        query_start_loc=plan.query_start_loc,
+        query_start_loc_cpu=plan.query_start_loc.cpu(),
+        seq_lens=plan.seq_lens,
+        seq_lens_cpu_upper_bound=plan.seq_lens.cpu(),
+        num_reqs=plan.seq_lens.shape[0],
+        block_table_tensor=plan.block_table,
+        is_prefilling=None,
+    )
+
+
+class BranchingBuilder:
+    """Mixin for metadata builders."""
+
+    branches: BranchSwitch | None = None
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """Build the stock metadata, of the branches if there are any."""
+        if self.branches is not None and self.branches.plan is not None:
+            common_attn_metadata = along_branches(
+                common_attn_metadata, self.branches.plan
+            )
+        return super().build(  # type: ignore[misc]
+            common_prefix_len, common_attn_metadata, fast_build
+        )
+
+
+class BranchingImpl:
+    """Mixin for attention implementations with a separate KV cache update."""
+
+    branches: BranchSwitch | None = None
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write keys and values, to every branch that reads them."""
+        if self.branches is not None and self.branches.plan is not None:
+            plan = self.branches.plan
+            key = key.index_select(0, plan.write_rows)
+            value = value.index_select(0, plan.write_rows)
+            slot_mapping = plan.write_slots
+        super().do_kv_cache_update(  # type: ignore[misc]
+            layer, key, value, kv_cache, slot_mapping
+        )
+
+
+class BranchingCPUBuilder(BranchingBuilder, CPUAttentionMetadataBuilder):
+    """The stock CPU metadata builder, along branches."""
+
+
+class BranchingCPUImpl(BranchingImpl, CPUAttentionBackendImpl):
+    """The stock CPU attention, along branches."""
+
+
+class BranchingCPUBackend(CPUAttentionBackend):
+    """The stock CPU backend, along branches."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Return the implementation."""
+        return BranchingCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """Return the metadata builder."""
+        return BranchingCPUBuilder

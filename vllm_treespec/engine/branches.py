@@ -1,0 +1,238 @@
+"""From draft trees to ordinary causal sequences: what tree attention becomes here.
+
+Every root-to-leaf path of a tree is an ordinary causal sequence. The paths of one
+request share the blocks of its context; a path that is not the first one gets *fork
+blocks* of its own for the part that differs. With that, any paged attention kernel
+computes exact tree attention, with all its features, and no mask:
+
+* The nodes of a request are put in depth-first order, so that each path ends a run
+  of new nodes: that run is the query of the path's sequence.
+* The first path lives in the request's own slots, where its KV stays if accepted.
+* Each further path gets fork blocks: a copy of the context's last, partly filled
+  block, and behind it the KV of all its nodes (nodes on several paths are written
+  several times).
+* Commit copies the accepted path's fork blocks over the request's own blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.tree import TreeBatch, ancestor_mask, first_child, preorder
+
+
+@dataclass(frozen=True)
+class ForkSpace:
+    """Where fork blocks lie in the KV cache.
+
+    ``first_block`` is the first fork block; tree number ``t`` of a step owns
+    ``forks_per_tree`` forks, each of ``blocks_per_fork`` consecutive blocks.
+    """
+
+    first_block: int
+    forks_per_tree: int
+    blocks_per_fork: int
+    block_size: int
+
+    def block(self, tree: Tensor, fork: Tensor, index: Tensor | int) -> Tensor:
+        """Block number of the given block of the given fork, int64, broadcast."""
+        fork_number = tree * self.forks_per_tree + fork
+        return self.first_block + fork_number * self.blocks_per_fork + index
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How vLLM laid out the batch of a step, before branches.
+
+    A request's query tokens lie at ``query_start_loc[r]`` and following; the first
+    of them has position ``context_lens[r]``.
+    """
+
+    # int64 [num_reqs + 1]
+    query_start_loc: Tensor
+    # int64 [num_reqs], tokens whose KV is already in the cache
+    context_lens: Tensor
+    # int32 [num_reqs, max_blocks]
+    block_table: Tensor
+    # int64 [num_tokens]
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True)
+class BranchPlan:
+    """A batch with trees, rewritten as causal sequences that share blocks."""
+
+    # int64 [num_tokens]: the row of the old order that comes to each place
+    row_order: Tensor
+    # int64 [num_trees, max_nodes]: place of each node
+    node_rows: Tensor
+    # int64 [num_trees, max_nodes]: which of its tree's paths a node ends or extends
+    node_branch: Tensor
+    # int32 [num_seqs + 1], [num_seqs], [num_seqs, max_blocks]
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    # int64 [num_writes]: which row's key and value go to which slot
+    write_rows: Tensor
+    write_slots: Tensor
+    # int64 [num_copies]: blocks to copy before the forward
+    copy_from: Tensor
+    copy_to: Tensor
+
+
+def plan_branches(
+    tree: TreeBatch, tree_reqs: Tensor, layout: BatchLayout, forks: ForkSpace
+) -> BranchPlan:
+    """Rewrite a batch in which some requests carry trees.
+
+    Args:
+        tree: as many nodes per request as it has query tokens.
+        tree_reqs: int64 [num_trees], the requests of the trees, ascending.
+        layout: the batch as vLLM laid it out.
+        forks: where the fork blocks lie.
+
+    """
+    device = tree.token_ids.device
+    num_reqs = layout.context_lens.shape[0]
+    is_node = tree.is_node()
+    ancestors = ancestor_mask(tree)
+    rank = preorder(tree, ancestors)
+    start = layout.query_start_loc[tree_reqs]
+    context = layout.context_lens[tree_reqs]
+    node_rows = start[:, None] + rank
+
+    is_leaf = is_node & (first_child(tree) < 0)
+    leaf_at_rank = torch.zeros_like(is_leaf).scatter(1, rank, is_leaf)
+    leaves_before = leaf_at_rank.long().cumsum(1) - leaf_at_rank.long()
+    node_branch = leaves_before.gather(1, rank)
+
+    row_order = torch.arange(layout.slot_mapping.shape[0], device=device)
+    nodes = torch.arange(tree.max_nodes, device=device).expand_as(rank)
+    row_order[node_rows[is_node]] = (start[:, None] + nodes)[is_node]
+
+    num_seqs = torch.ones(num_reqs, dtype=torch.int64, device=device)
+    num_seqs[tree_reqs] = is_leaf.sum(1)
+    first_seq = num_seqs.cumsum(0) - num_seqs
+    req_of_seq = torch.repeat_interleave(
+        torch.arange(num_reqs, device=device), num_seqs
+    )
+    seq_end = layout.query_start_loc[1:].repeat_interleave(num_seqs)
+    seq_len = (layout.context_lens + layout.query_start_loc.diff())[req_of_seq]
+
+    leaf_tree, leaf_node = is_leaf.nonzero(as_tuple=True)
+    leaf_branch = node_branch[leaf_tree, leaf_node]
+    leaf_depth = tree.depths[leaf_tree, leaf_node]
+    leaf_seq = first_seq[tree_reqs[leaf_tree]] + leaf_branch
+    seq_end[leaf_seq] = node_rows[leaf_tree, leaf_node] + 1
+    seq_len[leaf_seq] = context[leaf_tree] + leaf_depth + 1
+
+    forked = leaf_branch > 0
+    fork_tree, fork = leaf_tree[forked], leaf_branch[forked] - 1
+    block_table = fork_block_table(
+        layout.block_table[req_of_seq],
+        leaf_seq[forked],
+        context[fork_tree] // forks.block_size,
+        fork_tree,
+        fork,
+        forks,
+    )
+    own = is_node & (node_branch == 0)
+    own_slots = layout.slot_mapping[(start[:, None] + tree.depths)[own]]
+    plain = torch.ones_like(row_order, dtype=torch.bool)
+    plain[node_rows[is_node]] = False
+    plain_rows = plain.nonzero()[:, 0]
+    on_fork = ancestors[leaf_tree[forked], leaf_node[forked]] & is_node[fork_tree]
+    which, node = on_fork.nonzero(as_tuple=True)
+    fork_slots = fork_slot(
+        context[fork_tree][which],
+        tree.depths[fork_tree[which], node],
+        fork_tree[which],
+        fork[which],
+        forks,
+    )
+    partly_filled = context[fork_tree] % forks.block_size != 0
+    tail = layout.block_table[
+        tree_reqs[fork_tree], context[fork_tree] // forks.block_size
+    ]
+    return BranchPlan(
+        row_order=row_order,
+        node_rows=node_rows,
+        node_branch=node_branch,
+        query_start_loc=torch.nn.functional.pad(seq_end, (1, 0)).int(),
+        seq_lens=seq_len.int(),
+        block_table=block_table,
+        write_rows=torch.cat(
+            [plain_rows, node_rows[own], node_rows[fork_tree[which], node]]
+        ),
+        write_slots=torch.cat([layout.slot_mapping[plain_rows], own_slots, fork_slots]),
+        copy_from=tail[partly_filled].long(),
+        copy_to=forks.block(fork_tree, fork, 0)[partly_filled],
+    )
+
+
+def fork_slot(
+    context: Tensor, depth: Tensor, tree: Tensor, fork: Tensor, forks: ForkSpace
+) -> Tensor:
+    """Slot of a node at ``depth`` on a fork of a request with ``context`` tokens."""
+    place = context % forks.block_size + depth
+    block = forks.block(tree, fork, place // forks.block_size)
+    return block * forks.block_size + place % forks.block_size
+
+
+def fork_block_table(
+    block_table: Tensor,
+    rows: Tensor,
+    first_column: Tensor,
+    tree: Tensor,
+    fork: Tensor,
+    forks: ForkSpace,
+) -> Tensor:
+    """Point the given rows of a block table at fork blocks from a column on.
+
+    Columns past the table are left out: no position of a request lies there.
+    Changes ``block_table`` int32 [num_seqs, max_blocks] in place and returns it.
+    """
+    for index in range(forks.blocks_per_fork):
+        column = first_column + index
+        inside = column < block_table.shape[1]
+        blocks = forks.block(tree, fork, index).to(block_table.dtype)
+        block_table[rows[inside], column[inside]] = blocks[inside]
+    return block_table
+
+
+def commit_copies(
+    plan: BranchPlan,
+    last_node: Tensor,
+    last_depth: Tensor,
+    tree_reqs: Tensor,
+    layout: BatchLayout,
+    forks: ForkSpace,
+) -> tuple[Tensor, Tensor]:
+    """Blocks to copy so that the accepted paths end up in their requests' own slots.
+
+    Args:
+        plan: of the step.
+        last_node: int64 [num_trees], deepest accepted node.
+        last_depth: int64 [num_trees], its depth.
+        tree_reqs: int64 [num_trees].
+        layout: of the step.
+        forks: where the fork blocks lie.
+
+    Returns:
+        source and destination blocks, int64 [num_copies].
+
+    """
+    trees = torch.arange(last_node.shape[0], device=last_node.device)
+    branch = plan.node_branch[trees, last_node]
+    context = layout.context_lens[tree_reqs]
+    first = context // forks.block_size
+    last = (context + last_depth) // forks.block_size
+    sources, targets = [], []
+    for index in range(forks.blocks_per_fork):
+        moved = (branch > 0) & (first + index <= last)
+        sources.append(forks.block(trees, branch - 1, index)[moved])
+        targets.append(layout.block_table[tree_reqs[moved], (first + index)[moved]])
+    return torch.cat(sources), torch.cat(targets).long()

@@ -1,0 +1,93 @@
+"""KV cache blocks: room for fork blocks, and copies of whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def with_fork_blocks(config: KVCacheConfig, num_fork_blocks: int) -> KVCacheConfig:
+    """The same cache with more blocks behind those that the scheduler knows."""
+    num_blocks = config.num_blocks + num_fork_blocks
+
+    def grown(num_bytes: int) -> int:
+        return num_bytes // config.num_blocks * num_blocks
+
+    tensors = [
+        replace(
+            tensor,
+            size=grown(tensor.size),
+            **(
+                {
+                    "offset": grown(tensor.offset),
+                    "layer_stride": grown(tensor.layer_stride),
+                }
+                if tensor.layer_stride > tensor.block_stride
+                else {}
+            ),
+        )
+        for tensor in config.kv_cache_tensors
+    ]
+    return replace(config, num_blocks=num_blocks, kv_cache_tensors=tensors)
+
+
+class BlockCopier:
+    """Copies whole KV blocks in all given layers, whatever their inner layout."""
+
+    def __init__(self, kv_caches: Iterable[Tensor]) -> None:
+        """Take the layers' caches, each [num_blocks, ...]."""
+        self.stacks = [_as_stack(group) for group in _even_groups(list(kv_caches))]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks ``sources`` over blocks ``targets``, both int64 [n].
+
+        All sources are read before the first target is written.
+        """
+        if sources.numel() == 0:
+            return
+        for stack in self.stacks:
+            stack.index_copy_(1, targets, stack.index_select(1, sources))
+
+
+def _even_groups(kv_caches: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Runs of caches of one shape at even distances in one allocation."""
+    group: list[Tensor] = []
+    for cache in kv_caches:
+        if group and not _continues(group, cache):
+            yield group
+            group = []
+        group.append(cache)
+    if group:
+        yield group
+
+
+def _continues(group: list[Tensor], cache: Tensor) -> bool:
+    last = group[-1]
+    same = (
+        cache.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        and cache.shape == last.shape
+        and cache.stride() == last.stride()
+        and cache.storage_offset() > last.storage_offset()
+    )
+    if not same or len(group) == 1:
+        return same
+    step = last.storage_offset() - group[-2].storage_offset()
+    return cache.storage_offset() - last.storage_offset() == step
+
+
+def _as_stack(group: list[Tensor]) -> Tensor:
+    """One view [num_layers, num_blocks, ...] of evenly spaced caches."""
+    first = group[0]
+    if len(group) == 1:
+        return first[None]
+    step = group[1].storage_offset() - first.storage_offset()
+    return torch.as_strided(
+        first,
+        (len(group), *first.shape),
+        (step, *first.stride()),
+        first.storage_offset(),
+    )

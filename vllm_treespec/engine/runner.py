@@ -1,0 +1,308 @@
+"""The V1 model runner with draft trees: one mixin, the same on CPU and GPU."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_treespec.engine.attention import BranchSwitch
+from vllm_treespec.engine.branches import (
+    BatchLayout,
+    BranchPlan,
+    commit_copies,
+    plan_branches,
+)
+from vllm_treespec.engine.draft_model import CommittedTokens
+from vllm_treespec.engine.drafter import Proposal, TreeDrafter
+from vllm_treespec.engine.kv_cache import BlockCopier, with_fork_blocks
+from vllm_treespec.engine.requests import may_draft, sampling_tensors
+from vllm_treespec.engine.scoring import score_trees, with_plain_samples
+from vllm_treespec.engine.stats import StepStats
+from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.tree import TreeBatch
+from vllm_treespec.uniforms import DRAFTING, SCORING, UniformSource
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass
+class TreeStep:
+    """The trees that the target scores in the running step."""
+
+    # int64 [num_trees], batch index of each tree's request, ascending
+    reqs: Tensor
+    tree: TreeBatch
+    layout: BatchLayout
+    # None when every tree is a chain
+    plan: BranchPlan | None = None
+    scored: ScorerOutput | None = None
+
+
+class TreeRunnerMixin:
+    """Overrides the steps of vLLM's V1 runner in which a tree is not a chain.
+
+    In the order of a step: ``_prepare_inputs`` puts the nodes of each tree in branch
+    order with their positions, ``_sample`` scores the trees,
+    ``_update_states_after_model_execute`` commits the accepted paths' KV, and
+    ``propose_draft_token_ids`` draws the next trees. Everything else is stock.
+    """
+
+    drafter: TreeDrafter
+
+    def init_trees(self) -> None:
+        """Set up our state; called once, when the stock runner is made."""
+        runner: Any = self
+        self.branches = BranchSwitch()
+        self.uniforms = UniformSource(runner.model_config.seed)
+        self.stats = StepStats()
+        self.tree_step: TreeStep | None = None
+        self.proposal: Proposal | None = None
+
+    def initialize_kv_cache_tensors(
+        self, kv_cache_config: Any, kernel_block_sizes: list[int], **options: Any
+    ) -> dict[str, Tensor]:
+        """Allocate the KV cache with fork blocks behind the scheduler's blocks."""
+        runner: Any = self
+        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        grown = with_fork_blocks(
+            kv_cache_config, self.drafter.num_fork_blocks(block_size)
+        )
+        kv_caches = super().initialize_kv_cache_tensors(  # type: ignore[misc]
+            grown, kernel_block_sizes, **options
+        )
+        per_block = block_size // kernel_block_sizes[0]
+        self.forks = self.drafter.fork_space(
+            kv_cache_config.num_blocks * per_block, kernel_block_sizes[0]
+        )
+        groups = runner.attn_groups[0]
+        ours: set[str] = set()
+        for draft_model in self.drafter.draft_models:
+            draft_model.bind(kv_caches, groups, self.forks)
+            ours.update(draft_model.layer_names)
+        self.target_blocks = BlockCopier(
+            cache for name, cache in kv_caches.items() if name not in ours
+        )
+        layers = runner.compilation_config.static_forward_context
+        for name in kv_caches:
+            layers[name].impl.branches = self.branches
+        for group in groups:
+            for builder in group.metadata_builders:
+                builder.branches = self.branches
+        return kv_caches
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Whether to call the drafter: it looks at each request on its own."""
+        return common_attn_metadata is not None
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> tuple[Tensor, Any, int]:
+        """Prepare the stock inputs, then put trees in branch order."""
+        runner: Any = self
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        with self.stats.stage("tree_build"):
+            self.branches.plan = None
+            self.tree_step = step = self._match_trees(scheduler_output)
+            if step is None or self.drafter.proposer.max_leaves == 1:
+                return prepared
+            logits_indices, metadata, _ = prepared
+            plan = plan_branches(step.tree, step.reqs, step.layout, self.forks)
+            self.branches.plan = step.plan = plan
+            is_node = step.tree.is_node()
+            rows = plan.node_rows[is_node]
+            context = step.layout.context_lens[step.reqs]
+            runner.positions[rows] = (context[:, None] + step.tree.depths)[is_node]
+            num_tokens = len(plan.row_order)
+            ids = runner.input_ids.gpu[:num_tokens]
+            ids.copy_(ids[plan.row_order])
+            first = first_rows(metadata.cu_num_sampled_tokens)[step.reqs]
+            nodes = torch.arange(step.tree.max_nodes, device=first.device)
+            logits_indices[(first[:, None] + nodes)[is_node]] = rows.to(
+                logits_indices.dtype
+            )
+        self._reached_forward = time.perf_counter()
+        return prepared
+
+    def _match_trees(self, scheduler_output: SchedulerOutput) -> TreeStep | None:
+        """Find the trees whose drafts the scheduler sends back in this step.
+
+        A request whose drafts are not (a prefix of) its last tree is read as a chain
+        and emits one token from its root; that costs speed, never correctness.
+        """
+        runner: Any = self
+        if self.proposal is None:
+            return None
+        found: list[tuple[int, int, int]] = []
+        for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            row = self.proposal.find(req_id, drafts)
+            if row is not None:
+                index = runner.input_batch.req_id_to_index[req_id]
+                found.append((index, row, len(drafts) + 1))
+        if not found:
+            return None
+        reqs, rows, num_nodes = torch.tensor(sorted(found), device=runner.device).T
+        num_reqs = runner.input_batch.num_reqs
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        table = runner.input_batch.block_table[0]
+        layout = BatchLayout(
+            query_start_loc=runner.query_start_loc.gpu[: num_reqs + 1].long(),
+            context_lens=runner.num_computed_tokens[:num_reqs].long(),
+            block_table=table.get_device_tensor(num_reqs),
+            slot_mapping=table.slot_mapping.gpu[:num_tokens].clone(),
+        )
+        tree = self.proposal.tree.select(rows).cut(num_nodes)
+        return TreeStep(reqs, tree, layout)
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+        """Score the trees; requests without one are sampled as by stock vLLM."""
+        runner: Any = self
+        if logits is None or spec_decode_metadata is None:
+            return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        self.stats.seconds["forward"] += time.perf_counter() - self._reached_forward
+        with self.stats.stage("score"):
+            first = first_rows(spec_decode_metadata.cu_num_sampled_tokens)
+            step = self.tree_step
+            metadata = runner.input_batch.sampling_metadata
+            if step is None:
+                return runner.sampler(
+                    logits=logits[first], sampling_metadata=metadata
+                )
+            step.scored = score_trees(
+                step.tree,
+                logits,
+                first[step.reqs],
+                sampling_tensors(metadata, step.reqs),
+                self._uniforms(
+                    step.reqs.tolist(),
+                    step.layout.context_lens[step.reqs].tolist(),
+                    self.drafter.proposer.max_nodes + 1,
+                    SCORING,
+                ),
+            )
+            self.stats.observe(
+                step.tree.num_nodes.tolist(), step.scored.num_accepted.tolist()
+            )
+            return with_plain_samples(
+                runner.sampler,
+                metadata,
+                logits,
+                first,
+                step.reqs,
+                step.tree,
+                step.scored,
+            )
+
+    def _update_states_after_model_execute(
+        self, output_token_ids: Tensor, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Commit: bring the accepted paths' KV into the requests' own slots."""
+        super()._update_states_after_model_execute(output_token_ids, scheduler_output)  # type: ignore[misc]
+        step = self.tree_step
+        self.branches.plan = None
+        if step is None or step.plan is None:
+            return
+        assert step.scored is not None
+        with self.stats.stage("commit"):
+            last = step.scored.last_node()
+            depth = step.scored.num_accepted
+            copies = commit_copies(
+                step.plan, last, depth, step.reqs, step.layout, self.forks
+            )
+            self.target_blocks.copy(*copies)
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        *_: Any,
+    ) -> list[list[int]]:
+        """Draw the next tree of every request that may have one."""
+        runner: Any = self
+        with self.stats.stage("draft"):
+            self.stats.steps += 1
+            batch = runner.input_batch
+            committed = self._committed_tokens(sampled_token_ids)
+            drafting = committed.drafting.tolist()
+            self.drafter.read(committed)
+            drafts: list[list[int]] = [[] for _ in range(batch.num_reqs)]
+            self.proposal = None
+            if not drafting:
+                return drafts
+            roots = committed.end[drafting] - 1
+            device = runner.device
+            self.proposal = self.drafter.propose(
+                [batch.req_ids[r] for r in drafting],
+                torch.from_numpy(batch.token_ids_cpu[drafting, roots]).long().to(device),
+                sampling_tensors(sampling_metadata, torch.tensor(drafting)),
+                self._uniforms(
+                    drafting,
+                    roots.tolist(),
+                    self.drafter.proposer.num_uniforms,
+                    DRAFTING,
+                ),
+            )
+            for r, row in zip(drafting, self.proposal.drafts, strict=True):
+                drafts[r] = row
+            return drafts
+
+    def _committed_tokens(self, sampled_token_ids: list[list[int]]) -> CommittedTokens:
+        """What the draft models have to read, and which requests draft."""
+        runner: Any = self
+        batch = runner.input_batch
+        num_reqs = batch.num_reqs
+        first = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
+        chunk_end = first + runner.num_scheduled_tokens.np[:num_reqs]
+        root = batch.num_tokens_no_spec[:num_reqs].astype(np.int64) - 1
+        sampled = np.fromiter((len(s) > 0 for s in sampled_token_ids), bool, num_reqs)
+        room = root + self.drafter.proposer.max_depth + 1 < runner.max_model_len
+        wanted = np.fromiter(
+            (may_draft(runner.requests[r].sampling_params) for r in batch.req_ids),
+            bool,
+            num_reqs,
+        )
+        drafting = np.flatnonzero(sampled & room & wanted)
+        drafting = drafting[: self.drafter.config.max_trees]
+        end = np.where(sampled, root, chunk_end)
+        end[drafting] += 1
+        table = batch.block_table[0]
+        return CommittedTokens(
+            token_ids=batch.token_ids_cpu,
+            first=first,
+            end=end,
+            drafting=drafting,
+            block_table=table.get_device_tensor(num_reqs),
+            num_blocks=table.num_blocks_per_row,
+        )
+
+    def _uniforms(
+        self, reqs: list[int], positions: list[int], count: int, purpose: int
+    ) -> Tensor:
+        """Uniform numbers for some requests of the batch, on the device."""
+        runner: Any = self
+        ids = runner.input_batch.req_ids
+        seeds = [runner.requests[ids[r]].sampling_params.seed for r in reqs]
+        drawn = self.uniforms.draw(seeds, positions, count, purpose)
+        return drawn.to(runner.device)
+
+    def execute_model(self, *args: Any, **options: Any) -> Any:
+        """Run a step, noting when its forward begins."""
+        self._reached_forward = time.perf_counter()
+        return super().execute_model(*args, **options)  # type: ignore[misc]
+
+
+def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
+    """Logits row of every request's root, int64 [num_reqs]."""
+    return torch.nn.functional.pad(cu_num_sampled_tokens, (1, 0))[:-1].long()
+
+
+class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
+    """vLLM's CPU model runner with draft trees."""

@@ -1,0 +1,124 @@
+"""From target logits of a mixed batch to vLLM's sampler output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.scorers import (
+    ScorerOutput,
+    TargetLogits,
+    greedy_matching,
+    recursive_rejection,
+)
+from vllm_treespec.tree import TreeBatch
+
+
+def score_trees(
+    tree: TreeBatch,
+    logits: Tensor,
+    first_row: Tensor,
+    sampling: SamplingTensors,
+    uniforms: Tensor,
+) -> ScorerOutput:
+    """Score greedy requests by greedy matching, the others by recursive rejection."""
+    if sampling.all_greedy:
+        return greedy_matching(tree, TargetLogits(logits, first_row, sampling))
+    if sampling.all_random:
+        return recursive_rejection(
+            tree, TargetLogits(logits, first_row, sampling), uniforms
+        )
+    path = torch.full_like(tree.parents, -1)
+    num_accepted = torch.zeros_like(tree.num_nodes)
+    next_token_ids = torch.zeros_like(tree.num_nodes)
+    for greedy in (True, False):
+        rows = (sampling.greedy == greedy).nonzero()[:, 0]
+        part = replace(
+            sampling.select(rows), all_greedy=greedy, all_random=not greedy
+        )
+        scored = score_trees(
+            tree.select(rows), logits, first_row[rows], part, uniforms[rows]
+        )
+        path[rows, : scored.path.shape[1]] = scored.path
+        num_accepted[rows] = scored.num_accepted
+        next_token_ids[rows] = scored.next_token_ids
+    max_depth = max(int(tree.depths.max()), 1)
+    return ScorerOutput(path[:, :max_depth], num_accepted, next_token_ids)
+
+
+def with_plain_samples(
+    sampler: Any,
+    metadata: SamplingMetadata,
+    logits: Tensor,
+    first_row: Tensor,
+    tree_reqs: Tensor,
+    tree: TreeBatch,
+    scored: ScorerOutput,
+) -> SamplerOutput:
+    """Put scored trees and plainly sampled requests into one sampler output.
+
+    Args:
+        sampler: vLLM's sampler, for requests without a tree.
+        metadata: sampling metadata of the whole batch.
+        logits: [num_rows, vocab_size].
+        first_row: int64 [num_reqs], each request's root row.
+        tree_reqs: int64 [num_trees], the requests with a tree.
+        tree: their trees.
+        scored: what the scorer accepted.
+
+    """
+    num_reqs = len(first_row)
+    emitted = scored.emitted(tree)
+    tokens = torch.full(
+        (num_reqs, emitted.shape[1]), -1, dtype=torch.int64, device=emitted.device
+    )
+    tokens[tree_reqs] = emitted
+    if len(tree_reqs) < num_reqs:
+        scored_reqs = set(tree_reqs.tolist())
+        others = {r: g for r, g in metadata.generators.items() if r not in scored_reqs}
+        plain = sampler(
+            logits=logits[first_row],
+            sampling_metadata=replace(
+                metadata, generators=others, max_num_logprobs=None
+            ),
+        )
+        is_plain = torch.ones(num_reqs, dtype=torch.bool, device=tokens.device)
+        is_plain[tree_reqs] = False
+        tokens[is_plain, 0] = plain.sampled_token_ids[is_plain, 0].long()
+    logprobs = None
+    if metadata.max_num_logprobs is not None:
+        rows = first_row[:, None].repeat(1, tokens.shape[1])
+        rows[tree_reqs, 1:] += scored.path.clamp(min=0)
+        logprobs = emitted_logprobs(
+            sampler, logits, rows, tokens, metadata.max_num_logprobs
+        )
+    return SamplerOutput(tokens.int(), logprobs)
+
+
+def emitted_logprobs(
+    sampler: Any, logits: Tensor, rows: Tensor, tokens: Tensor, num_logprobs: int
+) -> LogprobsTensors:
+    """Log probabilities of emitted tokens, each at the node it was emitted after.
+
+    Args:
+        sampler: vLLM's sampler.
+        logits: [num_rows, vocab_size].
+        rows: int64 [num_reqs, max_emitted], logits row of each emitted token.
+        tokens: int64 [num_reqs, max_emitted], padded with -1.
+        num_logprobs: how many top tokens to report besides.
+
+    """
+    used = logits[rows.flatten()]
+    if sampler.logprobs_mode == "raw_logits":
+        values = used.to(torch.float32)
+    else:
+        values = sampler.compute_logprobs(used)
+    return sampler.gather_logprobs(
+        values, num_logprobs, tokens.flatten().clamp(min=0)
+    )

@@ -1,0 +1,55 @@
+"""Workers that run the tree model runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_treespec.engine.runner import TreeCPUModelRunner
+
+
+class TreeWorkerMixin:
+    """What CPU and GPU workers share."""
+
+    def determine_available_memory(self) -> int:
+        """Memory for the scheduler's KV blocks: what is left beside fork blocks."""
+        worker: Any = self
+        available = super().determine_available_memory()  # type: ignore[misc]
+        runner = worker.model_runner
+        block_size = worker.cache_config.block_size
+        page_bytes = sum(s.page_size_bytes for s in runner.get_kv_cache_spec().values())
+        fork_bytes = runner.drafter.num_fork_blocks(block_size) * page_bytes
+        if fork_bytes >= available:
+            raise ValueError(
+                f"fork blocks of draft trees need {fork_bytes / 2**30:.2f} GiB of the "
+                f"{available / 2**30:.2f} GiB for KV cache; lower 'max_trees' or the "
+                "tree in speculative_config, or --block-size, or give more KV memory"
+            )
+        return available - fork_bytes
+
+    def treespec_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Totals of this worker's steps, for ``LLM.collective_rpc``."""
+        worker: Any = self
+        totals = worker.model_runner.stats.as_dict()
+        if reset:
+            worker.model_runner.stats.reset()
+        return totals
+
+
+class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with draft trees."""
+
+    def init_device(self) -> None:
+        """Make the stock runner, then give it its tree methods.
+
+        The stock method names its runner class itself, so the class is changed after.
+        """
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "vllm_treespec.engine.attention.BranchingCPUBackend",
+        )
+        super().init_device()
+        self.model_runner.__class__ = TreeCPUModelRunner
+        self.model_runner.init_trees()  # type: ignore[attr-defined]

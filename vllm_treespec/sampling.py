@@ -1,0 +1,161 @@
+"""From logits to distributions, and exact draws from them (torch only).
+
+Every draw takes its uniform numbers as an argument, so that a request's draws do
+not depend on the batch it runs in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Sampling parameters of a batch of requests.
+
+    A temperature of 0 means greedy; such a request's distributions are taken at
+    temperature 1 and used only to rank tokens.
+    """
+
+    # float32 [num_reqs]
+    temperature: Tensor
+    # int64 [num_reqs], or None when no request limits it
+    top_k: Tensor | None = None
+    # float32 [num_reqs], or None when no request limits it
+    top_p: Tensor | None = None
+    # known on the host, so that no step has to ask the device
+    all_greedy: bool = False
+    all_random: bool = False
+
+    @property
+    def greedy(self) -> Tensor:
+        """Which requests are greedy, bool [num_reqs]."""
+        return self.temperature == 0
+
+    def select(self, rows: Tensor) -> SamplingTensors:
+        """Return the parameters of the given requests, ``rows`` int64 [n]."""
+        return SamplingTensors(
+            temperature=self.temperature[rows],
+            top_k=None if self.top_k is None else self.top_k[rows],
+            top_p=None if self.top_p is None else self.top_p[rows],
+            all_greedy=self.all_greedy,
+            all_random=self.all_random,
+        )
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Distributions of the given logits under these parameters.
+
+        Args:
+            logits: [num_reqs, vocab_size] or [num_reqs, width, vocab_size].
+
+        Returns:
+            float32, same shape: softmax of logits / temperature after top-k and
+            top-p, in vLLM's order and with its rules for ties.
+
+        """
+        logits = logits.to(torch.float32)
+        if not self.all_greedy:
+            scale = torch.where(self.greedy, 1.0, self.temperature)
+            logits = logits / _per_row(scale, logits)
+        if self.top_k is not None or self.top_p is not None:
+            logits = _restrict(logits, self.top_k, self.top_p)
+        return torch.softmax(logits, dim=-1)
+
+
+def _per_row(values: Tensor, logits: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (logits.dim() - 1))
+
+
+def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Set logits outside top-k, then outside the top-p nucleus, to -inf."""
+    ordered, index = logits.sort(dim=-1, descending=False)
+    vocab_size = logits.shape[-1]
+    if top_k is not None:
+        place = (vocab_size - top_k.clamp(1, vocab_size)).to(torch.int64)
+        place = _per_row(place, logits).expand(*logits.shape[:-1], 1)
+        ordered = ordered.masked_fill(ordered < ordered.gather(-1, place), -torch.inf)
+    if top_p is not None:
+        mass_below = ordered.softmax(dim=-1).cumsum(dim=-1)
+        outside = mass_below <= 1 - _per_row(top_p, logits)
+        outside[..., -1] = False
+        ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, index, ordered)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        probs: float32 [rows, vocab_size]; need not be normalised.
+        uniforms: [rows] in [0, 1).
+
+    Returns:
+        int64 [rows].
+
+    """
+    tokens, _ = draw_without_replacement(probs, uniforms[:, None])
+    return tokens[:, 0]
+
+
+def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw tokens one after another, each from what the earlier ones left over.
+
+    Same law and same order as Gumbel-top-k on ``log probs`` (arXiv 2402.14160, eq. 7)
+    for one uniform number a token instead of one Gumbel a vocabulary entry.
+
+    Args:
+        probs: float32 [rows, vocab_size]; need not be normalised.
+        uniforms: [rows, count] in [0, 1).
+
+    Returns:
+        tokens int64 [rows, count] and valid bool [rows, count]; a draw is invalid
+        when no token with positive probability is left.
+
+    """
+    count = uniforms.shape[1]
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    support = (probs > 0).sum(dim=-1)
+    tokens = probs.new_zeros((probs.shape[0], count), dtype=torch.int64)
+    valid = torch.zeros_like(tokens, dtype=torch.bool)
+    taken_ends = cumulative.new_empty((probs.shape[0], 0))
+    taken_mass = cumulative.new_empty((probs.shape[0], 0))
+    for k in range(count):
+        left = total - taken_mass.sum(dim=1, keepdim=True)
+        point = uniforms[:, k : k + 1].double() * left
+        for j in range(k):
+            end, mass = taken_ends[:, j : j + 1], taken_mass[:, j : j + 1]
+            point = torch.where(point >= end - mass, point + mass, point)
+        point = torch.minimum(point.clamp(min=0), below_total)
+        token = torch.searchsorted(cumulative, point, right=True)
+        repeated = (tokens[:, :k] == token).any(dim=1)
+        tokens[:, k] = token[:, 0]
+        valid[:, k] = (k < support) & (left[:, 0] > 0) & ~repeated
+        if k + 1 < count:
+            end = cumulative.gather(1, token)
+            start = cumulative.gather(1, (token - 1).clamp(min=0))
+            mass = end - torch.where(token > 0, start, 0.0)
+            taken_ends, order = torch.cat([taken_ends, end], 1).sort(dim=1)
+            taken_mass = torch.cat([taken_mass, mass], 1).gather(1, order)
+    return tokens, valid
+
+
+def truncated_gumbel(location: Tensor, bound: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw Gumbel variables conditioned on being at most ``bound``.
+
+    Stable for any distance between location and bound: the inverse of the truncated
+    distribution function, written with log-sum-exp (arXiv 1903.06059, appendix B.3).
+
+    Args:
+        location: log mass, -inf allowed (gives -inf).
+        bound: upper bound, same shape.
+        uniforms: in [0, 1), same shape.
+
+    """
+    noise = torch.log(-torch.log(uniforms.clamp(min=torch.finfo(uniforms.dtype).tiny)))
+    gumbel = location - torch.logaddexp(location - bound, noise)
+    return gumbel.masked_fill(location == -torch.inf, -torch.inf)

@@ -1,0 +1,79 @@
+"""Batches of whole conversations, formed once, read from the teacher's cache."""
+
+import random
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from vllm_treespec.train.teacher import TeacherCache, length_buckets, pad_right
+
+# Rows are shuffled, then cut into pools of this many batches; only inside a pool are
+# rows put together by length, so that no batch holds the short answers alone.
+_POOL = 16
+
+
+def split_rows(num_rows: int, eval_share: float, seed: int) -> tuple[list, list]:
+    """Return (training rows, evaluation rows); at least one row is for evaluation."""
+    order = random.Random(seed).sample(range(num_rows), num_rows)
+    num_eval = max(1, round(num_rows * eval_share))
+    return order[num_eval:], order[:num_eval]
+
+
+class BatchDataset(Dataset):
+    """Each item is one batch, ready for the draft model.
+
+        input_ids  int64 [num_rows, longest], padded on the right
+        places     int64 [num_positions], supervised positions of the flat input_ids
+        ids, probs, rest    as ``loss.TeacherTargets``
+
+    Args:
+        rows: row numbers of the cache, in the order to batch them.
+        batch_tokens: tokens of a batch, padding included.
+    """
+
+    def __init__(self, cache: TeacherCache, rows: list[int], batch_tokens: int) -> None:
+        self.cache = cache
+        starts = cache.row_starts.long()
+        # Row r's supervised positions are bounds[r] .. bounds[r + 1] of the cache.
+        self.bounds = torch.searchsorted(cache.positions.long(), starts).tolist()
+        self.starts = starts.tolist()
+        lengths = (starts[1:] - starts[:-1]).tolist()
+        mean = sum(lengths) / len(lengths)
+        pool = max(1, round(_POOL * batch_tokens / mean))
+        self.batches: list[list[int]] = []
+        for begin in range(0, len(rows), pool):
+            part = rows[begin : begin + pool]
+            buckets = length_buckets([lengths[row] for row in part], batch_tokens)
+            self.batches += [[part[i] for i in bucket] for bucket in buckets]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def num_positions(self) -> int:
+        """Supervised positions in all batches."""
+        rows = (row for batch in self.batches for row in batch)
+        return sum(self.bounds[row + 1] - self.bounds[row] for row in rows)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        rows = self.batches[number]
+        tokens = [
+            self.cache.token_ids[self.starts[row] : self.starts[row + 1]].long()
+            for row in rows
+        ]
+        input_ids = pad_right(tokens)
+        index, places = [], []
+        for line, row in enumerate(rows):
+            inside = torch.arange(self.bounds[row], self.bounds[row + 1])
+            index.append(inside)
+            shift = line * input_ids.shape[1] - self.starts[row]
+            places.append(self.cache.positions[inside].long() + shift)
+        targets = self.cache.targets(torch.cat(index))
+        return {
+            "input_ids": input_ids,
+            "places": torch.cat(places),
+            "ids": targets.ids,
+            "probs": targets.probs,
+            "rest": targets.rest,
+        }

@@ -1,0 +1,193 @@
+"""Distillation loss over cached top-k target probabilities, without a full softmax kept.
+
+Letters: p the target's distribution, q the draft's, K the cached ids of one position.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Positions that go through the head at once; the logits of a chunk are the largest
+# tensor of a step (1024 x 49152 in bfloat16: 100 MB).
+HEAD_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class TeacherTargets:
+    """What the target says at each supervised position.
+
+    Attributes:
+        ids: int64 [num_positions, k], the k likeliest tokens, likeliest first.
+        probs: float32 [num_positions, k], their probabilities at temperature 1.
+        rest: float32 [num_positions], the mass of all other tokens.
+    """
+
+    ids: Tensor
+    probs: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """The vocabulary rows one training step computes logits for.
+
+    Attributes:
+        rows: int64 [num_rows], token ids.
+        column: int64 [vocab_size], where a token's logit stands; ``num_rows`` if absent.
+        bias: float32 [num_rows + 1], log of how many tokens a row stands for; the last
+            entry, -inf, belongs to a padding column that all absent tokens share.
+    """
+
+    rows: Tensor
+    column: Tensor
+    bias: Tensor
+
+
+def choose_head_rows(
+    core: Tensor,
+    targets: TeacherTargets,
+    num_sampled: int,
+    vocab_size: int,
+    generator: torch.Generator,
+    min_prob: float = 0.01,
+) -> HeadRows:
+    """Pick the rows of the head for one step: a core, what the batch needs, a sample.
+
+    Kept for certain: ``core`` and every token to which the target gives ``min_prob`` at
+    some position. Of the other tokens ``num_sampled`` are drawn uniformly, each standing
+    for ``num_others / num_sampled`` tokens, so that the softmax denominator is estimated
+    without bias.
+
+    Args:
+        core: int64 [num_core], tokens kept in every step.
+        generator: on the CPU.
+    """
+    device = core.device
+    certain = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    certain[core] = True
+    certain[targets.ids[targets.probs >= min_prob]] = True
+    kept, others = certain.nonzero().flatten(), (~certain).nonzero().flatten()
+    num_sampled = min(num_sampled, len(others))
+    picked = torch.randperm(len(others), generator=generator)[:num_sampled].to(device)
+    rows = torch.cat([kept, others[picked]])
+    bias = torch.zeros(len(rows) + 1, device=device)
+    if num_sampled:
+        bias[len(kept) : -1] = torch.tensor(len(others) / num_sampled).log()
+    bias[-1] = -torch.inf
+    column = torch.full((vocab_size,), len(rows), device=device)
+    column[rows] = torch.arange(len(rows), device=device)
+    return HeadRows(rows, column, bias)
+
+
+def topk_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: TeacherTargets,
+    head_rows: HeadRows | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Mean KL(p || q) over positions, all tokens outside K merged into one bucket.
+
+    KL = sum_K p log(p / q) + p_rest log(p_rest / q_rest). Merging tokens can only lower
+    a KL divergence, so this is a lower bound, exact where k is the vocabulary size.
+
+    Args:
+        hidden: [num_positions, hidden_size], after the final norm.
+        weight: [vocab_size, hidden_size], the head.
+        head_rows: compute only these rows; target mass on absent tokens joins the rest.
+        compute_dtype: of the head's matrix products and logits.
+
+    Returns:
+        float32 scalar with gradients for ``hidden`` and ``weight``.
+    """
+    ids, probs, rest, bias = targets.ids, targets.probs, targets.rest, None
+    if head_rows is not None:
+        ids = head_rows.column[ids]
+        absent = ids == len(head_rows.rows)
+        rest = rest + (probs * absent).sum(-1)
+        probs = probs.masked_fill(absent, 0)
+        # The padding row's logit is -inf by its bias: its weight does not matter.
+        weight = torch.cat([weight[head_rows.rows], weight[:1].detach()])
+        bias = head_rows.bias.to(compute_dtype)
+    mean: Tensor = _TopKKL.apply(hidden, weight, bias, ids, probs, rest, compute_dtype)
+    return mean
+
+
+class _TopKKL(torch.autograd.Function):
+    """Computes the gradients in the forward pass, so no chunk's logits are kept."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, probs, rest, compute_dtype):  # type: ignore[no-untyped-def]
+        head = weight.to(compute_dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), device=hidden.device)
+        count = max(len(hidden), 1)
+        for start in range(0, len(hidden), HEAD_CHUNK):
+            part = slice(start, start + HEAD_CHUNK)
+            inputs = hidden[part].to(compute_dtype)
+            logits = (
+                inputs @ head.T if bias is None else torch.addmm(bias, inputs, head.T)
+            )
+            loss, grad = _position_loss(logits, ids[part], probs[part], rest[part])
+            total += loss.sum()
+            grad_hidden[part] = (grad @ head).to(hidden.dtype) / count
+            grad_weight += grad.T @ inputs
+        ctx.save_for_backward(grad_hidden, (grad_weight / count).to(weight.dtype))
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        hidden, weight = grad_hidden * grad_output, grad_weight * grad_output
+        return hidden, weight, None, None, None, None, None
+
+
+def _position_loss(
+    logits: Tensor, ids: Tensor, probs: Tensor, rest: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the loss [n] and its gradient [n, num_rows] for one chunk of logits.
+
+    With s = softmax(logits): the gradient is s - p on K and s (1 - p_rest / q_rest)
+    elsewhere. q_rest is summed, not taken as 1 - sum_K q, which would cancel.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    soft = torch.softmax(logits, -1)
+    draft = soft.gather(1, ids).float()
+    # Flat index_fill_/index_copy_: scatter_ on a wide CPU tensor is 100 times slower.
+    offsets = torch.arange(len(ids), device=ids.device)[:, None] * soft.shape[1]
+    cells, flat = (ids + offsets).flatten(), soft.view(-1)
+    flat.index_fill_(0, cells, 0)
+    draft_rest = soft.sum(-1).float().clamp_min(tiny)
+    loss = (
+        torch.xlogy(probs, probs / draft.clamp_min(tiny)).sum(-1)
+        + torch.xlogy(rest, rest / draft_rest)
+    )
+    soft *= (1 - rest / draft_rest)[:, None].to(soft.dtype)
+    flat.index_copy_(0, cells, (draft - probs).to(soft.dtype).flatten())
+    return loss, soft
+
+
+def agreement(
+    hidden: Tensor, weight: Tensor, targets: TeacherTargets
+) -> dict[str, Tensor]:
+    """Per-position quality of the draft, with the whole vocabulary in float32.
+
+    Returns:
+        float32 [num_positions] each: ``kl`` as ``topk_kl``; ``top1``, 1 where draft and
+        target have the same likeliest token; ``acceptance``, sum over K of min(p, q),
+        the probability that one draft token is accepted at temperature 1, from below
+        because tokens outside K are left out.
+    """
+    found: dict[str, list[Tensor]] = {"kl": [], "top1": [], "acceptance": []}
+    head = weight.float()
+    for start in range(0, len(hidden), HEAD_CHUNK):
+        part = slice(start, start + HEAD_CHUNK)
+        ids, probs = targets.ids[part], targets.probs[part]
+        logits = hidden[part].float() @ head.T
+        found["top1"].append((logits.argmax(-1) == ids[:, 0]).float())
+        draft = (logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
+        found["acceptance"].append(torch.minimum(draft, probs).sum(-1))
+        found["kl"].append(_position_loss(logits, ids, probs, targets.rest[part])[0])
+    return {name: torch.cat(parts) for name, parts in found.items()}

@@ -1,0 +1,225 @@
+"""Stage 2: one pass of the frozen target over the text, its top-k kept on disk.
+
+One safetensors shard holds ``rows_per_shard`` conversations:
+
+    token_ids  int32   [num_tokens]        all rows end to end, each cut to seq_len
+    row_starts int32   [num_rows + 1]      where each row starts in token_ids
+    positions  int32   [num_positions]     supervised positions, as indices of token_ids
+    ids        uint16 or int32 [num_positions, k]   likeliest next tokens, best first
+    probs      float16 [num_positions, k]  their probabilities at temperature 1
+    rest       float32 [num_positions]     the mass of all other tokens
+    token_mass float32 [vocab_size]        sum over positions of the target distribution
+    moment     float32 [target_hidden, target_hidden]   sum of x x^T, x the hidden state
+
+A position is supervised if its next token belongs to the answer.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from vllm_treespec.train.loss import TeacherTargets
+from vllm_treespec.train.model import TargetStatistics
+from vllm_treespec.train.text import Row
+
+# Positions whose logits over the vocabulary are held at once, in float32.
+_HEAD_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """What is kept of the target's distributions.
+
+    Attributes:
+        top_k: tokens kept per position.
+        seq_len: rows are cut to this many tokens.
+        batch_tokens: tokens of one forward, padding included.
+    """
+
+    top_k: int = 64
+    seq_len: int = 512
+    batch_tokens: int = 4096
+    rows_per_shard: int = 256
+
+
+@dataclass(frozen=True)
+class TeacherCache:
+    """All shards in memory; fields as in the module's docstring, ids as int32."""
+
+    token_ids: Tensor
+    row_starts: Tensor
+    positions: Tensor
+    ids: Tensor
+    probs: Tensor
+    rest: Tensor
+    statistics: TargetStatistics
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_starts) - 1
+
+    def targets(self, index: Tensor) -> TeacherTargets:
+        """Return the targets of some positions, float16 rounding normalised away.
+
+        Args:
+            index: int64 [n], indices into ``positions``.
+        """
+        probs, rest = self.probs[index].float(), self.rest[index]
+        total = probs.sum(-1) + rest
+        return TeacherTargets(
+            self.ids[index].long(), probs / total[:, None], rest / total
+        )
+
+
+def load_target(target: str) -> PreTrainedModel:
+    """Load the target frozen in bfloat16, on the GPU if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def length_buckets(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yield batches of row indices, alike in length, at most ``batch_tokens`` padded."""
+    batch: list[int] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        longest = max(longest, lengths[index])
+        if batch and longest * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch, longest = [], lengths[index]
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def pad_right(rows: list[Tensor]) -> Tensor:
+    """Pad int rows with 0 into [num_rows, longest]; causal attention needs no mask."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def cache_teacher(
+    target: PreTrainedModel,
+    target_name: str,
+    rows: list[Row],
+    folder: Path,
+    options: TeacherOptions,
+) -> list[Path]:
+    """Write the shards of ``rows`` into ``folder``; shards that are there are kept.
+
+    A shard is kept if it was made from the same rows with the same options and target.
+
+    Returns:
+        The shards' paths, in row order.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = []
+    columns = (*Progress.get_default_columns()[:1], BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        starts = range(0, len(rows), options.rows_per_shard)
+        for number in progress.track(starts, description="teacher: shards"):
+            part = rows[number : number + options.rows_per_shard]
+            shard = folder / f"shard-{number // options.rows_per_shard:05d}.safetensors"
+            shards.append(shard)
+            fingerprint = _fingerprint(part, target_name, options)
+            if shard.exists() and _fingerprint_of(shard) == fingerprint:
+                continue
+            tensors = _run_target(target, part, options)
+            partial = shard.with_suffix(".partial")
+            save_file(tensors, partial, metadata={"fingerprint": fingerprint})
+            partial.rename(shard)
+    return shards
+
+
+def _fingerprint(rows: list[Row], target_name: str, options: TeacherOptions) -> str:
+    content = {"target": target_name, "options": asdict(options)}
+    content["rows"] = [asdict(row) for row in rows]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _fingerprint_of(shard: Path) -> str | None:
+    with safe_open(shard, "pt") as file:
+        return (file.metadata() or {}).get("fingerprint")
+
+
+@torch.inference_mode()
+def _run_target(
+    target: PreTrainedModel, rows: list[Row], options: TeacherOptions
+) -> dict[str, Tensor]:
+    """Return one shard's tensors."""
+    tokens = [torch.tensor(row.token_ids[: options.seq_len]) for row in rows]
+    lengths = [len(row) for row in tokens]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    collected: list[dict[str, Tensor]] = []
+    sums: dict[str, Any] = {"token_mass": 0.0, "moment": 0.0}
+    for batch in length_buckets(lengths, options.batch_tokens):
+        input_ids = pad_right([tokens[i] for i in batch]).to(target.device)
+        hidden = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        wanted = [_supervised(rows[i].prompt_len, lengths[i]) for i in batch]
+        states = torch.cat([hidden[b, idx] for b, idx in enumerate(wanted)])
+        places = torch.cat([starts[i] + idx for i, idx in zip(batch, wanted)])
+        for part in torch.arange(len(states)).split(_HEAD_CHUNK):
+            found = _top_k_of(target, states[part.to(states.device)], options.top_k, sums)
+            collected.append({"positions": places[part].int(), **found})
+    small = target.config.vocab_size <= 2**16
+    merged = {name: torch.cat([c[name] for c in collected]) for name in collected[0]}
+    merged["ids"] = merged["ids"].to(torch.uint16 if small else torch.int32)
+    return {
+        "token_ids": torch.cat(tokens).int(),
+        "row_starts": starts.int(),
+        **merged,
+        **{name: value.cpu() for name, value in sums.items()},
+    }
+
+
+def _supervised(prompt_len: int, length: int) -> Tensor:
+    """Return the positions of one row whose next token belongs to the answer."""
+    first = max(prompt_len - 1, 0)
+    return torch.arange(first, max(length - 1, first))
+
+
+def _top_k_of(
+    target: PreTrainedModel, states: Tensor, top_k: int, sums: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return ids, probs and rest of [n, target_hidden] states; add to the sums."""
+    probs = target.get_output_embeddings()(states).float().softmax(-1)
+    top = probs.topk(min(top_k, probs.shape[-1]), dim=-1)
+    sums["token_mass"] += probs.sum(0)
+    sums["moment"] += states.float().T @ states.float()
+    rest = (1 - top.values.sum(-1)).clamp_min(0)
+    return {
+        "ids": top.indices.int().cpu(),
+        "probs": top.values.half().cpu(),
+        "rest": rest.cpu(),
+    }
+
+
+def load_cache(shards: list[Path]) -> TeacherCache:
+    """Read shards into one cache."""
+    parts = [load_file(shard) for shard in shards]
+    offsets = torch.tensor([0] + [len(p["token_ids"]) for p in parts]).cumsum(0).int()
+    starts = [p["row_starts"][:-1] + o for p, o in zip(parts, offsets)]
+    mass = torch.stack([p["token_mass"] for p in parts]).sum(0)
+    num_positions = sum(len(p["rest"]) for p in parts)
+    moment = torch.stack([p["moment"] for p in parts]).sum(0) / num_positions
+    positions = torch.cat([p["positions"] + o for p, o in zip(parts, offsets)])
+    # Rows were batched by length: put the positions back in text order.
+    positions, order = positions.sort()
+    return TeacherCache(
+        token_ids=torch.cat([p["token_ids"] for p in parts]),
+        row_starts=torch.cat([*starts, offsets[-1:]]),
+        positions=positions,
+        ids=torch.cat([p["ids"].int() for p in parts])[order],
+        probs=torch.cat([p["probs"] for p in parts])[order],
+        rest=torch.cat([p["rest"] for p in parts])[order],
+        statistics=TargetStatistics(mass / mass.sum(), moment),
+    )

@@ -1,0 +1,205 @@
+"""Stage 1: conversations answered by the target itself, one JSON row each.
+
+A row is ``{"token_ids": [...], "prompt_len": n, "temperature": t}``: prompt and answer
+in one list, the answer starting at index ``prompt_len``.
+"""
+
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+PROMPT_KEYS = "prompt, question, instruction (with input) or turns"
+_PLACEHOLDER = "<<<user>>>"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation: ``token_ids[prompt_len:]`` is the target's answer."""
+
+    token_ids: list[int]
+    prompt_len: int
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How much text the target writes, and how.
+
+    Attributes:
+        num_tokens: answer tokens wanted in all.
+        batch_size: conversations generated and appended to the file at a time.
+        self_asked: share of conversations whose question the target samples itself.
+        temperatures: one is drawn for each answer.
+        max_answer: tokens of one answer at most.
+        max_model_len: vLLM's context length; longer prompts are left out.
+    """
+
+    num_tokens: int = 600_000
+    batch_size: int = 256
+    self_asked: float = 0.5
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    max_answer: int = 300
+    max_model_len: int = 1024
+    seed: int = 0
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Read user questions from a JSONL file, which may be gzipped.
+
+    Raises:
+        ValueError: a row has none of ``PROMPT_KEYS``.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    prompts = []
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            prompt = _prompt_of(json.loads(line))
+            if prompt is None:
+                raise ValueError(f"{path}:{number}: no key {PROMPT_KEYS}; add one")
+            prompts.append(prompt)
+    return prompts
+
+
+def _prompt_of(row: dict[str, Any]) -> str | None:
+    for key in ("prompt", "question"):
+        if key in row:
+            return str(row[key])
+    if row.get("turns"):
+        return str(row["turns"][0])
+    if "instruction" not in row:
+        return None
+    instance = row["instances"][0] if row.get("instances") else row
+    return "\n".join(filter(None, [row["instruction"], instance.get("input", "")]))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a text file; a last line cut short by a kill is left out.
+
+    Raises:
+        ValueError: a line is no JSON row of this module's form.
+    """
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                break
+            try:
+                row = json.loads(line)
+                rows.append(Row(row["token_ids"], row["prompt_len"]))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}:{number}: {error!r}; each line needs token_ids, prompt_len"
+                ) from error
+    return rows
+
+
+def generate_text(
+    target: str, prompts: list[str], path: Path, options: TextOptions
+) -> None:
+    """Let the target answer ``prompts`` and questions of its own until the file is full.
+
+    Batches are appended to ``path`` as they end, so a killed run goes on where it was.
+
+    Raises:
+        ValueError: the target's tokenizer has no chat template.
+    """
+    done = _drop_torn_line(path)
+    if done >= options.num_tokens:
+        return
+    # vLLM is only needed for this stage, and its import takes long.
+    from vllm import LLM
+
+    llm = LLM(
+        target,
+        max_model_len=options.max_model_len,
+        max_num_seqs=min(options.batch_size, 128),
+        enforce_eager=True,
+        seed=options.seed + done,
+    )
+    if llm.get_tokenizer().chat_template is None:
+        raise ValueError(f"{target}: tokenizer has no chat template; pass --text FILE")
+    rng = random.Random(options.seed + done)
+    with path.open("a", encoding="utf-8") as file, Progress() as progress:
+        task = progress.add_task(
+            "text: answer tokens", total=options.num_tokens, completed=done
+        )
+        while done < options.num_tokens:
+            for row in _generate_batch(llm, prompts, rng, options):
+                file.write(json.dumps(row) + "\n")
+                done += len(row["token_ids"]) - row["prompt_len"]
+            file.flush()
+            progress.update(task, completed=done)
+
+
+def _drop_torn_line(path: Path) -> int:
+    """Cut a half-written last line off; return the answer tokens in the file."""
+    if not path.exists():
+        return 0
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rfind(b"\n") + 1])
+    return sum(len(row.token_ids) - row.prompt_len for row in read_rows(path))
+
+
+def _generate_batch(
+    llm: Any, prompts: list[str], rng: random.Random, options: TextOptions
+) -> Iterator[dict[str, Any]]:
+    """Yield one batch of finished rows; ``llm`` is a ``vllm.LLM``."""
+    from vllm import SamplingParams
+
+    tokenizer = llm.get_tokenizer()
+    num_own = round(options.batch_size * (options.self_asked if prompts else 1.0))
+    questions = _self_asked(llm, num_own, options)
+    if prompts:
+        questions += rng.choices(prompts, k=options.batch_size - num_own)
+    chats = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for question in questions
+    ]
+    # The template writes its own special tokens: encode without adding them again.
+    encoded = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+    room = options.max_model_len - options.max_answer
+    encoded = [token_ids for token_ids in encoded if len(token_ids) <= room]
+    temperatures = rng.choices(options.temperatures, k=len(encoded))
+    outputs = llm.generate(
+        [{"prompt_token_ids": token_ids} for token_ids in encoded],
+        [
+            SamplingParams(temperature=value, max_tokens=options.max_answer)
+            for value in temperatures
+        ],
+        use_tqdm=False,
+    )
+    for token_ids, temperature, output in zip(
+        encoded, temperatures, outputs, strict=True
+    ):
+        yield {
+            "token_ids": token_ids + list(output.outputs[0].token_ids),
+            "prompt_len": len(token_ids),
+            "temperature": temperature,
+        }
+
+
+def _self_asked(llm: Any, count: int, options: TextOptions) -> list[str]:
+    """Sample questions from the chat template's user turn; unfinished ones are dropped."""
+    from vllm import SamplingParams
+
+    tokenizer = llm.get_tokenizer()
+    opening = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _PLACEHOLDER}], tokenize=False
+    ).split(_PLACEHOLDER)[0]
+    prompt = {"prompt_token_ids": tokenizer.encode(opening, add_special_tokens=False)}
+    outputs = llm.generate(
+        [prompt] * count,
+        SamplingParams(temperature=1.0, max_tokens=160),
+        use_tqdm=False,
+    )
+    asked = [out.outputs[0] for out in outputs if out.outputs[0].finish_reason == "stop"]
+    return [question for out in asked if (question := out.text.strip())]

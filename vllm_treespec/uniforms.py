@@ -1,0 +1,54 @@
+"""Uniform numbers for drafting and scoring, the only randomness of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DRAFTING, SCORING = 0, 1
+
+
+class UniformSource:
+    """Hands out uniform numbers per request.
+
+    A request with a seed gets numbers that depend on its seed, the position of its
+    root and the purpose alone: not on the batch, preemption or the number of steps
+    before. Drafting and scoring never share numbers. Requests without a seed share
+    one generator, seeded alike on every rank, so that all ranks draw the same.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Seed the shared generator."""
+        self.shared = torch.Generator().manual_seed(seed)
+
+    def draw(
+        self,
+        seeds: Sequence[int | None],
+        positions: Sequence[int],
+        count: int,
+        purpose: int,
+    ) -> Tensor:
+        """Draw ``count`` numbers for each request.
+
+        Args:
+            seeds: per request, None without one.
+            positions: of the requests' roots.
+            count: numbers a request.
+            purpose: ``DRAFTING`` or ``SCORING``.
+
+        Returns:
+            float64 [num_reqs, count] in [0, 1), on the CPU.
+
+        """
+        numbers = torch.rand(
+            (len(seeds), count), generator=self.shared, dtype=torch.float64
+        )
+        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+            if seed is not None:
+                key = [seed % 2**64, 2 * position + purpose]
+                own = np.random.Generator(np.random.Philox(key=key))
+                numbers[row] = torch.from_numpy(own.random(count))
+        return numbers
