@@ -101,8 +101,11 @@ def expand_beam(
     exists = exists & (perturbed > -torch.inf)[..., None]
     mass = probs.gather(-1, tokens).double()
     child_log_probs = log_probs[..., None] + mass.log()
-    left = 1 - (mass.cumsum(-1) - mass)
-    location = log_probs[..., None] + left.clamp(min=0).log()
+    # Summed from the last child up: 1 - (mass before) would be rounding when the
+    # first child has nearly all of it.
+    undrawn = probs.scatter(-1, tokens, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    left = undrawn + (mass * exists).flip(-1).cumsum(-1).flip(-1)
+    location = log_probs[..., None] + left.log()
     bound = perturbed
     values = [perturbed]
     for k in range(1, count):

@@ -28,8 +28,8 @@ is_python_311='import sys; sys.exit(sys.version_info[:2] != (3, 11))'
 is_cpu_build='import importlib.metadata as m; import sys
 sys.exit(not m.version("torch").endswith("+cpu"))'
 
-"$python" -c "$is_python_311" ||
-    fail "$python is not Python 3.11; run make setup PYTHON=/path/to/python3.11"
+"$python" -c "$is_python_311" 2>/dev/null ||
+    fail "$python is not there or not Python 3.11; run make setup PYTHON=/path/to/python3.11"
 
 echo "[1/5] virtual environment $venv"
 "$python" -m venv "$venv" || fail "could not make $venv; install the venv module of Python 3.11"

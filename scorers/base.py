@@ -66,6 +66,4 @@ class ScorerOutput:
 def empty_path(tree: TreeBatch) -> Tensor:
     """A path buffer of the batch's depth, int64 [num_reqs, max_depth], all -1."""
     max_depth = max(int(tree.depths.max()), 1)
-    return torch.full(
-        (tree.num_reqs, max_depth), NO_NODE, device=tree.token_ids.device
-    )
+    return torch.full((tree.num_reqs, max_depth), NO_NODE, device=tree.token_ids.device)

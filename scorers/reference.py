@@ -47,9 +47,12 @@ def verify(
     accepted: list[int] = []
     while True:
         node = accepted[-1] if accepted else 0
+        siblings = children(tree, req, node)
         residual = target.probs(torch.tensor([req]), torch.tensor([node]))[0].double()
+        if not siblings:
+            return accepted, residual
         draft = tree.draft_probs[req, tree.draft_rows[req, node]].double()
-        for child in children(tree, req, node):
+        for child in siblings:
             token = int(tree.token_ids[req, child])
             threshold = min(1.0, float(residual[token] / draft[token]))
             if float(uniforms[child]) < threshold:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Below this share of the mass, what is left after some draws is summed anew: the
+# difference of cumulative sums would be mostly rounding.
+THIN = 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingTensors:
@@ -126,15 +130,22 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
     taken_mass = cumulative.new_empty((probs.shape[0], 0))
     for k in range(count):
         left = total - taken_mass.sum(dim=1, keepdim=True)
-        point = uniforms[:, k : k + 1].double() * left
+        uniform = uniforms[:, k : k + 1].double()
+        point = uniform * left
         for j in range(k):
             end, mass = taken_ends[:, j : j + 1], taken_mass[:, j : j + 1]
             point = torch.where(point >= end - mass, point + mass, point)
         point = torch.minimum(point.clamp(min=0), below_total)
         token = torch.searchsorted(cumulative, point, right=True)
-        repeated = (tokens[:, :k] == token).any(dim=1)
+        valid[:, k] = k < support
+        if k:
+            repeated = (tokens[:, :k] == token).any(dim=1)
+            thin = left[:, 0] < THIN * total[:, 0]
+            again = valid[:, k] & (thin | repeated)
+            if bool(again.any()):
+                rest = probs[again].scatter(1, tokens[again, :k], 0.0)
+                token[again] = _invert(rest, uniform[again])
         tokens[:, k] = token[:, 0]
-        valid[:, k] = (k < support) & (left[:, 0] > 0) & ~repeated
         if k + 1 < count:
             end = cumulative.gather(1, token)
             start = cumulative.gather(1, (token - 1).clamp(min=0))
@@ -142,6 +153,11 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
             taken_ends, order = torch.cat([taken_ends, end], 1).sort(dim=1)
             taken_mass = torch.cat([taken_mass, mass], 1).gather(1, order)
     return tokens, valid
+
+
+def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
 
 
 def truncated_gumbel(location: Tensor, bound: Tensor, uniforms: Tensor) -> Tensor:

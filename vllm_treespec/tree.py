@@ -159,7 +159,9 @@ def from_parents(
     parent = torch.full(shape, NO_NODE, dtype=torch.int64)
     depth = torch.zeros(shape, dtype=torch.int64)
     for r, (row_tokens, row_parents) in enumerate(zip(token_ids, parents, strict=True)):
-        if row_parents[0] != NO_NODE or list(row_parents[1:]) != sorted(row_parents[1:]):
+        if row_parents[0] != NO_NODE or list(row_parents[1:]) != sorted(
+            row_parents[1:]
+        ):
             raise ValueError(f"parents {list(row_parents)} are not in level order")
         for i, p in enumerate(row_parents):
             if i and not 0 <= p < i:

@@ -1,9 +1,4 @@
-"""Exact laws by enumeration: small languages, all draft draws, all accept branches.
-
-A language is a table of next-token distributions, one row per prefix. Prefixes are
-numbered like a complete tree with ``vocab_size`` children: the empty prefix is 0, and
-prefix ``i`` followed by token ``t`` is ``i * vocab_size + 1 + t``.
-"""
+"""Exact laws by enumeration: all draft draws, all accept branches, any scorer."""
 
 from __future__ import annotations
 
@@ -14,6 +9,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from tests.fast.languages import (
+    NUM_TOKENS,
+    Language,
+    LanguageDraft,
+    plain_sampling,
+)
 from vllm_treespec.proposers import ProposerInputs, RsdC, RsdS
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
@@ -22,94 +23,6 @@ from vllm_treespec.tree import TreeBatch, first_child, next_sibling
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 
 ALMOST_ONE = 1 - 2.0**-53
-
-
-class PlainSampling(SamplingTensors):
-    """Takes "logits" that are probabilities already, in whatever dtype they have."""
-
-    def probs(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def select(self, rows: Tensor) -> PlainSampling:
-        return plain_sampling(len(rows))
-
-
-def plain_sampling(num_reqs: int) -> PlainSampling:
-    return PlainSampling(torch.ones(num_reqs), all_random=True)
-
-
-@dataclass(frozen=True)
-class Language:
-    """Next-token distributions, or logits, of every prefix."""
-
-    # [num_prefixes, vocab_size]
-    table: Tensor
-
-    @property
-    def vocab_size(self) -> int:
-        return self.table.shape[1]
-
-    def no_mass(self) -> Tensor:
-        """Zeros for every prefix of the table and the prefixes one token longer."""
-        return torch.zeros(1 + self.table.numel(), dtype=torch.float64)
-
-    def prefixes(self, tree: TreeBatch) -> Tensor:
-        """Number of the prefix that each node ends, int64 [num_reqs, max_nodes]."""
-        prefixes = torch.zeros_like(tree.token_ids)
-        for node in range(1, tree.max_nodes):
-            parent = tree.parents[:, node : node + 1].clamp(min=0)
-            above = prefixes.gather(1, parent)[:, 0]
-            prefixes[:, node] = above * self.vocab_size + 1 + tree.token_ids[:, node]
-        return prefixes.masked_fill(tree.parents < 0, 0)
-
-    def target_logits(self, tree: TreeBatch, sampling: SamplingTensors) -> TargetLogits:
-        """What a target with this table says about the trees."""
-        return TargetLogits(
-            self.table[self.prefixes(tree).flatten()],
-            torch.arange(tree.num_reqs) * tree.max_nodes,
-            sampling,
-        )
-
-    def joint_law(self, reached: Tensor, num_tokens: int) -> Tensor:
-        """Continue the given masses with this language up to ``num_tokens`` tokens.
-
-        Args:
-            reached: float64 [num_prefixes], mass at which an emission ended.
-            num_tokens: the law's number of tokens.
-
-        Returns:
-            float64 [vocab_size ** num_tokens].
-
-        """
-        mass, start = reached.clone(), 0
-        for depth in range(num_tokens):
-            end = start + self.vocab_size**depth
-            onward = (mass[start:end, None] * self.table[start:end]).flatten()
-            mass[end : end + len(onward)] += onward
-            start = end
-        return mass[start : start + self.vocab_size**num_tokens]
-
-    def true_law(self, num_tokens: int) -> Tensor:
-        """The law of the first tokens, float64 [vocab_size ** num_tokens]."""
-        reached = self.no_mass()
-        reached[0] = 1
-        return self.joint_law(reached, num_tokens)
-
-
-class LanguageDraft:
-    """A draft model that speaks a language, for ``num_reqs`` requests."""
-
-    def __init__(self, language: Language, num_reqs: int) -> None:
-        self.language = language
-        self.prefixes = torch.zeros((num_reqs, 1), dtype=torch.int64)
-
-    def root_logits(self) -> Tensor:
-        return self.language.table[self.prefixes[:, 0]]
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        above = self.prefixes.gather(1, parents)
-        self.prefixes = above * self.language.vocab_size + 1 + token_ids
-        return self.language.table[self.prefixes]
 
 
 @dataclass(frozen=True)
@@ -207,7 +120,9 @@ def all_trees(draft: Language, proposer: RsdC) -> Weighted:
     return Weighted(propose(proposer, draft, sampling, uniforms), weights)
 
 
-def bracketed(accepts: Callable[[Tensor], Tensor], guess: Tensor, width: float) -> Tensor:
+def bracketed(
+    accepts: Callable[[Tensor], Tensor], guess: Tensor, width: float
+) -> Tensor:
     """Where a monotone test turns from true to false on [0, 1), to ``width``.
 
     Args:
@@ -227,7 +142,10 @@ def bracketed(accepts: Callable[[Tensor], Tensor], guess: Tensor, width: float) 
     while float((top - bottom).max()) > width:
         middle = (bottom + top) / 2
         below = accepts(middle.clamp(max=ALMOST_ONE))
-        bottom, top = torch.where(below, middle, bottom), torch.where(below, top, middle)
+        bottom, top = (
+            torch.where(below, middle, bottom),
+            torch.where(below, top, middle),
+        )
     return torch.where(confirmed, guess, (bottom + top) / 2)
 
 
@@ -315,7 +233,9 @@ class LawMeter:
 
     def _draft(self, trees: Tensor, nodes: Tensor) -> Tensor:
         last = self.draft_probs.shape[1] - 1
-        return self.draft_probs[trees, self.tree.draft_rows[trees, nodes].clamp(max=last)]
+        return self.draft_probs[
+            trees, self.tree.draft_rows[trees, nodes].clamp(max=last)
+        ]
 
     def _decide(self, at: Branches) -> Branches:
         """Split walks into those that accept their candidate and those that reject."""
@@ -368,6 +288,12 @@ class LawMeter:
             emitted = first_tokens(emitted, vocab_size, num_tokens)
             reached.index_add_(0, emitted, ended.mass * (above - below))
             below = above
+
+
+def law_error(scorer: Scorer, drawn: Weighted, target: Language) -> float:
+    """Largest error of the first tokens' joint law."""
+    law = LawMeter(scorer, drawn, target).law(NUM_TOKENS)
+    return float((law - target.true_law(NUM_TOKENS)).abs().max())
 
 
 def normalised(mass: Tensor) -> Tensor:

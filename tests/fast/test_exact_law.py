@@ -1,4 +1,4 @@
-"""The emitted law of the chain and of RSD-C, by enumeration of every draw and branch."""
+"""The law that the chain and RSD-C emit, from every draw and every accept branch."""
 
 from __future__ import annotations
 
@@ -6,85 +6,166 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.fast.enumeration import (
-    Language,
+    ALMOST_ONE,
     LawMeter,
-    Scorer,
     Weighted,
     all_trees,
-    plain_sampling,
+    law_error,
     propose,
     token_uniforms,
 )
+from tests.fast.languages import (
+    KINDS,
+    NUM_TOKENS,
+    Language,
+    naive_probs,
+    plain_sampling,
+    random_tables,
+)
 from tests.fast.wrong_scorers import RSD_C, WRONG_SCORERS, siblings_by_probability
-from vllm_treespec.proposers import RsdC, RsdS, Sd
+from vllm_treespec.proposers import RsdC, Sd
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.scorers.recursive_rejection import drop, subtract
 from vllm_treespec.scorers.reference import recursive_rejection_reference
 
 EXACT = 1e-12
+FLOAT32 = 4e-6
+NOTICEABLE = 1e-3
 
-
-def random_tables(
-    kind: str, vocab_size: int, depth: int, seed: int = 0
-) -> tuple[Language, Language]:
-    """A draft and a target language for prefixes of at most ``depth`` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (sum(vocab_size**d for d in range(depth + 1)), vocab_size)
-
-    def rand() -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    def masked(mass: Tensor, keep: Tensor) -> Tensor:
-        """Zero entries, but never the largest of a row."""
-        keep = keep | (mass == mass.amax(1, keepdim=True))
-        return mass * keep
-
-    draft, target = rand() ** 2, rand() ** 2
-    half = torch.arange(vocab_size) < (vocab_size + 1) // 2
-    if kind == "equal":
-        draft = target
-    elif kind == "zeros":
-        draft, target = masked(draft, rand() < 0.6), masked(target, rand() < 0.6)
-    elif kind == "disjoint":
-        draft, target = draft * half, target * ~half
-    elif kind == "two_tokens":
-        few = torch.arange(vocab_size) < 2
-        draft, target = draft * few, target * few
-    elif kind == "one_token":
-        draft, target = masked(draft, rand() < 0), masked(target, rand() < 0.5)
-    elif kind == "top_k":
-        draft, target = largest(draft, 2), largest(target, 2)
-    else:
-        assert kind == "random"
-    return Language(draft / draft.sum(1, True)), Language(target / target.sum(1, True))
-
-
-def largest(mass: Tensor, count: int) -> Tensor:
-    return torch.zeros_like(mass).scatter(1, mass.topk(count).indices, 1.0) * mass
-
-
-def law_error(
-    scorer: Scorer, drawn: Weighted, target: Language, num_tokens: int
-) -> float:
-    """Largest error of the emitted law; the one check of this file."""
-    law = LawMeter(scorer, drawn, target).law(num_tokens)
-    return float((law - target.true_law(num_tokens)).abs().max())
-
-
-KINDS = ["random", "zeros", "equal", "disjoint", "two_tokens", "one_token", "top_k"]
-SHAPES = [
+SHAPES: list[tuple[int, RsdC]] = [
     (3, Sd(2)),
     (5, Sd(3)),
-    (3, Sd(5)),
+    (3, Sd(6)),
     (4, RsdC((3,))),
     (5, RsdC((4,))),
     (5, RsdC((2, 1))),
-    (3, RsdC((2, 2))),
-    (4, RsdC((3, 1))),
+    (4, RsdC((2, 2))),
+    (5, RsdC((3, 1))),
     (3, RsdC((2, 1, 1))),
     (4, RsdC((1, 2, 1))),
 ]
+
+
+def shape_id(value: int | RsdC) -> str:
+    if isinstance(value, RsdC):
+        return "x".join(map(str, value.branching_factors))
+    return f"vocab{value}"
+
+
+@pytest.mark.parametrize(("vocab_size", "proposer"), SHAPES, ids=shape_id)
+@pytest.mark.parametrize("kind", KINDS)
+def test_emitted_law_is_the_targets(kind: str, vocab_size: int, proposer: RsdC) -> None:
+    """Red when a change to draws, thresholds or residuals changes the law."""
+    draft, target = random_tables(kind, vocab_size, proposer.max_depth)
+    drawn = all_trees(draft, proposer)
+    assert float(drawn.weights.sum()) == pytest.approx(1, abs=EXACT)
+    assert law_error(recursive_rejection, drawn, target) < EXACT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_law_is_the_targets(kind: str) -> None:
+    """Red when the readable reference stops being a lossless walk."""
+    draft, target = random_tables(kind, 3, 2)
+    drawn = all_trees(draft, RsdC((2, 1)))
+    assert law_error(recursive_rejection_reference, drawn, target) < EXACT
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 6])
+def test_law_of_cut_trees(num_nodes: int) -> None:
+    """Red when a tree that the scheduler has cut is no longer verified losslessly."""
+    draft, target = random_tables("random", 3, 2)
+    drawn = all_trees(draft, RsdC((2, 2)))
+    tree = drawn.tree.cut(torch.full_like(drawn.tree.num_nodes, num_nodes))
+    assert law_error(recursive_rejection, Weighted(tree, drawn.weights), target) < EXACT
+
+
+def test_masked_draws_leave_children_out() -> None:
+    """Red when a draft support smaller than the branching factor is not noticed."""
+    draft, _ = random_tables("top_k", 5, 2)
+    tree = all_trees(draft, RsdC((3, 1))).tree
+    assert tree.num_nodes.unique().tolist() == [1 + 2 + 2]
+    assert tree.max_nodes == 1 + 3 + 3
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, ALMOST_ONE])
+def test_two_tokens_are_always_accepted(uniform: float) -> None:
+    """Red when a second sibling is judged by anything but its own residual.
+
+    The toy example of arXiv 2402.14160, section 3.1.
+    """
+    draft, target = random_tables("two_tokens", 4, 2)
+    tree = all_trees(draft, RsdC((2,))).tree
+    shape = (tree.num_reqs, tree.max_nodes + 1)
+    uniforms = torch.full(shape, uniform, dtype=torch.float64)
+    logits = target.target_logits(tree, plain_sampling(tree.num_reqs))
+    output = recursive_rejection(tree, logits, uniforms)
+    assert output.num_accepted.tolist() == [1] * tree.num_reqs
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(None, None), (2, None), (None, 0.7), (3, 0.8)]
+)
+def test_float32_law_under_sampling_parameters(
+    top_k: int | None, top_p: float | None
+) -> None:
+    """Red when draft and target are masked differently, or float32 loses the law."""
+    scores = [side.table.log().float() for side in random_tables("random", 4, 2)]
+    draft, target = Language(scores[0]), Language(scores[1])
+
+    def sampling(num_reqs: int) -> SamplingTensors:
+        return SamplingTensors(
+            temperature=torch.full((num_reqs,), 0.7),
+            top_k=None if top_k is None else torch.full((num_reqs,), top_k),
+            top_p=None if top_p is None else torch.full((num_reqs,), top_p),
+            all_random=True,
+        )
+
+    proposer = RsdC((2, 2))
+    drawn_from = Language(naive_probs(draft.table.double() / 0.7, top_k, top_p))
+    uniforms, weights = token_uniforms(drawn_from, proposer.branching_factors)
+    tree = propose(proposer, draft, sampling(len(weights)), uniforms)
+    drawn = Weighted(tree, weights)
+    meter = LawMeter(recursive_rejection, drawn, target, sampling, FLOAT32 / 4)
+    expected = Language(naive_probs(target.table.double() / 0.7, top_k, top_p))
+    error = (meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)).abs().max()
+    assert float(error) < FLOAT32
+
+
+@pytest.mark.parametrize("name", WRONG_SCORERS)
+def test_wrong_scorers_are_noticed(name: str) -> None:
+    """Red when the check above could no longer see a lossy scorer."""
+    draft, target = random_tables("random", 4, 2)
+    drawn = all_trees(draft, RsdC((2, 1)))
+    assert law_error(WRONG_SCORERS[name], drawn, target) > NOTICEABLE
+
+
+@pytest.mark.parametrize(
+    "name", ["inverse ratio", "bonus from draft", "residual is the target"]
+)
+def test_wrong_scorers_are_noticed_on_a_chain(name: str) -> None:
+    """Red when a chain's law could be wrong unseen."""
+    draft, target = random_tables("random", 4, 2)
+    drawn = all_trees(draft, Sd(2))
+    assert law_error(WRONG_SCORERS[name], drawn, target) > NOTICEABLE
+
+
+def test_forgotten_draw_order_is_noticed() -> None:
+    """Red when siblings in any order but the draw order would pass for lossless."""
+    draft, target = random_tables("random", 4, 2)
+    with patch.object(RSD_C, "draw_children", siblings_by_probability):
+        drawn = all_trees(draft, RsdC((2,)))
+    assert law_error(recursive_rejection, drawn, target) > NOTICEABLE
+
+
+def test_subtract_and_drop_at_the_edges() -> None:
+    """Red when an empty residual or an exhausted draft gives NaN or a wrong law."""
+    law = torch.tensor([[0.25, 0.75, 0.0]])
+    assert subtract(law, law.clone()).equal(law)
+    assert subtract(law, torch.tensor([[1.0, 0.0, 0.0]])).tolist() == [[0, 1, 0]]
+    assert subtract(law, torch.tensor([[0.0, 0.0, 1.0]])).equal(law)
+    assert drop(law, torch.tensor([1])).tolist() == [[1, 0, 0]]
+    alone = torch.tensor([[0.0, 1.0, 0.0]])
+    assert drop(alone, torch.tensor([1])).tolist() == [[0, 0, 0]]

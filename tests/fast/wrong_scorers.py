@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.fast.enumeration import Scorer
+from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.sampling import SamplingTensors, draw
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, recursive_rejection
 from vllm_treespec.tree import TreeBatch, first_child
@@ -25,9 +26,7 @@ RSD_S = importlib.import_module("vllm_treespec.proposers.rsd_s")
 def patched(name: str, replacement: Callable[..., Any]) -> Scorer:
     """The right walk with one of its steps replaced."""
 
-    def score(
-        tree: TreeBatch, target: TargetLogits, uniforms: Tensor
-    ) -> ScorerOutput:
+    def score(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
         with patch.object(WALK, name, replacement):
             return recursive_rejection(tree, target, uniforms)
 
@@ -104,6 +103,6 @@ def siblings_by_probability(
     probs: Tensor, count: int, uniforms: Tensor, sampling: SamplingTensors
 ) -> tuple[Tensor, Tensor]:
     """``draw_children`` that forgets the draw order: likely siblings come first."""
-    tokens, exists = RSD_C.draw_children(probs, count, uniforms, sampling)
+    tokens, exists = draw_children(probs, count, uniforms, sampling)
     order = probs.gather(-1, tokens).argsort(dim=-1, descending=True)
     return tokens.gather(-1, order), exists.gather(-1, order)

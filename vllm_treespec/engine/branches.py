@@ -37,7 +37,7 @@ class ForkSpace:
     blocks_per_fork: int
     block_size: int
 
-    def block(self, tree: Tensor, fork: Tensor, index: Tensor | int) -> Tensor:
+    def block(self, tree: Tensor, fork: Tensor | int, index: Tensor | int) -> Tensor:
         """Block number of the given block of the given fork, int64, broadcast."""
         fork_number = tree * self.forks_per_tree + fork
         return self.first_block + fork_number * self.blocks_per_fork + index

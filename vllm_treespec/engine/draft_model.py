@@ -77,11 +77,14 @@ class PagedDraftModel:
             vllm_config=self.vllm_config,
             model_config=self.model_config,
             prefix=self.prefix,
+            load_config=replace(
+                self.vllm_config.load_config, load_format="safetensors"
+            ),
         )
         self.layer_names = [name for name in self._layers() if name not in before]
 
     def _layers(self) -> dict[str, AttentionLayerBase]:
-        return get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        return get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
 
     def bind(
         self,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_treespec.engine.attention import BranchSwitch
@@ -116,6 +115,7 @@ class TreeRunnerMixin:
             logits_indices, metadata, _ = prepared
             plan = plan_branches(step.tree, step.reqs, step.layout, self.forks)
             self.branches.plan = step.plan = plan
+            self.target_blocks.copy(plan.copy_from, plan.copy_to)
             is_node = step.tree.is_node()
             rows = plan.node_rows[is_node]
             context = step.layout.context_lens[step.reqs]
@@ -172,9 +172,7 @@ class TreeRunnerMixin:
             step = self.tree_step
             metadata = runner.input_batch.sampling_metadata
             if step is None:
-                return runner.sampler(
-                    logits=logits[first], sampling_metadata=metadata
-                )
+                return runner.sampler(logits=logits[first], sampling_metadata=metadata)
             step.scored = score_trees(
                 step.tree,
                 logits,
@@ -238,10 +236,10 @@ class TreeRunnerMixin:
             if not drafting:
                 return drafts
             roots = committed.end[drafting] - 1
-            device = runner.device
+            root_ids = torch.from_numpy(batch.token_ids_cpu[drafting, roots])
             self.proposal = self.drafter.propose(
                 [batch.req_ids[r] for r in drafting],
-                torch.from_numpy(batch.token_ids_cpu[drafting, roots]).long().to(device),
+                root_ids.long().to(runner.device),
                 sampling_tensors(sampling_metadata, torch.tensor(drafting)),
                 self._uniforms(
                     drafting,

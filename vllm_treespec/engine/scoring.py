@@ -39,9 +39,7 @@ def score_trees(
     next_token_ids = torch.zeros_like(tree.num_nodes)
     for greedy in (True, False):
         rows = (sampling.greedy == greedy).nonzero()[:, 0]
-        part = replace(
-            sampling.select(rows), all_greedy=greedy, all_random=not greedy
-        )
+        part = replace(sampling.select(rows), all_greedy=greedy, all_random=not greedy)
         scored = score_trees(
             tree.select(rows), logits, first_row[rows], part, uniforms[rows]
         )
@@ -119,6 +117,4 @@ def emitted_logprobs(
         values = used.to(torch.float32)
     else:
         values = sampler.compute_logprobs(used)
-    return sampler.gather_logprobs(
-        values, num_logprobs, tokens.flatten().clamp(min=0)
-    )
+    return sampler.gather_logprobs(values, num_logprobs, tokens.flatten().clamp(min=0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +19,7 @@ class StepStats:
 
     def reset(self) -> None:
         """Start counting anew."""
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.steps = 0
         self.trees = 0
         self.nodes = 0

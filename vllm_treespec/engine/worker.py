@@ -52,4 +52,4 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
         )
         super().init_device()
         self.model_runner.__class__ = TreeCPUModelRunner
-        self.model_runner.init_trees()  # type: ignore[attr-defined]
+        self.model_runner.init_trees()

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    Trainer,
+    TrainerControl,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from vllm_treespec.train.batches import BatchDataset, split_rows
@@ -62,6 +67,8 @@ class DraftTrainer(Trainer):
         super().__init__(data_collator=lambda items: items[0], **arguments)
         self.core = core.to(self.args.device)
         self.options = options
+        self.optimizer: torch.optim.Optimizer | None
+        self.control: TrainerControl
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW with the embedding's own learning rate and decay on matrices only."""
@@ -215,7 +222,8 @@ def _check_same_run(
     path = folder / "options.json"
     if path.exists():
         before = json.loads(path.read_text())
-        changed = [key for key in now if before.get(key) != now[key]]
+        # A run may be made longer or shorter: the schedule follows the new length.
+        changed = [k for k in now if before.get(k) != now[k] and k != "epochs"]
         if changed:
             raise ValueError(
                 f"{folder} holds a run with other {', '.join(changed)}:"

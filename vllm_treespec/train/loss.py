@@ -1,4 +1,4 @@
-"""Distillation loss over cached top-k target probabilities, without a full softmax kept.
+"""Distillation loss over cached top-k probabilities of the target.
 
 Letters: p the target's distribution, q the draft's, K the cached ids of one position.
 """
@@ -34,7 +34,7 @@ class HeadRows:
 
     Attributes:
         rows: int64 [num_rows], token ids.
-        column: int64 [vocab_size], where a token's logit stands; ``num_rows`` if absent.
+        column: int64 [vocab_size], where a token's logit stands; absent: ``num_rows``.
         bias: float32 [num_rows + 1], log of how many tokens a row stands for; the last
             entry, -inf, belongs to a padding column that all absent tokens share.
     """
@@ -55,9 +55,9 @@ def choose_head_rows(
     """Pick the rows of the head for one step: a core, what the batch needs, a sample.
 
     Kept for certain: ``core`` and every token to which the target gives ``min_prob`` at
-    some position. Of the other tokens ``num_sampled`` are drawn uniformly, each standing
-    for ``num_others / num_sampled`` tokens, so that the softmax denominator is estimated
-    without bias.
+    some position. Of the other tokens ``num_sampled`` are drawn uniformly, each
+    standing for ``num_others / num_sampled`` tokens, so that the softmax denominator is
+    estimated without bias.
 
     Args:
         core: int64 [num_core], tokens kept in every step.
@@ -160,9 +160,8 @@ def _position_loss(
     cells, flat = (ids + offsets).flatten(), soft.view(-1)
     flat.index_fill_(0, cells, 0)
     draft_rest = soft.sum(-1).float().clamp_min(tiny)
-    loss = (
-        torch.xlogy(probs, probs / draft.clamp_min(tiny)).sum(-1)
-        + torch.xlogy(rest, rest / draft_rest)
+    loss = torch.xlogy(probs, probs / draft.clamp_min(tiny)).sum(-1) + torch.xlogy(
+        rest, rest / draft_rest
     )
     soft *= (1 - rest / draft_rest)[:, None].to(soft.dtype)
     flat.index_copy_(0, cells, (draft - probs).to(soft.dtype).flatten())

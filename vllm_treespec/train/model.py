@@ -5,7 +5,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 # RMS of one embedding entry at the start. Llama adds layer outputs to the embedding as
 # it is, so this sets how loud the token is beside what fresh layers add (about 0.1).
@@ -86,10 +91,12 @@ def project_embedding(
 ) -> Tensor:
     """Cut the target's output embedding down to ``hidden_size`` columns.
 
-    Weighted PCA: the returned matrix D makes the error of the logits,
-    ``sum_v weight[v] * E_x (embedding[v] @ x - D[v] @ y(x))^2``, least, where y(x) is the
-    best linear image of the target's hidden state x and has unit second moment. The
-    weighted mean row is taken off first: it moves all logits of a position alike.
+    Weighted PCA: the columns span the space in which the error of the logits,
+    ``sum_v weight[v] * E_x (embedding[v] @ x - D[v] @ y(x))^2``, is least, where y(x)
+    is the best linear image of the target's hidden state x. The weighted mean row is
+    taken off first: it moves all logits of a position alike. Columns are scaled by the
+    inverse square root of their singular value, half way between logits (steep: the
+    first few directions would drown the fresh layers) and whitened rows (flat).
 
     Args:
         embedding: float [vocab_size, target_hidden].
@@ -103,8 +110,10 @@ def project_embedding(
     values, vectors = torch.linalg.eigh(statistics.hidden_moment.double())
     root = vectors * values.clamp_min(0).sqrt() @ vectors.T
     whitened = centred @ root
-    _, directions = torch.linalg.eigh(whitened.T @ (weights[:, None] * whitened))
-    return (whitened @ directions.flip(1)[:, :hidden_size]).float()
+    gram = whitened.T @ (weights[:, None] * whitened)
+    squares, directions = torch.linalg.eigh(gram)
+    kept = squares.flip(0)[:hidden_size].clamp_min(torch.finfo(torch.float64).tiny)
+    return (whitened @ directions.flip(1)[:, :hidden_size] / kept**0.25).float()
 
 
 def build_draft(
@@ -115,17 +124,16 @@ def build_draft(
 ) -> LlamaForCausalLM:
     """Return a float32 draft model: projected embedding, fresh layers.
 
-    The embedding is scaled to ``EMBEDDING_RMS`` and the final norm undoes that scale, so
-    that a final hidden state of unit RMS gives logits as spread out as the target's.
+    The embedding is scaled to ``EMBEDDING_RMS``; with norm weights of 1 fresh layers
+    then give logits of standard deviation ``EMBEDDING_RMS * hidden_size ** 0.5``.
     """
     torch.manual_seed(seed)
     draft = LlamaForCausalLM(draft_config(target.config, shape)).float()
     head = target.get_output_embeddings().weight.detach()
     embedding = project_embedding(head, statistics, shape.hidden_size)
-    scale = embedding.pow(2).mean().sqrt() / EMBEDDING_RMS
+    scale = EMBEDDING_RMS / embedding.pow(2).mean().sqrt()
     with torch.no_grad():
-        draft.model.embed_tokens.weight.copy_(embedding / scale)
-        draft.model.norm.weight.fill_(scale)
+        draft.model.embed_tokens.weight.copy_(embedding * scale)
     return draft
 
 

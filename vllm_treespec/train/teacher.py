@@ -89,7 +89,7 @@ def load_target(target: str) -> PreTrainedModel:
 
 
 def length_buckets(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield batches of row indices, alike in length, at most ``batch_tokens`` padded."""
+    """Yield batches of row indices, alike in length, padded to ``batch_tokens``."""
     batch: list[int] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -141,8 +141,11 @@ def cache_teacher(
 
 
 def _fingerprint(rows: list[Row], target_name: str, options: TeacherOptions) -> str:
-    content = {"target": target_name, "options": asdict(options)}
-    content["rows"] = [asdict(row) for row in rows]
+    content = {
+        "target": target_name,
+        "options": asdict(options),
+        "rows": [asdict(row) for row in rows],
+    }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -166,9 +169,13 @@ def _run_target(
         hidden = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
         wanted = [_supervised(rows[i].prompt_len, lengths[i]) for i in batch]
         states = torch.cat([hidden[b, idx] for b, idx in enumerate(wanted)])
-        places = torch.cat([starts[i] + idx for i, idx in zip(batch, wanted)])
+        places = torch.cat(
+            [starts[i] + idx for i, idx in zip(batch, wanted, strict=True)]
+        )
         for part in torch.arange(len(states)).split(_HEAD_CHUNK):
-            found = _top_k_of(target, states[part.to(states.device)], options.top_k, sums)
+            found = _top_k_of(
+                target, states[part.to(states.device)], options.top_k, sums
+            )
             collected.append({"positions": places[part].int(), **found})
     small = target.config.vocab_size <= 2**16
     merged = {name: torch.cat([c[name] for c in collected]) for name in collected[0]}
@@ -207,11 +214,12 @@ def load_cache(shards: list[Path]) -> TeacherCache:
     """Read shards into one cache."""
     parts = [load_file(shard) for shard in shards]
     offsets = torch.tensor([0] + [len(p["token_ids"]) for p in parts]).cumsum(0).int()
-    starts = [p["row_starts"][:-1] + o for p, o in zip(parts, offsets)]
+    moved = list(zip(parts, offsets[:-1], strict=True))
+    starts = [p["row_starts"][:-1] + offset for p, offset in moved]
     mass = torch.stack([p["token_mass"] for p in parts]).sum(0)
     num_positions = sum(len(p["rest"]) for p in parts)
     moment = torch.stack([p["moment"] for p in parts]).sum(0) / num_positions
-    positions = torch.cat([p["positions"] + o for p, o in zip(parts, offsets)])
+    positions = torch.cat([p["positions"] + offset for p, offset in moved])
     # Rows were batched by length: put the positions back in text order.
     positions, order = positions.sort()
     return TeacherCache(

@@ -101,7 +101,7 @@ def read_rows(path: Path) -> list[Row]:
 def generate_text(
     target: str, prompts: list[str], path: Path, options: TextOptions
 ) -> None:
-    """Let the target answer ``prompts`` and questions of its own until the file is full.
+    """Let the target answer ``prompts`` and questions of its own; fill the file.
 
     Batches are appended to ``path`` as they end, so a killed run goes on where it was.
 
@@ -188,7 +188,7 @@ def _generate_batch(
 
 
 def _self_asked(llm: Any, count: int, options: TextOptions) -> list[str]:
-    """Sample questions from the chat template's user turn; unfinished ones are dropped."""
+    """Sample questions from the chat template's user turn; drop unfinished ones."""
     from vllm import SamplingParams
 
     tokenizer = llm.get_tokenizer()
@@ -201,5 +201,7 @@ def _self_asked(llm: Any, count: int, options: TextOptions) -> list[str]:
         SamplingParams(temperature=1.0, max_tokens=160),
         use_tqdm=False,
     )
-    asked = [out.outputs[0] for out in outputs if out.outputs[0].finish_reason == "stop"]
+    asked = [
+        out.outputs[0] for out in outputs if out.outputs[0].finish_reason == "stop"
+    ]
     return [question for out in asked if (question := out.text.strip())]

@@ -1,0 +1,136 @@
+"""The sides of the benchmark: stock vLLM, and our methods with the paper's trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_treespec.compare import Side, plain_side, spec_side, tree_side
+
+
+@dataclass(frozen=True)
+class BudgetTrees:
+    """Trees of one target budget; the first of each list is the one of `--trees one`.
+
+    rsd_c: branching factors. rsd_s: (beam width, depth).
+    """
+
+    rsd_c: tuple[tuple[int, ...], ...]
+    rsd_s: tuple[tuple[int, int], ...]
+
+
+# arXiv 2402.14160, appendix D.3.2: budget = draft tokens the target reads at once, and
+# the depth of the chain (SD). Three vectors of RSD-C are printed there one level short
+# of their budget (14: [2,1,1,1,1,1], 21: [3,1,1,1,1,1], 30: [5,1,1,1,1]); here they
+# fill it, as all others do.
+PAPER_TREES = {
+    6: BudgetTrees(rsd_c=((2, 2), (2, 1, 1), (3, 1)), rsd_s=((2, 3), (3, 2))),
+    10: BudgetTrees(rsd_c=((2, 2, 1), (2, 1, 1, 1, 1), (5, 1)), rsd_s=((2, 5), (5, 2))),
+    14: BudgetTrees(
+        rsd_c=((2, 2, 2), (2, 1, 1, 1, 1, 1, 1), (7, 1)), rsd_s=((2, 7), (7, 2))
+    ),
+    21: BudgetTrees(
+        rsd_c=((3, 2, 2), (3, 1, 1, 1, 1, 1, 1), (7, 1, 1)), rsd_s=((3, 7), (7, 3))
+    ),
+    30: BudgetTrees(
+        rsd_c=((2, 2, 2, 2), (5, 1, 1, 1, 1, 1), (6, 1, 1, 1, 1)),
+        rsd_s=((5, 6), (6, 5)),
+    ),
+}
+
+
+def stock_sides(draft: str, stock_depth: int, eager: bool) -> list[Side]:
+    """Make the sides of stock vLLM: plain three times, n-gram, draft model."""
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": stock_depth,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
+    draft_model = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": stock_depth,
+    }
+    return [
+        plain_side("plain-eager", eager=True),
+        plain_side("plain-compiled", eager=False),
+        plain_side("plain-default", eager=False, one_process=False),
+        spec_side("ngram", ngram, eager, stock_depth),
+        spec_side("draft_model", draft_model, eager, stock_depth),
+    ]
+
+
+def tree_specs(budgets: Sequence[int], all_trees: bool) -> list[dict[str, Any]]:
+    """List the paper's spec-configs for these budgets, without the draft model."""
+    take = slice(None) if all_trees else slice(1)
+    specs: list[dict[str, Any]] = []
+    for budget in budgets:
+        trees = PAPER_TREES[budget]
+        specs.append({"method": "sd", "depth": budget})
+        specs += [
+            {"method": "rsd_c", "branching_factors": list(factors)}
+            for factors in trees.rsd_c[take]
+        ]
+        specs += [
+            {"method": "rsd_s", "beam_width": width, "depth": depth}
+            for width, depth in trees.rsd_s[take]
+        ]
+    return specs
+
+
+def tree_sides(
+    specs: Sequence[dict[str, Any]], draft: str, eager: bool, one_process: bool = True
+) -> list[Side]:
+    """Make the sides of spec-configs; one named twice is kept once.
+
+    Raises:
+        SpecConfigError: when a spec-config cannot work.
+
+    """
+    sides = [tree_side({"model": draft, **spec}, eager) for spec in specs]
+    return list({side.name: side for side in sides}.values())
+
+
+def choose(sides: Sequence[Side], names: Sequence[str]) -> list[Side]:
+    """Keep the sides whose name or family is named, in the order of the list.
+
+    Raises:
+        ValueError: when a name fits no side.
+
+    """
+    for name in names:
+        if not any(name in (side.name, side.family) for side in sides):
+            known = ", ".join(dict.fromkeys(side.name for side in sides))
+            raise ValueError(f"--sides: there is no side {name!r}; there are {known}")
+    return [side for side in sides if side.name in names or side.family in names]
+
+
+def estimated_seconds(
+    side: Side, cells: Sequence[tuple[int, float]], num_prompts: int, max_tokens: int
+) -> float:
+    """Rough time of one run of a side on two cores with a 135M target.
+
+    Origin of the numbers: an engine starts in about 25 s eager and 40 s compiled once
+    the compiler's cache is warm, 20 s more in several processes; a plain step takes
+    15 ms; a drafted one 0.4 ms more per draft token and 2.5 ms more per level, and
+    emits about two tokens; a batch of 8 runs about four times as fast.
+    """
+    eager = side.engine["enforce_eager"]
+    seconds = (25.0 if eager else 40.0) + (0.0 if side.one_process else 20.0)
+    step_ms = 15.0
+    emitted = 1.0
+    spec = side.engine.get("speculative_config", {})
+    if side.budget:
+        factors = spec.get("branching_factors", ())
+        levels = spec.get("depth", len(factors) or side.budget)
+        step_ms += 0.4 * side.budget + 2.5 * levels
+        emitted = 2.0
+    for batch_size, temperature in cells:
+        if side.greedy_only and temperature > 0:
+            continue
+        faster = min(batch_size, num_prompts) ** 0.67
+        tokens = num_prompts * max_tokens / emitted + 16 * batch_size
+        seconds += tokens * step_ms / 1000 / faster
+    return seconds

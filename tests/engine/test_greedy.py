@@ -1,0 +1,92 @@
+"""Greedy decoding with trees equals plain vLLM token for token, in float32."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.engine.conftest import MAX_MODEL_LEN, SPECS
+
+TEXT = (
+    "The old lighthouse keeper climbed the stairs every evening to light the lamp. "
+    "He counted the steps, one by one, and wrote the weather into his book. "
+)
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
+    """Prompts from one word to one that nearly fills ``max_model_len``."""
+    long = tokenize(TEXT * 20)
+    return [
+        tokenize("Hello"),
+        tokenize("The capital of France is"),
+        tokenize("def fibonacci(n):\n    "),
+        tokenize("1 2 3 4 5 6 7 8"),
+        tokenize(TEXT),
+        long[:250],
+        long[:130] + tokenize(" And then"),
+        long[: MAX_MODEL_LEN - 10],
+        long[: MAX_MODEL_LEN - 1],
+        long[:31],
+        long[:32],
+        long[:33],
+    ]
+
+
+@pytest.fixture(scope="module")
+def jobs(prompts: list[list[int]]) -> list[dict]:
+    """The same prompts one by one, eight at once, and again from the prefix cache."""
+    greedy = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
+    return [
+        {"prompts": prompts, "params": greedy, "at_once": 1},
+        {"prompts": prompts, "params": greedy, "at_once": 8},
+        {"prompts": prompts, "params": {**greedy, "logprobs": 2}, "at_once": 8},
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(run_engine: Callable[..., dict], jobs: list[dict]) -> dict:
+    """What stock vLLM answers."""
+    return run_engine(None, jobs, capture_kv=BLOCKS)
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def trees(
+    request: pytest.FixtureRequest, run_engine: Callable[..., dict], jobs: list[dict]
+) -> dict:
+    """What stock vLLM answers with draft trees, once per method."""
+    return run_engine(request.param, jobs, capture_kv=BLOCKS)
+
+
+def test_tokens_equal_plain(plain: dict, trees: dict) -> None:
+    """Turns red when positions, masks, scoring or commit are off by anything."""
+    for plain_job, tree_job in zip(plain["jobs"], trees["jobs"], strict=True):
+        for expected, found in zip(plain_job, tree_job, strict=True):
+            assert found["token_ids"] == expected["token_ids"]
+            assert found["finish_reason"] == expected["finish_reason"]
+
+
+def test_logprobs_equal_plain(plain: dict, trees: dict) -> None:
+    """Turns red when a token's log probability is read at another node."""
+    for expected, found in zip(plain["jobs"][2], trees["jobs"][2], strict=True):
+        for want, have in zip(expected["logprobs"], found["logprobs"], strict=True):
+            assert want.keys() == have.keys()
+            for token, logprob in want.items():
+                assert have[token] == pytest.approx(logprob, abs=2e-3)
+
+
+def test_kv_after_commit_equals_plain(plain: dict, trees: dict) -> None:
+    """Turns red when accepted KV ends up in a wrong slot, even if text survives."""
+    want, have = torch.load(plain["kv_file"]), torch.load(trees["kv_file"])
+    assert len(want) == len(have) == 30
+    for plain_layer, tree_layer in zip(want, have, strict=True):
+        torch.testing.assert_close(tree_layer, plain_layer, atol=2e-3, rtol=1e-3)
+
+
+def test_trees_were_really_used(trees: dict) -> None:
+    """Turns red when drafting silently stops: then all of the above proves nothing."""
+    stats = trees["stats"]
+    accepted = {int(k): v for k, v in stats["accepted"].items()}
+    assert stats["trees"] > 100
+    assert sum(k * v for k, v in accepted.items()) > 20

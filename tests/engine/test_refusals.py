@@ -1,0 +1,117 @@
+"""What draft trees cannot serve is refused at start-up, in one clear message."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+vllm = pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+
+from vllm_treespec.config import SpecConfigError  # noqa: E402
+from vllm_treespec.plugin import register  # noqa: E402
+
+
+@pytest.fixture
+def configure(target: str, draft: str) -> Callable[..., object]:
+    """Return a function that makes the engine's config as ``vllm serve`` would."""
+    register()
+
+    def make(spec: dict, **options: object) -> object:
+        spec = {"model": draft, **spec}
+        return EngineArgs(
+            model=target, speculative_config=spec, max_model_len=256, **options
+        ).create_engine_config()
+
+    return make
+
+
+CHAIN = {"method": "sd", "depth": 3}
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "says"),
+    [
+        ({"method": "sd"}, {}, "'depth' is missing"),
+        ({**CHAIN, "width": 2}, {}, "'width' is not a key"),
+        ({**CHAIN, "depth": "deep"}, {}, "'depth' is 'deep'"),
+        ({**CHAIN, "depth": 64}, {}, "'depth' is 64"),
+        (
+            {"method": "rsd_c", "branching_factors": [8, 8]},
+            {},
+            "72 draft tokens and at most 63 fit; lower branching_factors",
+        ),
+        (
+            {"method": "rsd_s", "beam_width": 16, "depth": 4},
+            {},
+            "64 draft tokens and at most 63 fit; lower beam_width, depth",
+        ),
+        ({**CHAIN, "model": "/nowhere/draft"}, {}, "no folder /nowhere/draft"),
+        (CHAIN, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        (CHAIN, {"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        (CHAIN, {"enable_lora": True}, "enable_lora=True"),
+        (CHAIN, {"async_scheduling": True}, "async_scheduling=True"),
+        (CHAIN, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        (CHAIN, {"logprobs_mode": "processed_logprobs"}, "logprobs_mode="),
+    ],
+)
+def test_bad_input_is_named(
+    configure: Callable[..., object], spec: dict, options: dict, says: str
+) -> None:
+    """Turns red when a wrong key or an untested feature starts up silently."""
+    with pytest.raises(SpecConfigError, match=r".") as error:
+        configure(spec, **options)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_weights_are_named(
+    configure: Callable[..., object], draft: str, tmp_path: Path
+) -> None:
+    """Turns red when a folder without safetensors gets as far as the worker."""
+    (tmp_path / "config.json").write_text((Path(draft) / "config.json").read_text())
+    with pytest.raises(SpecConfigError, match=r"holds no \*.safetensors"):
+        configure({**CHAIN, "model": str(tmp_path)})
+
+
+def test_other_vocabulary_is_named(
+    configure: Callable[..., object], draft: str, tmp_path: Path
+) -> None:
+    """Turns red when a draft model of another vocabulary is loaded."""
+    config = json.loads((Path(draft) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 32000}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(SpecConfigError, match="has 32000 tokens, the target's 49152"):
+        configure({**CHAIN, "model": str(tmp_path)})
+
+
+def test_other_vllm_is_refused(
+    configure: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns red when an unsupported vLLM is only found out by a crash."""
+    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    with pytest.raises(RuntimeError, match=r"vLLM 0.40.0 is not supported"):
+        configure(CHAIN)
+
+
+def test_missing_seam_is_named(
+    configure: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns red when a seam that vLLM dropped is not noticed at start-up."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.delattr(GPUModelRunner, "_input_fits_in_drafter")
+    with pytest.raises(RuntimeError, match=r"has no .*_input_fits_in_drafter"):
+        configure(CHAIN)
+
+
+def test_others_notice_nothing(target: str) -> None:
+    """Turns red when our plugin touches a vLLM that does not name our methods."""
+    register()
+    for spec in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        args = EngineArgs(model=target, speculative_config=spec, max_model_len=256)
+        config = args.create_engine_config()
+        assert config.additional_config == {}
+        assert "treespec" not in str(config.parallel_config.worker_cls)

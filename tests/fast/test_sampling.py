@@ -1,0 +1,233 @@
+"""Distributions and draws: against naive code, and exactly, interval by interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.enumeration import ALMOST_ONE
+from tests.fast.languages import naive_probs
+from vllm_treespec.sampling import SamplingTensors, draw, draw_without_replacement
+
+Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+# Distributions
+
+
+@pytest.mark.parametrize("vocab_size", [5, 77, 1001])
+def test_probs_equal_naive_top_k_and_top_p(vocab_size: int) -> None:
+    """Red when temperature, top-k or top-p change order, ties or the row they fit."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn((7, 4, vocab_size), generator=generator)
+    logits[1] = logits[1].round()
+    temperature = torch.tensor([1.0, 0.5, 2.0, 0.7, 1.0, 1.3, 1.0])
+    top_k = torch.tensor([vocab_size, 3, 1, 2, vocab_size, 4, vocab_size])
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.8, 0.5, 0.9, 0.01])
+    expected = torch.stack(
+        [
+            naive_probs(logits[r].double() / temperature[r], int(k), float(p))
+            for r, (k, p) in enumerate(zip(top_k, top_p, strict=True))
+        ]
+    )
+    found = SamplingTensors(temperature, top_k, top_p).probs(logits)
+    assert found.dtype == torch.float32
+    assert found.gt(0).equal(expected.gt(0))
+    assert torch.allclose(found.double(), expected, atol=1e-6, rtol=0)
+
+
+def test_probs_take_two_or_three_dimensions() -> None:
+    """Red when one node a request is masked differently from several."""
+    logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(0))
+    sampling = SamplingTensors(
+        torch.tensor([0.5, 1.0, 2.0]),
+        torch.tensor([5, 50, 9]),
+        torch.tensor([1, 0.5, 1]),
+    )
+    assert sampling.probs(logits).equal(sampling.probs(logits[:, None])[:, 0])
+
+
+def test_greedy_rows_are_ranked_at_temperature_one() -> None:
+    """Red when a temperature of 0 divides by zero or touches other requests."""
+    logits = torch.randn((2, 9), generator=torch.Generator().manual_seed(0))
+    sampling = SamplingTensors(torch.tensor([0.0, 0.5]))
+    assert sampling.greedy.tolist() == [True, False]
+    found = sampling.probs(logits)
+    assert torch.allclose(found, (logits * torch.tensor([[1.0], [2.0]])).softmax(1))
+    alone = SamplingTensors(torch.zeros(1), all_greedy=True)
+    assert alone.probs(logits[:1]).equal(found[:1])
+
+
+def test_select_takes_whole_rows() -> None:
+    """Red when a sampling parameter is forgotten in a selection."""
+    sampling = SamplingTensors(
+        torch.tensor([0.5, 1.0]),
+        torch.tensor([5, 7]),
+        torch.tensor([0.3, 0.4]),
+        False,
+        True,
+    )
+    chosen = sampling.select(torch.tensor([1, 1, 0]))
+    assert chosen.temperature.tolist() == [1.0, 1.0, 0.5]
+    assert chosen.top_k is not None
+    assert chosen.top_k.tolist() == [7, 7, 5]
+    assert chosen.top_p is not None
+    assert torch.allclose(chosen.top_p, torch.tensor([0.4, 0.4, 0.3]))
+    assert (chosen.all_greedy, chosen.all_random) == (False, True)
+
+
+# Draws
+
+
+def intervals(weights: list[int]) -> list[tuple[int, float, float]]:
+    """Each token's interval of uniforms under inversion, in token order."""
+    total, below, found = sum(weights), 0, []
+    for token, weight in enumerate(weights):
+        if weight:
+            found.append((token, below / total, (below + weight) / total))
+        below += weight
+    return found
+
+
+def ordered_intervals(
+    weights: list[int], count: int
+) -> list[list[tuple[int, float, float]]]:
+    """Every ordered outcome of ``count`` draws without replacement."""
+    if count == 0:
+        return [[]]
+    return [
+        [first, *rest]
+        for first in intervals(weights)
+        for rest in ordered_intervals(
+            [0 if t == first[0] else w for t, w in enumerate(weights)], count - 1
+        )
+    ]
+
+
+def misdrawn(function: Draw, weights: list[int], count: int) -> int:
+    """How many corners of the outcomes' boxes of uniforms give another outcome.
+
+    The boxes fill [0, 1) ** count, and a box's volume is its outcome's probability:
+    if none is misdrawn, the law is exact to the distance kept from the edges.
+    """
+    corners, expected = [], []
+    for outcome in ordered_intervals(weights, count):
+        ends = [(low + 1e-13, high - 1e-13) for _, low, high in outcome]
+        for corner in product(*ends):
+            corners.append(corner)
+            expected.append([token for token, _, _ in outcome])
+    uniforms = torch.tensor(corners, dtype=torch.float64)
+    probs = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    tokens, valid = function(probs.expand(len(corners), -1), uniforms)
+    wrong = (tokens != torch.tensor(expected)).any(1) | ~valid.all(1)
+    return int(wrong.sum())
+
+
+WEIGHTS = [
+    [3, 1, 4, 1, 5],
+    [0, 0, 7, 1, 1],
+    [2, 0, 3, 0, 5, 0, 0],
+    [1, 1, 1, 1],
+    [1, 10**6, 1, 10**9],
+    [0, 0, 0, 2, 9],
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_draws_without_replacement_are_exact(weights: list[int]) -> None:
+    """Red when any draw's map from uniforms to tokens loses its law."""
+    support = sum(weight > 0 for weight in weights)
+    for count in range(1, support + 1):
+        assert misdrawn(draw_without_replacement, weights, count) == 0
+
+
+def test_wrong_draws_are_noticed() -> None:
+    """Red when draws with replacement, or unnormalised ones, would pass."""
+
+    def with_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.stack([draw(probs, column) for column in uniforms.T], dim=1)
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+
+    def by_probability(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, valid = draw_without_replacement(probs, uniforms)
+        return tokens.sort(dim=1).values, valid
+
+    assert misdrawn(with_replacement, WEIGHTS[0], 2) > 0
+    assert misdrawn(by_probability, WEIGHTS[0], 2) > 0
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_uniforms_stay_in_the_support(
+    weights: list[int], dtype: torch.dtype
+) -> None:
+    """Red when rounding at either end draws a token without mass, or one twice."""
+    probs = torch.tensor(weights, dtype=torch.float64)
+    probs = (probs / probs.sum()).to(dtype)[None]
+    support = int((probs > 0).sum())
+    for corner in product((0.0, 1e-300, 0.5, ALMOST_ONE), repeat=min(support, 4)):
+        uniforms = torch.tensor([corner], dtype=torch.float64)
+        tokens, valid = draw_without_replacement(probs, uniforms)
+        assert bool(valid.all())
+        assert bool((probs[0, tokens[0]] > 0).all())
+        assert len(set(tokens[0].tolist())) == len(corner)
+    end = [draw(probs, torch.tensor([u]).double()).item() for u in (0.0, ALMOST_ONE)]
+    positive = probs[0].nonzero()[:, 0].tolist()
+    assert end == [positive[0], positive[-1]]
+
+
+def test_exhausted_support_gives_invalid_draws() -> None:
+    """Red when a draw from nothing counts as a draft token."""
+    probs = torch.tensor([[0.0, 0.3, 0.0, 0.7], [0.0, 0.0, 1.0, 0.0]])
+    uniforms = torch.rand(
+        (2, 5), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    tokens, valid = draw_without_replacement(probs, uniforms)
+    assert valid.tolist() == [[True, True, False, False, False], [True] + [False] * 4]
+    assert sorted(tokens[0, :2].tolist()) == [1, 3]
+    assert tokens[1, 0] == 2
+
+
+def test_scale_of_the_mass_does_not_matter() -> None:
+    """Red when a draw needs normalised probabilities."""
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.rand((200, 30), generator=generator)
+    uniforms = torch.rand((200, 4), generator=generator, dtype=torch.float64)
+    tokens, _ = draw_without_replacement(probs, uniforms)
+    for scale in (2.0**-60, 2.0**20):
+        assert draw_without_replacement(probs * scale, uniforms)[0].equal(tokens)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 77, 1001, 49_152, 128_256])
+def test_every_token_of_a_flat_distribution_is_reached(vocab_size: int) -> None:
+    """Red when the cumulative sum is too coarse for a large vocabulary."""
+    probs = torch.full((1, vocab_size), 1 / vocab_size)
+    tokens = torch.arange(0, vocab_size, max(vocab_size // 64, 1))
+    uniforms = ((tokens + 0.5).double() / vocab_size)[:, None]
+    found, _ = draw_without_replacement(probs.expand(len(tokens), -1), uniforms)
+    assert found[:, 0].equal(tokens)
+
+
+@pytest.mark.parametrize("vocab_size", [77, 1001, 49_152, 128_256])
+def test_draws_equal_naive_draws(vocab_size: int) -> None:
+    """Red when skipping drawn tokens is not the same as setting them to zero."""
+    rows, count = 3, 4
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(
+        (rows, vocab_size), generator=generator, dtype=torch.float64
+    )
+    uniforms = torch.rand((rows, count), generator=generator, dtype=torch.float64)
+    probs = logits.softmax(1)
+    tokens, valid = draw_without_replacement(probs, uniforms)
+    assert bool(valid.all())
+    for row in range(rows):
+        left = probs[row].clone()
+        for k in range(count):
+            cumulative = left.cumsum(0)
+            point = uniforms[row, k] * cumulative[-1]
+            assert int((cumulative <= point).sum()) == tokens[row, k]
+            left[tokens[row, k]] = 0

@@ -1,0 +1,315 @@
+"""The draft model's training, on a random target of a few thousand parameters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from vllm_treespec.train.batches import BatchDataset
+from vllm_treespec.train.cli import app
+from vllm_treespec.train.draft import DraftOptions
+from vllm_treespec.train.loss import (
+    HeadRows,
+    TeacherTargets,
+    agreement,
+    choose_head_rows,
+    topk_kl,
+)
+from vllm_treespec.train.model import (
+    DraftShape,
+    TargetStatistics,
+    build_draft,
+    project_embedding,
+)
+from vllm_treespec.train.pipeline import make_draft
+from vllm_treespec.train.teacher import TeacherOptions, cache_teacher, load_cache
+from vllm_treespec.train.text import Row, read_prompts, read_rows
+
+VOCAB = 97
+SHAPE = DraftShape(
+    hidden_size=16, num_layers=1, num_heads=2, head_dim=8, intermediate_size=24
+)
+
+
+@pytest.fixture
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = [9, 21, 14, 2, 30, 17, 11, 5, 26]
+    return [
+        Row(torch.randint(VOCAB, (n,), generator=generator).tolist(), min(n - 1, 4))
+        for n in lengths
+    ]
+
+
+def exact_kl(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    draft = (hidden @ weight.T).log_softmax(-1)
+    return torch.nn.functional.kl_div(draft, target, reduction="batchmean")
+
+
+def whole(target_probs: torch.Tensor, top_k: int) -> TeacherTargets:
+    top = target_probs.topk(top_k, dim=-1)
+    rest = (1 - top.values.sum(-1)).clamp_min(0)
+    return TeacherTargets(top.indices, top.values, rest)
+
+
+def random_case(num_positions: int = 13) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(num_positions, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(VOCAB, 8, generator=generator, requires_grad=True)
+    logits = 2 * torch.randn(num_positions, VOCAB, generator=generator)
+    return hidden, weight, logits.softmax(-1)
+
+
+def test_loss_and_gradients_are_exact_kl_when_k_is_the_vocabulary() -> None:
+    hidden, weight, target_probs = random_case()
+    expected = exact_kl(hidden, weight, target_probs)
+    wanted = torch.autograd.grad(expected, [hidden, weight])
+    loss = topk_kl(hidden, weight, whole(target_probs, VOCAB))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, [hidden, weight]), wanted, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_merged_rest_is_one_more_token_and_a_lower_bound() -> None:
+    hidden, weight, target_probs = random_case()
+    targets = whole(target_probs, 5)
+    draft_probs = (hidden @ weight.T).softmax(-1).gather(1, targets.ids)
+    merged_target = torch.cat([targets.probs, targets.rest[:, None]], -1)
+    merged_draft = torch.cat([draft_probs, 1 - draft_probs.sum(-1, True)], -1)
+    expected = (merged_target * (merged_target / merged_draft).log()).sum(-1).mean()
+    loss = topk_kl(hidden, weight, targets)
+    torch.testing.assert_close(loss, expected)
+    assert loss < exact_kl(hidden, weight, target_probs)
+    wanted = torch.autograd.grad(expected, [hidden, weight])
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, [hidden, weight]), wanted, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_all_head_rows_give_the_same_loss_as_no_choice() -> None:
+    hidden, weight, target_probs = random_case()
+    targets = whole(target_probs, 5)
+    rows = torch.randperm(VOCAB)
+    column = torch.empty(VOCAB, dtype=torch.long)
+    column[rows] = torch.arange(VOCAB)
+    bias = torch.zeros(VOCAB + 1)
+    bias[-1] = -torch.inf
+    chosen = topk_kl(hidden, weight, targets, HeadRows(rows, column, bias))
+    expected = topk_kl(hidden, weight, targets)
+    torch.testing.assert_close(chosen, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(chosen, [hidden, weight]),
+        torch.autograd.grad(expected, [hidden, weight]),
+    )
+
+
+def test_sampled_head_rows_estimate_the_softmax_denominator_without_bias() -> None:
+    hidden, weight, target_probs = random_case(1)
+    targets = whole(target_probs, 5)
+    core = torch.arange(10)
+    exact = (hidden @ weight.T).exp().sum()
+    generator = torch.Generator().manual_seed(4)
+    estimates = []
+    for _ in range(2000):
+        chosen = choose_head_rows(core, targets, 30, VOCAB, generator)
+        logits = hidden @ weight[chosen.rows].T + chosen.bias[:-1]
+        estimates.append(logits.exp().sum().item())
+    samples = torch.tensor(estimates)
+    error = samples.std() / len(samples) ** 0.5
+    assert abs(samples.mean() - exact) < 4 * error
+    # What the target finds likely is never left to chance.
+    likely = targets.ids[targets.probs >= 0.01]
+    assert bool((chosen.column[likely] < len(chosen.rows)).all())
+
+
+def test_agreement_of_a_draft_with_itself_is_perfect() -> None:
+    hidden, weight, _ = random_case()
+    draft_probs = (hidden @ weight.T).softmax(-1).detach()
+    quality = agreement(hidden.detach(), weight.detach(), whole(draft_probs, VOCAB))
+    torch.testing.assert_close(quality["kl"], torch.zeros(13), atol=1e-5, rtol=0)
+    torch.testing.assert_close(quality["acceptance"], torch.ones(13))
+    assert quality["top1"].min() == 1
+
+
+def test_teacher_cache_holds_what_the_target_says(
+    tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
+) -> None:
+    options = TeacherOptions(top_k=7, seq_len=25, batch_tokens=64, rows_per_shard=4)
+    shards = cache_teacher(target, "tiny", rows, tmp_path, options)
+    cache = load_cache(shards)
+    dataset = BatchDataset(cache, list(range(len(rows))), batch_tokens=60)
+    batched = [index for batch in dataset.batches for index in batch]
+    assert sorted(batched) == list(range(len(rows)))
+    for number, batch in enumerate(dataset.batches):
+        item = dataset[number]
+        expected = []
+        for row in (rows[index] for index in batch):
+            ids = torch.tensor(row.token_ids[:25])
+            probs = target(ids[None]).logits[0].softmax(-1)
+            expected.append(probs[row.prompt_len - 1 : len(ids) - 1])
+        targets = whole(torch.cat(expected), 7)
+        assert item["input_ids"].numel() <= 60
+        torch.testing.assert_close(item["ids"], targets.ids)
+        torch.testing.assert_close(item["probs"], targets.probs, atol=2e-3, rtol=1e-2)
+        torch.testing.assert_close(item["rest"], targets.rest, atol=2e-3, rtol=1e-2)
+    torch.testing.assert_close(cache.statistics.token_weights.sum(), torch.tensor(1.0))
+
+
+def test_teacher_keeps_finished_shards_and_redoes_changed_ones(
+    tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
+) -> None:
+    options = TeacherOptions(top_k=4, rows_per_shard=4)
+    shards = cache_teacher(target, "tiny", rows, tmp_path, options)
+    before = [shard.stat().st_mtime_ns for shard in shards]
+    more = [*rows, Row([5, 6, 7], 1)]
+    again = cache_teacher(target, "tiny", more, tmp_path, options)
+    after = [shard.stat().st_mtime_ns for shard in again]
+    assert after[:2] == before[:2]
+    assert after[2] != before[2]
+    assert load_cache(again).num_rows == len(more)
+
+
+def test_projection_to_full_width_keeps_logits_up_to_a_shift(
+    target: LlamaForCausalLM,
+) -> None:
+    embedding = target.lm_head.weight.detach()
+    states = torch.randn(200, 32)
+    statistics = TargetStatistics(
+        torch.full((VOCAB,), 1 / VOCAB), states.T @ states / len(states)
+    )
+    logits = states @ embedding.T
+    centred = logits - logits.mean(-1, keepdim=True)
+    full = project_embedding(embedding, statistics, 32)
+    solved = torch.linalg.lstsq(full, centred.T).solution
+    torch.testing.assert_close((full @ solved).T, centred, atol=1e-3, rtol=1e-3)
+
+
+def draft_options(**changes: object) -> DraftOptions:
+    common = {"batch_tokens": 64, "core_rows": 30, "sampled_rows": 20, "save_steps": 3}
+    return DraftOptions(**{**common, "eval_share": 0.2, **changes})  # type: ignore[arg-type]
+
+
+def test_exported_folder_loads_and_training_lowers_kl(
+    tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
+) -> None:
+    target.save_pretrained(tmp_path / "target")
+    name = str(tmp_path / "target")
+    teacher = TeacherOptions(top_k=16)
+    # The same conversations throughout: what is tested is that they can be learned.
+    record = make_draft(
+        name, tmp_path / "out", rows * 4, SHAPE, teacher, draft_options(epochs=12)
+    )
+    assert record["result"]["kl"] < 0.8 * record["evaluations"][0]["eval_kl"]
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["head_dim"] == 8
+    assert config["tie_word_embeddings"] is True
+    assert config["max_position_embeddings"] == 64
+    assert config["rope_parameters"]["rope_theta"] == 5000.0
+    assert draft.dtype == torch.bfloat16
+    assert draft(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCAB)
+    assert (tmp_path / "out" / "work" / "curves.png").stat().st_size > 0
+
+
+def test_cut_run_resumes_to_the_same_weights(
+    tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
+) -> None:
+    from vllm_treespec.train.draft import DraftTrainer, train_draft
+
+    cache = load_cache(
+        cache_teacher(target, "tiny", rows, tmp_path / "teacher", TeacherOptions(16))
+    )
+
+    def run(folder: str) -> dict[str, torch.Tensor]:
+        draft = build_draft(target, SHAPE, cache.statistics)
+        train_draft(draft, cache, tmp_path / folder, draft_options(epochs=3))
+        return draft.state_dict()
+
+    uncut = run("uncut")
+    compute_loss = DraftTrainer.compute_loss
+    with pytest.MonkeyPatch.context() as patch:
+
+        def cut(self: DraftTrainer, *args: object, **kwargs: object) -> torch.Tensor:
+            if self.state.global_step == 5:
+                raise KeyboardInterrupt
+            return compute_loss(self, *args, **kwargs)  # type: ignore[arg-type]
+
+        patch.setattr(DraftTrainer, "compute_loss", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run("cut")
+    resumed = run("cut")
+    for name, value in uncut.items():
+        torch.testing.assert_close(resumed[name], value)
+    with pytest.raises(ValueError, match="other lr"):
+        train_draft(
+            build_draft(target, SHAPE, cache.statistics),
+            cache,
+            tmp_path / "cut",
+            draft_options(epochs=3, lr=1.0),
+        )
+
+
+def test_too_large_weights_are_refused(
+    tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    from vllm_treespec.train.model import save_draft
+
+    draft = build_draft(target, SHAPE, TargetStatistics.without_text(target))
+    with pytest.raises(ValueError, match="--hidden-size"):
+        save_draft(draft, tmp_path, max_mb=0.001)
+
+
+def test_text_file_cut_in_a_line_reads_to_the_last_whole_row(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"token_ids": [1, 2], "prompt_len": 1}\n{"token_ids": [1,')
+    assert read_rows(path) == [Row([1, 2], 1)]
+    path.write_text('{"tokens": []}\n')
+    with pytest.raises(ValueError, match=r"text\.jsonl:1: .*token_ids"):
+        read_rows(path)
+
+
+def test_prompts_are_read_from_the_usual_keys(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    made = [
+        {"prompt": "a"},
+        {"question": "b"},
+        {"turns": ["c", "later"]},
+        {"instruction": "d", "instances": [{"input": "e"}]},
+        {"instruction": "f"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    assert read_prompts(path) == ["a", "b", "c", "d\ne", "f"]
+    path.write_text('{"text": "g"}\n')
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: no key"):
+        read_prompts(path)
+
+
+def test_command_names_the_missing_file() -> None:
+    command = ["draft", "--target", "t", "--out", "o", "--text", "absent.jsonl"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code != 0
+    assert "absent.jsonl" in result.output

@@ -1,0 +1,200 @@
+"""Draft trees and the pure functions on them, against goldens and naive Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fast.random_trees import random_parents
+from vllm_treespec.tree import (
+    MAX_NODES,
+    TreeBatch,
+    ancestor_mask,
+    first_child,
+    from_levels,
+    from_parents,
+    next_sibling,
+    preorder,
+)
+
+# The example of TreeBatch's docstring; letters are tokens.
+TOKENS = [ord(letter) for letter in "rabcde"]
+PARENTS = [-1, 0, 0, 1, 1, 2]
+
+
+def random_batch(seed: int, max_nodes: int = 14) -> TreeBatch:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, max_nodes + 1, (6,), generator=generator).tolist()
+    parents = [random_parents(size, generator) for size in sizes]
+    return from_parents(parents, parents)
+
+
+def lists(tree: TreeBatch) -> list[list[int]]:
+    """Parents of each request's nodes."""
+    return [
+        row[:size]
+        for row, size in zip(
+            tree.parents.tolist(), tree.num_nodes.tolist(), strict=True
+        )
+    ]
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    return [] if node < 0 else [*path_to(parents[node], parents), node]
+
+
+def depth_first(node: int, parents: list[int]) -> list[int]:
+    children = [i for i, parent in enumerate(parents) if parent == node]
+    return [node] + [i for child in children for i in depth_first(child, parents)]
+
+
+def test_docstring_example() -> None:
+    """Red when a field or function stops meaning what TreeBatch's docstring shows."""
+    tree = from_parents([TOKENS, TOKENS[:1]], [PARENTS, [-1]])
+    assert tree.num_reqs == 2
+    assert tree.max_nodes == 6
+    assert tree.token_ids.tolist() == [TOKENS, [ord("r"), 0, 0, 0, 0, 0]]
+    assert tree.parents.tolist() == [PARENTS, [-1] * 6]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 2], [0] * 6]
+    assert tree.num_nodes.tolist() == [6, 1]
+    assert tree.cu_num_nodes.tolist() == [0, 6, 7]
+    assert tree.draft_rows[0, :3].tolist() == [0, 1, 2]
+    assert tree.is_node().tolist() == [[True] * 6, [True] + [False] * 5]
+    assert first_child(tree).tolist() == [[1, 3, 5, -1, -1, -1], [-1] * 6]
+    assert next_sibling(tree).tolist() == [[-1, 2, -1, 4, -1, -1], [-1] * 6]
+    mask = ancestor_mask(tree)
+    assert mask[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 1],
+    ]
+    assert mask[1].equal(torch.eye(6, dtype=torch.bool))
+    # depth first: r a c d b e
+    assert preorder(tree, mask).tolist() == [[0, 1, 4, 2, 3, 5], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_functions_on_random_trees(seed: int) -> None:
+    """Red when a vectorised tree function differs from its definition."""
+    tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
+    first, following = first_child(tree), next_sibling(tree)
+    mask, width = ancestor_mask(tree), tree.max_nodes
+    rank = preorder(tree, mask)
+    for req, parents in enumerate(lists(tree)):
+        size = len(parents)
+        order = depth_first(0, parents)
+        for node in range(size):
+            path = path_to(node, parents)
+            siblings = [i for i, p in enumerate(parents) if p == parents[node] and i]
+            children = [i for i, p in enumerate(parents) if p == node]
+            later = [i for i in siblings if i > node] if node else []
+            assert tree.depths[req, node] == len(path) - 1
+            assert first[req, node] == (children[0] if children else -1)
+            assert following[req, node] == (later[0] if later else -1)
+            assert mask[req, node].nonzero()[:, 0].tolist() == path
+            assert rank[req, node] == order.index(node)
+        unused = torch.arange(size, width)
+        assert first[req, size:].tolist() == [-1] * (width - size)
+        assert following[req, size:].tolist() == [-1] * (width - size)
+        assert rank[req, size:].equal(unused)
+        assert mask[req, size:].equal(torch.eye(width, dtype=torch.bool)[size:])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_preorder_ends_every_path_in_its_leaf(seed: int) -> None:
+    """Red when a leaf's new nodes stop to be one run of the depth-first order."""
+    tree = random_batch(seed)
+    rank = preorder(tree, ancestor_mask(tree))
+    for req, parents in enumerate(lists(tree)):
+        seen: set[int] = set()
+        for leaf in sorted(
+            set(range(len(parents))) - set(parents), key=rank[req].tolist().__getitem__
+        ):
+            new = [i for i in path_to(leaf, parents) if i not in seen]
+            start = len(seen)
+            assert rank[req, new].tolist() == list(range(start, start + len(new)))
+            seen.update(new)
+        assert seen == set(range(len(parents)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_prefix_is_a_tree(seed: int) -> None:
+    """Red when the scheduler's cut of a draft leaves something that is no tree."""
+    tree = random_batch(seed, max_nodes=9)
+    for kept in range(1, 10):
+        cut = tree.cut(torch.full((tree.num_reqs,), kept))
+        rows = [row[:kept] for row in lists(tree)]
+        expected = from_parents(rows, rows)
+        width = expected.max_nodes
+        assert cut.num_nodes.equal(expected.num_nodes)
+        assert cut.parents[:, :width].equal(expected.parents)
+        assert bool((cut.parents[:, width:] == -1).all())
+        assert first_child(cut)[:, :width].equal(first_child(expected))
+        assert next_sibling(cut)[:, :width].equal(next_sibling(expected))
+        mask = ancestor_mask(cut)
+        assert mask[:, :width, :width].equal(ancestor_mask(expected))
+        order = preorder(expected, ancestor_mask(expected))
+        assert preorder(cut, mask)[:, :width].equal(order)
+
+
+def test_cut_takes_one_number_a_request() -> None:
+    """Red when a cut of one request touches another's tree."""
+    tree = from_parents([TOKENS, TOKENS], [PARENTS, PARENTS])
+    cut = tree.cut(torch.tensor([3, 60]))
+    assert lists(cut) == [PARENTS[:3], PARENTS]
+
+
+def test_select_takes_whole_rows() -> None:
+    """Red when a field of the tree is forgotten in a selection."""
+    tree = random_batch(1)
+    probs = torch.rand(tree.num_reqs, 2, 3)
+    tree = TreeBatch(**{**vars(tree), "draft_probs": probs, "with_replacement": True})
+    rows = torch.tensor([4, 1, 1])
+    chosen = tree.select(rows)
+    assert chosen.with_replacement
+    for name, value in vars(tree).items():
+        if name != "with_replacement":
+            assert getattr(chosen, name).equal(value[rows]), name
+
+
+def test_from_levels_leaves_invalid_nodes_out() -> None:
+    """Red when dropped nodes shift parents, depths or rows of draft probabilities."""
+    tree = from_levels(
+        torch.tensor([9, 9]),
+        [torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[4, 5, 6], [4, 5, 6]])],
+        [torch.tensor([[0, 0, 0], [0, 0, 0]]), torch.tensor([[0, 2, 2], [0, 1, 1]])],
+        [
+            torch.tensor([[True, False, True], [True, True, True]]),
+            torch.tensor([[False, True, True], [True, True, True]]),
+        ],
+        None,
+    )
+    assert tree.num_nodes.tolist() == [5, 7]
+    assert tree.token_ids.tolist() == [[9, 1, 3, 5, 6, 0, 0], [9, 1, 2, 3, 4, 5, 6]]
+    assert tree.parents.tolist() == [
+        [-1, 0, 0, 2, 2, -1, -1],
+        [-1, 0, 0, 0, 1, 2, 2],
+    ]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 0, 0], [0, 1, 1, 1, 2, 2, 2]]
+    # The third node of the full tree is the second of the shortened one.
+    assert tree.draft_rows[0, :5].tolist() == [0, 1, 3, 5, 6]
+    assert tree.draft_rows[1].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([-1, 0, 2], "node 2 has parent 2"),
+        ([-1, 0, 1, 0], "not in level order"),
+        ([0, 0], "not in level order"),
+        ([-1, -1], "node 1 has parent -1"),
+        ([-1] + [0] * MAX_NODES, "at most 64 fit"),
+    ],
+)
+def test_from_parents_refuses_what_is_no_tree(parents: list[int], message: str) -> None:
+    """Red when a malformed tree gets through and fails far away."""
+    with pytest.raises(ValueError, match=message):
+        from_parents([parents], [parents])

@@ -1,0 +1,190 @@
+"""The process in which one side runs: reads a job on stdin, reports JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensInput, tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.metrics.reader import Counter, Vector
+
+from vllm_treespec.compare import (
+    PLAIN,
+    Acceptance,
+    Cell,
+    CellResult,
+    Job,
+)
+from vllm_treespec.config import METHODS
+
+WARM_UP_TOKENS = 16
+DRAFTS = "vllm:spec_decode_num_drafts"
+DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
+ACCEPTED_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
+class SideEngine:
+    """One side's engine with the prompts of its job."""
+
+    def __init__(self, job: Job) -> None:
+        """Start the engine and tokenise the prompts through the chat template."""
+        self.job = job
+        engine = {
+            "enable_prefix_caching": False,
+            "max_num_seqs": max(cell.batch_size for cell in job.cells),
+            **job.side.engine,
+        }
+        self.llm = LLM(
+            model=job.target,
+            dtype=job.dtype,
+            max_model_len=job.max_model_len,
+            seed=job.seed,
+            disable_log_stats=False,
+            **engine,
+        )
+        self.prompts = [self.tokenise(prompt) for prompt in job.prompts]
+        self.num_requests = 0
+
+    def tokenise(self, prompt: str) -> TokensInput:
+        """Tokens of a conversation that asks for an answer to the prompt."""
+        tokenizer: Any = self.llm.get_tokenizer()
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        return tokens_input(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def params(self, temperature: float, max_tokens: int) -> SamplingParams:
+        """Sampling as in every cell; outputs come when they are finished."""
+        return SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def generate(
+        self, prompts: list[TokensInput], params: SamplingParams, batch_size: int
+    ) -> list[RequestOutput]:
+        """Answer the prompts, with ``batch_size`` requests in the engine at a time."""
+        engine = self.llm.llm_engine
+        finished: dict[str, RequestOutput] = {}
+        ids = [str(self.num_requests + i) for i in range(len(prompts))]
+        self.num_requests += len(prompts)
+        added = 0
+        while len(finished) < len(prompts):
+            while added < len(prompts) and added - len(finished) < batch_size:
+                engine.add_request(ids[added], prompts[added], params)
+                added += 1
+            for output in engine.step():
+                assert isinstance(output, RequestOutput)
+                finished[output.request_id] = output
+        return [finished[i] for i in ids]
+
+    def measure(self, cell: Cell) -> CellResult:
+        """Warm up, then time the prompts in a cell."""
+        warm_up = self.params(cell.temperature, WARM_UP_TOKENS)
+        self.generate(self.prompts[: cell.batch_size], warm_up, cell.batch_size)
+        params = self.params(cell.temperature, self.job.max_tokens)
+        before = self.read_counters()
+        start = time.perf_counter()
+        outputs = self.generate(self.prompts, params, cell.batch_size)
+        seconds = time.perf_counter() - start
+        result = CellResult(
+            cell=cell,
+            seconds=seconds,
+            num_tokens=[len(output.outputs[0].token_ids) for output in outputs],
+            tpot_ms=[tpot_ms(output) for output in outputs],
+            token_ids=[list(output.outputs[0].token_ids) for output in outputs],
+        )
+        self.add_acceptance(result, before)
+        return result
+
+    def read_counters(self) -> list[int]:
+        """Stock counters: drafts, draft tokens, then accepted by position; for our
+        methods, start the worker's totals anew instead."""
+        if self.job.side.family in METHODS:
+            self.llm.collective_rpc("treespec_stats", kwargs={"reset": True})
+            return []
+        if self.job.side.family == PLAIN:
+            return []
+        counts = {DRAFTS: 0, DRAFT_TOKENS: 0}
+        by_position: list[int] = []
+        for metric in self.llm.get_metrics():
+            if isinstance(metric, Counter) and metric.name in counts:
+                counts[metric.name] = metric.value
+            elif isinstance(metric, Vector) and metric.name == ACCEPTED_BY_POSITION:
+                by_position = metric.values
+        return [counts[DRAFTS], counts[DRAFT_TOKENS], *by_position]
+
+    def add_acceptance(self, result: CellResult, before: list[int]) -> None:
+        """Add what was accepted since ``before`` and, for ours, the stages' times."""
+        if self.job.side.family in METHODS:
+            totals = self.llm.collective_rpc("treespec_stats")[0]
+            accepted = {int(d): count for d, count in totals["accepted"].items()}
+            result.acceptance = Acceptance.from_histogram(
+                totals["trees"], totals["nodes"], accepted
+            )
+            result.steps = totals["steps"]
+            result.stage_seconds = totals["seconds"]
+        elif self.job.side.family != PLAIN:
+            after = self.read_counters()
+            before += [0] * (len(after) - len(before))
+            drafts, tokens, *at_least = [
+                new - old for new, old in zip(after, before, strict=True)
+            ]
+            result.acceptance = Acceptance(
+                trees=drafts, nodes=drafts + tokens, at_least=at_least
+            )
+
+    def stream(self, prompt: str, on_text: Callable[[str], None]) -> None:
+        """Hand out the greedy answer piece by piece."""
+        params = self.params(0.0, self.job.max_tokens)
+        params.output_kind = RequestOutputKind.DELTA
+        engine = self.llm.llm_engine
+        engine.add_request(
+            "stream", {"prompt_token_ids": self.token_ids(prompt)}, params
+        )
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert isinstance(output, RequestOutput)
+                on_text(output.outputs[0].text)
+
+
+def tpot_ms(output: RequestOutput) -> float | None:
+    """Milliseconds per token after the first, None for an answer of one token."""
+    stats: Any = output.metrics
+    later_tokens = len(output.outputs[0].token_ids) - 1
+    if later_tokens < 1:
+        return None
+    return 1000 * (stats.last_token_ts - stats.first_token_ts) / later_tokens
+
+
+def main() -> None:
+    """Run the job on stdin; what vLLM prints goes to stderr, our events to stdout."""
+    job = Job.model_validate_json(sys.stdin.read())
+    start = time.perf_counter()
+    with os.fdopen(os.dup(1), "w") as events:
+        os.dup2(2, 1)
+
+        def send(event: str, **content: Any) -> None:
+            print(json.dumps({"event": event, **content}), file=events, flush=True)
+
+        engine = SideEngine(job)
+        send("started", seconds=time.perf_counter() - start)
+        for cell in job.cells:
+            send("cell", result=engine.measure(cell).model_dump(mode="json"))
+        if job.stream is not None:
+            engine.stream(job.stream, lambda text: send("text", text=text))
+        send("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Every place of vLLM that we rely on, as one table, checked when we are used."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+
+MIN_VLLM, BELOW_VLLM = "0.32", "0.34"
+
+
+class SeamError(RuntimeError):
+    """The installed vLLM lacks something that draft trees need."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One attribute of vLLM and what we use it for."""
+
+    module: str
+    attribute: str
+    purpose: str
+
+    def found(self) -> bool:
+        """Whether the running vLLM has it."""
+        try:
+            place: object = importlib.import_module(self.module)
+        except ImportError:
+            return False
+        for name in self.attribute.split("."):
+            if not hasattr(place, name):
+                return False
+            place = getattr(place, name)
+        return True
+
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+SEAMS = (
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        "our method's name becomes stock arguments here (the only function wrapped)",
+    ),
+    Seam(
+        "vllm.v1.spec_decode.custom_class_proposer",
+        "create_custom_proposer",
+        "the runner makes our drafter",
+    ),
+    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "our runner on CPU"),
+    Seam(
+        "vllm.v1.worker.cpu_worker",
+        "CPUWorker.determine_available_memory",
+        "room for fork blocks",
+    ),
+    Seam("vllm.v1.worker.cpu_model_runner", "CPUModelRunner", "the runner we extend"),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner.initialize_kv_cache_tensors",
+        "fork blocks behind the scheduler's blocks",
+    ),
+    Seam(_RUNNER, "GPUModelRunner._prepare_inputs", "node order and tree positions"),
+    Seam(_RUNNER, "GPUModelRunner._sample", "scoring"),
+    Seam(_RUNNER, "GPUModelRunner._update_states_after_model_execute", "commit of KV"),
+    Seam(_RUNNER, "GPUModelRunner.propose_draft_token_ids", "the next draft trees"),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._input_fits_in_drafter",
+        "drafting near max_model_len is decided per request",
+    ),
+    Seam(
+        "vllm.v1.attention.backends.registry",
+        "register_backend",
+        "our attention backend",
+    ),
+    Seam(
+        _CPU_ATTENTION,
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+        "KV of a node goes to every branch",
+    ),
+    Seam(_CPU_ATTENTION, "CPUAttentionMetadataBuilder.build", "one sequence a branch"),
+    Seam("vllm.v1.kv_cache_interface", "KVCacheTensor", "how KV blocks are laid out"),
+    Seam("vllm.forward_context", "set_forward_context", "draft model forwards"),
+    Seam("vllm.model_executor.model_loader", "get_model", "loading the draft model"),
+    Seam("vllm.v1.sample.sampler", "Sampler.gather_logprobs", "logprobs of drafts"),
+)
+
+
+def supported(version: str) -> bool:
+    """Whether a vLLM version is one that draft trees were written for."""
+    release = Version(version).release
+    return Version(MIN_VLLM).release <= release < Version(BELOW_VLLM).release
+
+
+def check_seams() -> None:
+    """Check the running vLLM.
+
+    Raises:
+        SeamError: naming the version or the missing seam, and the remedy.
+
+    """
+    import vllm
+
+    if not supported(vllm.__version__):
+        raise SeamError(
+            f"vLLM {vllm.__version__} is not supported by vllm_treespec; "
+            f"install vllm>={MIN_VLLM},<{BELOW_VLLM}"
+        )
+    for seam in SEAMS:
+        if not seam.found():
+            raise SeamError(
+                f"vLLM {vllm.__version__} has no {seam.module}.{seam.attribute} "
+                f"({seam.purpose}); reinstall vllm>={MIN_VLLM},<{BELOW_VLLM}"
+            )
+
+
+def doctor(console: Console) -> bool:
+    """Print the seams and what this vLLM offers; return whether all is well."""
+    import vllm
+
+    table = Table(title=f"vLLM {vllm.__version__}: what vllm_treespec relies on")
+    table.add_column("seam", overflow="fold")
+    table.add_column("for")
+    table.add_column("found")
+    complete = supported(vllm.__version__)
+    for seam in SEAMS:
+        found = seam.found()
+        complete &= found
+        table.add_row(
+            f"{seam.module}.{seam.attribute}",
+            seam.purpose,
+            "[green]yes[/]" if found else "[red]no[/]",
+        )
+    console.print(table)
+    wanted = f"vllm>={MIN_VLLM},<{BELOW_VLLM}"
+    if complete:
+        console.print(f"[green]draft trees work with this vLLM[/] ({wanted})")
+    else:
+        console.print(f"[red]draft trees do not work with this vLLM[/]; use {wanted}")
+    return complete

@@ -1,0 +1,225 @@
+"""The ``vllm.general_plugins`` entry point: our methods in ``speculative_config``.
+
+vLLM calls :func:`register` in each of its processes. It wraps one function, the step
+that turns arguments into a config: there, ``{"method": "rsd_s", ...}`` is replaced by
+stock arguments. Arguments that do not name one of our methods pass untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_treespec.config import (
+    METHODS,
+    SpecConfig,
+    SpecConfigError,
+    parse_spec_config,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+DRAFTER = "vllm_treespec.engine.drafter.TreeDrafter"
+CPU_WORKER = "vllm_treespec.engine.worker.TreeCPUWorker"
+# Fork blocks are copies of partly filled blocks; small blocks keep them small.
+CPU_BLOCK_SIZE = 32
+
+
+def register() -> None:
+    """Teach ``EngineArgs.create_engine_config`` our methods; safe to call again."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_engine_config
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        spec = self.speculative_config
+        if not isinstance(spec, dict) or spec.get("method") not in METHODS:
+            return stock(self, *args, **kwargs)
+        config = parse_spec_config(spec)
+        refuse_arguments(self)
+        for name, value in stock_arguments(config, self.block_size).items():
+            if name == "additional_config":
+                value = {**self.additional_config, **value}
+            setattr(self, name, value)
+        vllm_config = stock(self, *args, **kwargs)
+        refuse_models(config, vllm_config)
+        return vllm_config
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def stock_arguments(config: SpecConfig, block_size: int | None) -> dict[str, Any]:
+    """The stock vLLM arguments that a spec-config stands for.
+
+    Args:
+        config: validated.
+        block_size: what the user asked for, None to leave it to us.
+
+    """
+    return {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": DRAFTER,
+            "num_speculative_tokens": config.proposer().max_nodes - 1,
+        },
+        "worker_cls": CPU_WORKER,
+        "block_size": block_size or CPU_BLOCK_SIZE,
+        "additional_config": {"treespec": config.model_dump(mode="json")},
+    }
+
+
+def expand_file(spec_file: Path, target: str | None = None) -> dict[str, Any]:
+    """Read a spec-config from a JSON file and expand it, for ``treespec expand``.
+
+    With a ``target``, the vocabularies of target and draft model are compared too.
+
+    Raises:
+        SpecConfigError: when the file holds no valid spec-config.
+
+    """
+    try:
+        spec = json.loads(Path(spec_file).read_text())
+    except json.JSONDecodeError as error:
+        raise SpecConfigError(f"{spec_file} is not JSON: {error}") from None
+    if not isinstance(spec, dict):
+        raise SpecConfigError(f"{spec_file} must hold one JSON object, a spec-config")
+    config = parse_spec_config(spec)
+    check_weights(config)
+    arguments = stock_arguments(config, None)
+    if target is None:
+        return arguments
+    from transformers import AutoConfig
+
+    check_vocabulary(
+        config,
+        AutoConfig.from_pretrained(target).vocab_size,
+        AutoConfig.from_pretrained(config.model).vocab_size,
+    )
+    return {"model": target, **arguments}
+
+
+def refuse_arguments(args: EngineArgs) -> None:
+    """Refuse vLLM arguments under which draft trees were not tested.
+
+    Raises:
+        SpecConfigError: naming the first such argument and the remedy.
+        SeamError: when this vLLM lacks a seam.
+
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_treespec.engine.seams import check_seams
+
+    check_seams()
+    untested = {
+        "pipeline_parallel_size": args.pipeline_parallel_size > 1,
+        "tensor_parallel_size": args.tensor_parallel_size > 1,
+        "data_parallel_size": args.data_parallel_size > 1,
+        "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
+        "decode_context_parallel_size": args.decode_context_parallel_size > 1,
+        "enable_dbo": args.enable_dbo,
+        "kv_transfer_config": args.kv_transfer_config is not None,
+        "enable_lora": args.enable_lora,
+        "logits_processors": bool(args.logits_processors),
+        "async_scheduling": bool(args.async_scheduling),
+        "kv_cache_dtype": args.kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+        "logprobs_mode": str(args.logprobs_mode).startswith("processed"),
+        "worker_cls": args.worker_cls not in ("auto", CPU_WORKER),
+    }
+    for name, asked in untested.items():
+        if asked:
+            raise SpecConfigError(
+                f"draft trees do not support {name}={getattr(args, name)!r} yet; "
+                f"leave it at its default, or remove speculative_config"
+            )
+    if not current_platform.is_cpu():
+        raise SpecConfigError(
+            f"draft trees run on vLLM's CPU platform so far, this is "
+            f"{current_platform.device_type}; remove speculative_config"
+        )
+
+
+def refuse_models(config: SpecConfig, vllm_config: VllmConfig) -> None:
+    """Refuse targets and draft models that draft trees cannot serve.
+
+    Raises:
+        SpecConfigError: naming what is in the way and the remedy.
+
+    """
+    from vllm.transformers_utils.config import get_config
+
+    target = vllm_config.model_config
+    unsupported = {
+        "a multimodal model": target.is_multimodal_model,
+        "a hybrid or state-space model": target.is_hybrid or target.is_attention_free,
+        "multi-head latent attention": target.use_mla,
+        "an encoder-decoder model": target.is_encoder_decoder,
+        "a pooling model": target.runner_type == "pooling",
+        "sliding-window attention": target.get_sliding_window() is not None,
+        "position ids with several axes": target.uses_mrope,
+    }
+    for what, found in unsupported.items():
+        if found:
+            raise SpecConfigError(
+                f"draft trees do not support {what} yet ({target.model}); "
+                f"remove speculative_config"
+            )
+    check_weights(config)
+    draft = get_config(config.model, trust_remote_code=target.trust_remote_code)
+    check_vocabulary(config, target.get_vocab_size(), draft.vocab_size)
+    if draft.max_position_embeddings < target.max_model_len:
+        raise SpecConfigError(
+            f"speculative_config 'model': {config.model} reads at most "
+            f"{draft.max_position_embeddings} positions and max_model_len is "
+            f"{target.max_model_len}; pass --max-model-len "
+            f"{draft.max_position_embeddings} or less"
+        )
+
+
+def check_weights(config: SpecConfig) -> None:
+    """Check that a draft model given as a folder is complete.
+
+    Raises:
+        SpecConfigError: naming the missing file.
+
+    """
+    folder = Path(config.model)
+    if not folder.exists():
+        if folder.is_absolute() or config.model.startswith((".", "~")):
+            raise SpecConfigError(
+                f"speculative_config 'model': there is no folder {config.model}; "
+                f"`treespec assets` prints where the shipped draft models lie"
+            )
+        return
+    if not (folder / "config.json").is_file():
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no config.json; name the "
+            f"folder of a model in Hugging Face format"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no *.safetensors weights; "
+            f"convert them with save_pretrained(..., safe_serialization=True)"
+        )
+
+
+def check_vocabulary(config: SpecConfig, target_size: int, draft_size: int) -> None:
+    """Check that both models speak of the same tokens.
+
+    Raises:
+        SpecConfigError: naming both sizes.
+
+    """
+    if target_size != draft_size:
+        raise SpecConfigError(
+            f"speculative_config 'model': the vocabulary of {config.model} has "
+            f"{draft_size} tokens, the target's {target_size}; use a draft model "
+            f"trained for this target (treespec train draft)"
+        )

@@ -1,0 +1,66 @@
+"""Prompts for the demo and the benchmark, from any JSONL file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+SHIPPED = Path(__file__).parent / "prompts.jsonl"
+
+Item = TypeVar("Item")
+
+
+class PromptError(ValueError):
+    """A prompt file that cannot be used; the message names the line."""
+
+
+def load_prompts(path: Path) -> list[str]:
+    """Read user prompts from a JSONL file.
+
+    A line holds one object; the prompt stands under ``prompt``, ``question``,
+    ``instruction`` or, for conversations, in the first of ``turns``.
+
+    Raises:
+        PromptError: naming the line that holds no prompt.
+
+    """
+    if not path.is_file():
+        raise PromptError(f"there is no prompt file {path}")
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{path} line {number} is not JSON: {error}") from None
+        prompt = _prompt_of(row)
+        if not prompt:
+            raise PromptError(
+                f"{path} line {number} holds no prompt; write it as text under "
+                "'prompt', 'question', 'instruction' or as first of 'turns'"
+            )
+        prompts.append(prompt)
+    if not prompts:
+        raise PromptError(f"{path} holds no prompts; write one JSON object a line")
+    return prompts
+
+
+def _prompt_of(row: Any) -> str | None:
+    if not isinstance(row, dict):
+        return None
+    turns = row.get("turns")
+    first_turn = turns[0] if isinstance(turns, list) and turns else None
+    candidates = (row.get("prompt"), row.get("question"), first_turn)
+    for value in (*candidates, row.get("instruction")):
+        if isinstance(value, str) and value.strip():
+            return value
+    return None
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Take ``count`` items at even distances, so that every part is represented."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]

@@ -1,0 +1,40 @@
+"""The picture of a training run."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def plot_history(history: list[dict[str, Any]], path: Path) -> None:
+    """Draw loss, and acceptance and top-1 agreement, against steps.
+
+    Args:
+        history: the Trainer's ``state.log_history``.
+        path: PNG to write.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axes, key, label in (
+        (left, "loss", "training KL"),
+        (left, "eval_kl", "evaluation KL"),
+        (right, "eval_acceptance", "expected acceptance"),
+        (right, "eval_top1", "top-1 agreement"),
+    ):
+        points = [(log["step"], log[key]) for log in history if key in log]
+        marker = "o" if key.startswith("eval") else None
+        axes.plot(*zip(*points, strict=True), marker=marker, label=label)
+    left.set_ylabel("KL(target || draft), nats")
+    # The first steps are far above everything that follows.
+    losses = [log["eval_kl"] for log in history if "eval_kl" in log]
+    left.set_ylim(0, 1.5 * max(losses))
+    right.set_ylabel("share of positions")
+    right.set_ylim(0, 1)
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
