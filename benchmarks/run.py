@@ -7,212 +7,184 @@ README.md beside this file says what is measured and how.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from benchmarks import plot, report
-from benchmarks.provenance import model, provenance, sha256
+from benchmarks.provenance import commit, model, provenance, sha256
+from benchmarks.rounds import Plan, execute, finished_runs, rows_of
 from benchmarks.sides import (
     PAPER_TREES,
     choose,
-    estimated_seconds,
     stock_sides,
     tree_sides,
     tree_specs,
 )
-from vllm_treespec.assets import drafters, ensure_target
-from vllm_treespec.compare import (
-    Cell,
-    CompareError,
-    Job,
-    Row,
-    Side,
-    SideResult,
-    run_side,
-    summarise,
-    with_speedups,
-)
+from vllm_treespec.assets import AssetError, ensure_target
+from vllm_treespec.compare import Cell, shipped_drafter
 from vllm_treespec.prompts import SHIPPED, load_prompts, spread
 
 console = Console(stderr=True, soft_wrap=True)
 
 
-class StoredRun(BaseModel):
-    """A finished run in the output folder."""
+PromptsFile = Annotated[
+    Path, typer.Option(help="JSONL with prompt, question, instruction or turns.")
+]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Taken at even distances.")]
+BatchSizes = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
+Temperatures = Annotated[str, typer.Option(help="Comma-separated.")]
+Budgets = Annotated[str, typer.Option(help="Draft tokens, comma-separated.")]
+Trees = Annotated[
+    str, typer.Option(help="`one` RSD-C and one RSD-S tree per budget, or `all`.")
+]
+Specs = Annotated[
+    list[str] | None,
+    typer.Option(help="One more spec-config as JSON; the draft model is filled in."),
+]
+Names = Annotated[
+    str, typer.Option(help="Only these names or families, comma-separated.")
+]
+Rounds = Annotated[int, typer.Option(min=1)]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Per answer.")]
+StockDepth = Annotated[
+    int, typer.Option(min=1, help="Draft tokens of stock ngram and draft_model.")
+]
+Eager = Annotated[
+    bool, typer.Option("--eager/--compiled", help="How speculative sides run.")
+]
+Target = Annotated[str, typer.Option(help="Default: the demo's target model.")]
+Draft = Annotated[str, typer.Option(help="Default: the shipped draft model.")]
+Out = Annotated[Path, typer.Option(help="For results; finished runs are kept.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget finished runs.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")]
 
-    side: Side
-    round: int
-    # of everything that decides the result; see fingerprint
-    settings: str
-    result: SideResult
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What to run and where the results go."""
-
-    sides: list[Side]
-    rounds: int
-    cells: list[Cell]
-    prompts: list[str]
-    target: str
-    max_tokens: int
-    out: Path
-
-    def job(self, side: Side, round_: int) -> Job:
-        """Job of a side in a round; each round samples with another seed."""
-        return Job(
-            side=side,
-            target=self.target,
-            prompts=self.prompts,
-            cells=[c for c in self.cells if not side.greedy_only or not c.temperature],
-            max_tokens=self.max_tokens,
-            seed=round_,
+def run(
+    prompts: PromptsFile = SHIPPED,
+    num_prompts: NumPrompts = 4,
+    batch_sizes: BatchSizes = "1,8",
+    temperatures: Temperatures = "0,1",
+    budgets: Budgets = "6,10,14,21,30",
+    trees: Trees = "one",
+    spec: Specs = None,
+    sides: Names = "",
+    rounds: Rounds = 1,
+    max_tokens: MaxTokens = 96,
+    stock_depth: StockDepth = 6,
+    eager: Eager = False,
+    target: Target = "",
+    draft: Draft = "",
+    out: Out = Path("runs/benchmark"),
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Compare stock vLLM and draft trees: JSON, Markdown table, plot."""
+    try:
+        target = target or str(ensure_target())
+        draft = draft or shipped_drafter()
+        specs = tree_specs(known_budgets(budgets), all_trees(trees))
+        specs += [spec_of(text) for text in spec or []]
+        models = {"target": model(target), "draft": model(draft)}
+        plan = Plan(
+            sides=choose(
+                stock_sides(draft, stock_depth, eager)
+                + tree_sides(specs, draft, eager),
+                [name.strip() for name in sides.split(",") if name.strip()],
+            ),
+            rounds=rounds,
+            cells=[
+                Cell(batch_size=batch_size, temperature=temperature)
+                for batch_size in numbers(batch_sizes, int, "--batch-sizes")
+                for temperature in numbers(temperatures, float, "--temperatures")
+            ],
+            prompts=spread(load_prompts(prompts), num_prompts),
+            target=target,
+            max_tokens=max_tokens,
+            out=out,
+            models=json.dumps(models),
+            commit=commit(),
         )
-
-    def stored(self, side: Side, round_: int) -> Path:
-        """File of a finished run."""
-        return self.out / "runs" / f"{side.name}.{round_}.json"
-
-    def todo(self) -> list[tuple[int, Side]]:
-        """Runs that are not finished, round by round."""
-        return [
-            (round_, side)
-            for round_ in range(self.rounds)
-            for side in self.sides
-            if self.job(side, round_).cells
-            and not self.stored(side, round_).is_file()
-        ]
-
-    def seconds(self) -> float:
-        """Estimate of what is left to run."""
-        cells = [(cell.batch_size, cell.temperature) for cell in self.cells]
-        return sum(
-            estimated_seconds(side, cells, len(self.prompts), self.max_tokens)
-            for _, side in self.todo()
-        )
+        if fresh:
+            shutil.rmtree(out / "runs", ignore_errors=True)
+        finished_runs(plan)
+        origin = provenance(sys.argv[1:])
+        origin["models"] = models
+        origin["prompts"] = f"{len(plan.prompts)} of {prompts.name} ({sha256(prompts)})"
+    except (AssetError, ValueError) as error:
+        console.print(f"benchmark: {error}", markup=False)
+        raise typer.Exit(1) from None
+    print_plan(plan)
+    if not dry_run and measure(plan, origin):
+        raise typer.Exit(1)
 
 
-def fingerprint(job: Job) -> str:
-    """Tell runs of other settings apart; the seed only says which round it is."""
-    told = job.model_dump_json(exclude={"seed", "timeout_s"})
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-def execute(plan: Plan, todo: Sequence[tuple[int, Side]], write: Callable[[dict[str, str]], None]) -> dict[str, str]:
-    """Run what is to do; returns why sides failed, by name.
-
-    A side that failed is left out of later rounds; the others go on.
-    """
-    failed: dict[str, str] = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+def print_plan(plan: Plan) -> None:
+    """Print the sides in turn and an estimate of the time."""
+    console.print("sides: " + " ".join(side.name for side in plan.sides))
+    console.print(
+        f"{len(plan.todo())} runs to do, {len(plan.prompts)} prompts each, "
+        f"about {plan.seconds() / 60:.0f} minutes on two idle cores"
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("starting", total=len(todo))
-        for round_, side in todo:
-            if side.name not in failed:
-                bar.update(task, description=f"round {round_ + 1}: {side.name}")
-                job = plan.job(side, round_)
-                log = plan.out / "logs" / f"{side.name}.{round_}.log"
-                try:
-                    result = run_side(job, log)
-                except CompareError as error:
-                    failed[side.name] = str(error)
-                    bar.console.print(f"[red]failed[/red] {error}")
-                else:
-                    keep(plan, job, round_, result)
-                    write(failed)
-            bar.advance(task)
+
+
+def measure(plan: Plan, origin: dict[str, Any]) -> dict[str, str]:
+    """Run the plan and write the reports; returns why sides failed, by name."""
+    failed = execute(
+        plan, console, after_run=lambda failed: write_reports(plan, origin, failed)
+    )
+    write_reports(plan, origin, failed)
+    console.print(f"wrote {plan.out}/results.json, results.md and results.png")
     return failed
 
 
-def keep(plan: Plan, job: Job, round_: int, result: SideResult) -> None:
-    """Store a finished run; the file appears complete or not at all."""
-    run = StoredRun(
-        side=job.side, round=round_, settings=fingerprint(job), result=result
-    )
-    path = plan.stored(job.side, round_)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(run.model_dump_json(), encoding="utf-8")
-    partial.rename(path)
+def known_budgets(text: str) -> list[int]:
+    """Read budgets; ValueError for one the paper has no trees of."""
+    budgets = numbers(text, int, "--budgets")
+    for budget in budgets:
+        if budget not in PAPER_TREES:
+            known = ", ".join(map(str, PAPER_TREES))
+            raise ValueError(
+                f"--budgets: the paper has no trees of {budget} draft tokens, only of "
+                f"{known}; give your tree with --spec"
+            )
+    return budgets
 
 
-def finished_runs(plan: Plan) -> list[StoredRun]:
-    """Finished runs of the plan's sides, also of rounds beyond the plan's.
-
-    Raises:
-        ValueError: when one was made with other settings.
-
-    """
-    runs = []
-    for side in plan.sides:
-        for path in sorted((plan.out / "runs").glob(f"{side.name}.*.json")):
-            run = StoredRun.model_validate_json(path.read_text(encoding="utf-8"))
-            if run.side.name != side.name:
-                continue
-            if run.settings != fingerprint(plan.job(side, run.round)):
-                raise ValueError(
-                    f"{path} was made with other settings; pass --fresh to measure "
-                    "anew or another --out"
-                )
-            runs.append(run)
-    return runs
+def all_trees(text: str) -> bool:
+    """Read `--trees`."""
+    if text not in ("one", "all"):
+        raise ValueError(f"--trees is {text!r}; write one or all")
+    return text == "all"
 
 
-def rows_of(plan: Plan, runs: Sequence[StoredRun]) -> list[Row]:
-    """Rows by cell, sides in the plan's order."""
-    rows = []
-    for cell in plan.cells:
-        for side in plan.sides:
-            results = [
-                result
-                for run in runs
-                if run.side.name == side.name
-                for result in run.result.cells
-                if result.cell == cell
-            ]
-            if results:
-                rows.append(summarise(side, results))
-    return with_speedups(rows)
+def spec_of(text: str) -> dict[str, Any]:
+    """Read one `--spec`."""
+    try:
+        spec = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--spec {text!r} is not JSON: {error}") from None
+    if not isinstance(spec, dict):
+        raise ValueError(f"--spec {text!r} must be one JSON object")
+    return spec
 
 
 def write_reports(plan: Plan, origin: dict[str, Any], failed: dict[str, str]) -> None:
     """Write results.json, results.md and results.png from all finished runs."""
     runs = finished_runs(plan)
     rows = rows_of(plan, runs)
-    raw = [
-        run.model_dump(
-            mode="json",
-            exclude={"result": {"cells": {"__all__": {"token_ids"}}}},
-        )
-        for run in runs
-    ]
+    origin = {**origin, "commits": sorted({str(run.commit) for run in runs})}
+    without_text = {"result": {"cells": {"__all__": {"token_ids"}}}}
     content = {
         "provenance": origin,
         "failed": failed,
         "rows": [row.model_dump(mode="json") for row in rows],
-        "runs": raw,
+        "runs": [run.model_dump(mode="json", exclude=without_text) for run in runs],
     }
     plan.out.mkdir(parents=True, exist_ok=True)
     (plan.out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -226,4 +198,8 @@ def numbers(text: str, kind: type[Any], option: str) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise typer.BadParameter(f"{option}: {text!r} is no list of numbers") from None
+        raise ValueError(f"{option}: {text!r} is no list of numbers") from None
+
+
+if __name__ == "__main__":
+    typer.run(run)

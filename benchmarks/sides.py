@@ -94,7 +94,8 @@ def tree_sides(
 
 
 def choose(sides: Sequence[Side], names: Sequence[str]) -> list[Side]:
-    """Keep the sides whose name or family is named, in the order of the list.
+    """Keep the sides whose name or family is named, in the order of the list; all
+    when nothing is named.
 
     Raises:
         ValueError: when a name fits no side.
@@ -104,6 +105,8 @@ def choose(sides: Sequence[Side], names: Sequence[str]) -> list[Side]:
         if not any(name in (side.name, side.family) for side in sides):
             known = ", ".join(dict.fromkeys(side.name for side in sides))
             raise ValueError(f"--sides: there is no side {name!r}; there are {known}")
+    if not names:
+        return list(sides)
     return [side for side in sides if side.name in names or side.family in names]
 
 

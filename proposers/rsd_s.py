@@ -103,7 +103,7 @@ def expand_beam(
     child_log_probs = log_probs[..., None] + mass.log()
     # Summed from the last child up: 1 - (mass before) would be rounding when the
     # first child has nearly all of it.
-    undrawn = probs.scatter(-1, tokens, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    undrawn = probs.scatter(-1, tokens, 0.0).sum(-1, keepdim=True)
     left = undrawn + (mass * exists).flip(-1).cumsum(-1).flip(-1)
     location = log_probs[..., None] + left.log()
     bound = perturbed

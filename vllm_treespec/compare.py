@@ -23,8 +23,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from vllm_treespec.assets import AssetError, drafters
 from vllm_treespec.config import parse_spec_config
 
+DRAFTER = "smollm2-135m-draft"
 PLAIN = "plain"
 STAGES = ("draft", "tree_build", "forward", "score", "commit")
 
@@ -164,6 +166,19 @@ class Row(BaseModel):
     stage_shares: dict[str, float] = {}
     # milliseconds per step, STAGES, ours only
     stage_ms: dict[str, float] = {}
+
+
+def shipped_drafter() -> str:
+    """Folder of the shipped draft model for the demo's target.
+
+    Raises:
+        AssetError: when the package holds none.
+
+    """
+    found = drafters()
+    if DRAFTER not in found:
+        raise AssetError(f"this package holds no draft model {DRAFTER}; name your own")
+    return str(found[DRAFTER])
 
 
 def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:

@@ -149,9 +149,7 @@ class SideEngine:
         params = self.params(0.0, self.job.max_tokens)
         params.output_kind = RequestOutputKind.DELTA
         engine = self.llm.llm_engine
-        engine.add_request(
-            "stream", {"prompt_token_ids": self.token_ids(prompt)}, params
-        )
+        engine.add_request("stream", self.tokenise(prompt), params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 assert isinstance(output, RequestOutput)

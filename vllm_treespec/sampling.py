@@ -126,15 +126,15 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
     support = (probs > 0).sum(dim=-1)
     tokens = probs.new_zeros((probs.shape[0], count), dtype=torch.int64)
     valid = torch.zeros_like(tokens, dtype=torch.bool)
-    taken_ends = cumulative.new_empty((probs.shape[0], 0))
-    taken_mass = cumulative.new_empty((probs.shape[0], 0))
+    # Intervals of the drawn tokens on the cumulative distribution, ascending.
+    starts = masses = cumulative.new_empty((probs.shape[0], 0))
     for k in range(count):
-        left = total - taken_mass.sum(dim=1, keepdim=True)
+        left = total - masses.sum(dim=1, keepdim=True)
         uniform = uniforms[:, k : k + 1].double()
         point = uniform * left
-        for j in range(k):
-            end, mass = taken_ends[:, j : j + 1], taken_mass[:, j : j + 1]
-            point = torch.where(point >= end - mass, point + mass, point)
+        # Skip the intervals that lie before the point, as if they were cut out.
+        passed = point >= starts - (masses.cumsum(1) - masses)
+        point = point + (masses * passed).sum(dim=1, keepdim=True)
         point = torch.minimum(point.clamp(min=0), below_total)
         token = torch.searchsorted(cumulative, point, right=True)
         valid[:, k] = k < support
@@ -147,11 +147,11 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
                 token[again] = _invert(rest, uniform[again])
         tokens[:, k] = token[:, 0]
         if k + 1 < count:
-            end = cumulative.gather(1, token)
             start = cumulative.gather(1, (token - 1).clamp(min=0))
-            mass = end - torch.where(token > 0, start, 0.0)
-            taken_ends, order = torch.cat([taken_ends, end], 1).sort(dim=1)
-            taken_mass = torch.cat([taken_mass, mass], 1).gather(1, order)
+            start = torch.where(token > 0, start, 0.0)
+            mass = cumulative.gather(1, token) - start
+            starts, order = torch.cat([starts, start], 1).sort(dim=1)
+            masses = torch.cat([masses, mass], 1).gather(1, order)
     return tokens, valid
 
 

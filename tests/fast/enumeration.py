@@ -55,7 +55,7 @@ def ordered_draws(
     for token, mass in enumerate(probs):
         if mass > 0:
             rest = (*probs[:token], 0.0, *probs[token + 1 :])
-            middle = (below + mass / 2) / total
+            middle = min((below + mass / 2) / total, ALMOST_ONE)
             for tokens, uniforms, weight in ordered_draws(rest, count - 1):
                 yield (token, *tokens), (middle, *uniforms), mass / total * weight
         below += mass

@@ -105,6 +105,17 @@ def test_two_tokens_are_always_accepted(uniform: float) -> None:
     assert output.num_accepted.tolist() == [1] * tree.num_reqs
 
 
+def test_tokens_without_target_mass_are_never_accepted() -> None:
+    """Red when the accept test stops being strict: a uniform may be 0."""
+    draft, target = random_tables("disjoint", 4, 2)
+    tree = all_trees(draft, RsdC((2, 1))).tree
+    uniforms = torch.zeros(tree.num_reqs, tree.max_nodes + 1, dtype=torch.float64)
+    logits = target.target_logits(tree, plain_sampling(tree.num_reqs))
+    output = recursive_rejection(tree, logits, uniforms)
+    assert int(output.num_accepted.sum()) == 0
+    assert bool((target.table[0, output.next_token_ids] > 0).all())
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(None, None), (2, None), (None, 0.7), (3, 0.8)]
 )

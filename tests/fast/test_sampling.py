@@ -116,7 +116,10 @@ def misdrawn(function: Draw, weights: list[int], count: int) -> int:
     """
     corners, expected = [], []
     for outcome in ordered_intervals(weights, count):
-        ends = [(low + 1e-13, high - 1e-13) for _, low, high in outcome]
+        ends = []
+        for _, low, high in outcome:
+            edge = min(1e-13, (high - low) / 4)
+            ends.append((low + edge, high - edge))
         for corner in product(*ends):
             corners.append(corner)
             expected.append([token for token, _, _ in outcome])
@@ -133,6 +136,7 @@ WEIGHTS = [
     [2, 0, 3, 0, 5, 0, 0],
     [1, 1, 1, 1],
     [1, 10**6, 1, 10**9],
+    [3, 5, 10**15, 4, 10**4],
     [0, 0, 0, 2, 9],
 ]
 

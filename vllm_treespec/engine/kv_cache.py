@@ -50,7 +50,14 @@ class BlockCopier:
         if sources.numel() == 0:
             return
         for stack in self.stacks:
-            stack.index_copy_(1, targets, stack.index_select(1, sources))
+            words = stack.view(torch.int64)
+            words.index_copy_(1, targets, words.index_select(1, sources))
+
+    def copy_apart(self, sources: Tensor, targets: Tensor) -> None:
+        """Like :meth:`copy`, faster, where no target is also a source."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for stack in self.stacks:
+                stack[:, target].copy_(stack[:, source])
 
 
 def _even_groups(kv_caches: list[Tensor]) -> Iterable[list[Tensor]]:

@@ -115,7 +115,7 @@ class TreeRunnerMixin:
             logits_indices, metadata, _ = prepared
             plan = plan_branches(step.tree, step.reqs, step.layout, self.forks)
             self.branches.plan = step.plan = plan
-            self.target_blocks.copy(plan.copy_from, plan.copy_to)
+            self.target_blocks.copy_apart(plan.copy_from, plan.copy_to)
             is_node = step.tree.is_node()
             rows = plan.node_rows[is_node]
             context = step.layout.context_lens[step.reqs]
@@ -158,8 +158,10 @@ class TreeRunnerMixin:
             block_table=table.get_device_tensor(num_reqs),
             slot_mapping=table.slot_mapping.gpu[:num_tokens].clone(),
         )
-        tree = self.proposal.tree.select(rows).cut(num_nodes)
-        return TreeStep(reqs, tree, layout)
+        tree = self.proposal.tree
+        if rows.tolist() != list(range(tree.num_reqs)):
+            tree = tree.select(rows)
+        return TreeStep(reqs, tree.cut(num_nodes), layout)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         """Score the trees; requests without one are sampled as by stock vLLM."""
@@ -214,7 +216,7 @@ class TreeRunnerMixin:
             copies = commit_copies(
                 step.plan, last, depth, step.reqs, step.layout, self.forks
             )
-            self.target_blocks.copy(*copies)
+            self.target_blocks.copy_apart(*copies)
 
     def propose_draft_token_ids(
         self,

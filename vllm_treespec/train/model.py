@@ -145,6 +145,7 @@ def save_draft(draft: LlamaForCausalLM, folder: Path, max_mb: float | None) -> f
     """
     draft = draft.to(torch.bfloat16)
     draft.config.dtype = "bfloat16"
+    draft.config.use_cache = True  # the Trainer switches it off
     draft.save_pretrained(folder)
     size_mb = (folder / "model.safetensors").stat().st_size / 1e6
     if max_mb is not None and size_mb > max_mb:

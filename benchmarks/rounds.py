@@ -1,0 +1,190 @@
+"""Sides in turn, round by round; every finished run is kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from benchmarks.sides import estimated_seconds
+from vllm_treespec.compare import (
+    Cell,
+    CompareError,
+    Job,
+    Row,
+    Side,
+    SideResult,
+    run_side,
+    summarise,
+    with_speedups,
+)
+
+
+class StoredRun(BaseModel):
+    """A finished run in the output folder."""
+
+    side: Side
+    round: int
+    # of everything that decides the result; see Plan.settings
+    settings: str
+    commit: str | None
+    result: SideResult
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run and where the results go."""
+
+    sides: list[Side]
+    rounds: int
+    cells: list[Cell]
+    prompts: list[str]
+    target: str
+    max_tokens: int
+    out: Path
+    # SHA-256 of the weights and the like, part of the settings
+    models: str
+    commit: str | None
+
+    def job(self, side: Side, round_: int) -> Job:
+        """Job of a side in a round; each round samples with another seed."""
+        return Job(
+            side=side,
+            target=self.target,
+            prompts=self.prompts,
+            cells=[c for c in self.cells if not side.greedy_only or not c.temperature],
+            max_tokens=self.max_tokens,
+            seed=round_,
+        )
+
+    def settings(self, job: Job) -> str:
+        """Tell runs of other settings apart; the seed only says which round it is."""
+        told = self.models + job.model_dump_json(exclude={"seed", "timeout_s"})
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    def stored(self, side: Side, round_: int) -> Path:
+        """File of a finished run."""
+        return self.out / "runs" / f"{side.name}.{round_}.json"
+
+    def stored_rounds(self, side: Side) -> list[Path]:
+        """Files of all finished runs of a side."""
+        name = re.escape(side.name)
+        found = (self.out / "runs").glob("*.json")
+        return sorted(p for p in found if re.fullmatch(rf"{name}\.\d+\.json", p.name))
+
+    def todo(self) -> list[tuple[int, Side]]:
+        """Runs that are not finished, round by round."""
+        return [
+            (round_, side)
+            for round_ in range(self.rounds)
+            for side in self.sides
+            if self.job(side, round_).cells and not self.stored(side, round_).is_file()
+        ]
+
+    def seconds(self) -> float:
+        """Estimate of what is left to run."""
+        cells = [(cell.batch_size, cell.temperature) for cell in self.cells]
+        return sum(
+            estimated_seconds(side, cells, len(self.prompts), self.max_tokens)
+            for _, side in self.todo()
+        )
+
+
+def execute(
+    plan: Plan, console: Console, after_run: Callable[[dict[str, str]], None]
+) -> dict[str, str]:
+    """Run what is to do; returns why sides failed, by name.
+
+    A side that failed is left out of later rounds; the others go on. `after_run` is
+    called with the failures so far whenever a run is stored.
+    """
+    todo = plan.todo()
+    failed: dict[str, str] = {}
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting", total=len(todo))
+        for round_, side in todo:
+            if side.name not in failed:
+                bar.update(task, description=f"round {round_ + 1}: {side.name}")
+                job = plan.job(side, round_)
+                log = plan.out / "logs" / f"{side.name}.{round_}.log"
+                try:
+                    result = run_side(job, log)
+                except CompareError as error:
+                    failed[side.name] = str(error)
+                    bar.console.print(f"[red]failed[/red] {error}")
+                else:
+                    keep(plan, job, round_, result)
+                    after_run(failed)
+            bar.advance(task)
+    return failed
+
+
+def keep(plan: Plan, job: Job, round_: int, result: SideResult) -> None:
+    """Store a finished run; the file appears complete or not at all."""
+    run = StoredRun(
+        side=job.side,
+        round=round_,
+        settings=plan.settings(job),
+        commit=plan.commit,
+        result=result,
+    )
+    path = plan.stored(job.side, round_)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(run.model_dump_json(), encoding="utf-8")
+    partial.rename(path)
+
+
+def finished_runs(plan: Plan) -> list[StoredRun]:
+    """Finished runs of the plan's sides, also of rounds beyond the plan's.
+
+    Raises:
+        ValueError: when one was made with other settings.
+
+    """
+    runs = []
+    for side in plan.sides:
+        for path in plan.stored_rounds(side):
+            run = StoredRun.model_validate_json(path.read_text(encoding="utf-8"))
+            if run.settings != plan.settings(plan.job(side, run.round)):
+                raise ValueError(
+                    f"{path} was made with other settings; pass --fresh to measure "
+                    "anew or another --out"
+                )
+            runs.append(run)
+    return runs
+
+
+def rows_of(plan: Plan, runs: Sequence[StoredRun]) -> list[Row]:
+    """Rows by cell, sides in the plan's order."""
+    rows = []
+    for cell in plan.cells:
+        for side in plan.sides:
+            results = [
+                result
+                for run in runs
+                if run.side.name == side.name
+                for result in run.result.cells
+                if result.cell == cell
+            ]
+            if results:
+                rows.append(summarise(side, results))
+    return with_speedups(rows)

@@ -1,0 +1,64 @@
+"""Spec-configs: what is accepted, what is refused, and in which words."""
+
+import pytest
+
+from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
+from vllm_treespec.proposers import PROPOSERS
+
+GOOD = {
+    "sd": ({"depth": 4}, 5),
+    "rsd_c": ({"branching_factors": [2, 2, 1]}, 11),
+    "rsd_s": ({"beam_width": 4, "depth": 4}, 17),
+}
+
+
+def test_every_method_is_covered() -> None:
+    """Turns red when a proposer is added without a spec-config, or without a test."""
+    assert METHODS.keys() == PROPOSERS.keys() == GOOD.keys()
+
+
+@pytest.mark.parametrize("method", GOOD)
+def test_spec_config_makes_its_proposer(method: str) -> None:
+    """Turns red when a key is not handed to the proposer it is for."""
+    keys, num_nodes = GOOD[method]
+    config = parse_spec_config({"method": method, "model": "draft", **keys})
+    assert config.max_trees == 16
+    proposer = config.proposer()
+    assert proposer.name == method
+    assert proposer.max_nodes == num_nodes
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"method": "rsd-s"}, "'method' is 'rsd-s'; write one of sd, rsd_c, rsd_s"),
+        ({}, "'method' is None"),
+        ({"method": "sd", "depth": 3}, "'model' is missing; add it"),
+        ({"method": "sd", "model": "d", "depth": 0}, "'depth' is 0"),
+        ({"method": "sd", "model": "d", "depth": 3, "k": 1}, "'k' is not a key"),
+        (
+            {"method": "rsd_c", "model": "d", "branching_factors": []},
+            "'branching_factors'",
+        ),
+        (
+            {"method": "rsd_c", "model": "d", "branching_factors": [4, 4, 4]},
+            "84 draft tokens and at most 63 fit; lower branching_factors",
+        ),
+        (
+            {"method": "sd", "model": "d", "depth": 3, "max_trees": 0},
+            "'max_trees' is 0",
+        ),
+    ],
+)
+def test_refusals_name_key_and_remedy(spec: dict, says: str) -> None:
+    """Turns red when bad input is accepted, or refused without naming the key."""
+    with pytest.raises(SpecConfigError) as error:
+        parse_spec_config(spec)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_largest_tree_fits() -> None:
+    """Turns red when the limit moves off 63 draft tokens."""
+    spec = {"method": "rsd_s", "model": "d", "beam_width": 9, "depth": 7}
+    assert parse_spec_config(spec).proposer().max_nodes == 64
