@@ -48,7 +48,8 @@ def acceptance_panel(axis: Axes, rows: Sequence[Row]) -> None:
         for family, colour in COLOURS.items():
             points = best_points(here, family, "acceptance_length")
             label = f"{family}, temperature {temperature:g}"
-            axis.plot(*points, line, marker="o", color=colour, label=label)
+            if points[0]:
+                axis.plot(*points, line, marker="o", color=colour, label=label)
 
 
 def speed_panel(axis: Axes, rows: Sequence[Row]) -> None:
@@ -58,7 +59,8 @@ def speed_panel(axis: Axes, rows: Sequence[Row]) -> None:
         for family, colour in COLOURS.items():
             points = best_points(here, family, "tokens_per_s")
             label = f"{family}, temperature {temperature:g}"
-            axis.plot(*points, line, marker="o", color=colour, label=label)
+            if points[0]:
+                axis.plot(*points, line, marker="o", color=colour, label=label)
         for family, mark in STOCK_MARKS.items():
             points = best_points(here, family, "tokens_per_s")
             if points[0]:

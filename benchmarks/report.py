@@ -109,10 +109,14 @@ def best(rows: Sequence[Row]) -> str | None:
 
 
 def listing(values: Mapping[str, Any]) -> str:
-    """Write nested values as one line each."""
-    lines = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{name} {v}" for name, v in value.items())
-        lines.append(f"- {key}: {value}")
-    return "\n".join(lines)
+    """Write values as one line each."""
+    return "\n".join(f"- {key}: {shown(value)}" for key, value in values.items())
+
+
+def shown(value: Any) -> str:
+    """Write nested values on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {shown(v)}" for name, v in value.items())
+    if isinstance(value, list):
+        return " ".join(map(shown, value))
+    return str(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.progress import (
 
 from benchmarks.sides import estimated_seconds
 from vllm_treespec.compare import (
+    PLAIN,
     Cell,
     CompareError,
     Job,
@@ -30,6 +30,9 @@ from vllm_treespec.compare import (
     summarise,
     with_speedups,
 )
+from vllm_treespec.config import METHODS
+
+FAMILIES = (PLAIN, "ngram", "draft_model", *METHODS)
 
 
 class StoredRun(BaseModel):
@@ -77,12 +80,6 @@ class Plan:
     def stored(self, side: Side, round_: int) -> Path:
         """File of a finished run."""
         return self.out / "runs" / f"{side.name}.{round_}.json"
-
-    def stored_rounds(self, side: Side) -> list[Path]:
-        """Files of all finished runs of a side."""
-        name = re.escape(side.name)
-        found = (self.out / "runs").glob("*.json")
-        return sorted(p for p in found if re.fullmatch(rf"{name}\.\d+\.json", p.name))
 
     def todo(self) -> list[tuple[int, Side]]:
         """Runs that are not finished, round by round."""
@@ -154,30 +151,30 @@ def keep(plan: Plan, job: Job, round_: int, result: SideResult) -> None:
 
 
 def finished_runs(plan: Plan) -> list[StoredRun]:
-    """Finished runs of the plan's sides, also of rounds beyond the plan's.
+    """Read all finished runs in the output folder, of other sides and rounds too.
 
     Raises:
         ValueError: when one was made with other settings.
 
     """
     runs = []
-    for side in plan.sides:
-        for path in plan.stored_rounds(side):
-            run = StoredRun.model_validate_json(path.read_text(encoding="utf-8"))
-            if run.settings != plan.settings(plan.job(side, run.round)):
-                raise ValueError(
-                    f"{path} was made with other settings; pass --fresh to measure "
-                    "anew or another --out"
-                )
-            runs.append(run)
+    for path in sorted((plan.out / "runs").glob("*.json")):
+        run = StoredRun.model_validate_json(path.read_text(encoding="utf-8"))
+        if run.settings != plan.settings(plan.job(run.side, run.round)):
+            raise ValueError(
+                f"{path} was made with other settings; pass --fresh to measure anew "
+                "or another --out"
+            )
+        runs.append(run)
     return runs
 
 
 def rows_of(plan: Plan, runs: Sequence[StoredRun]) -> list[Row]:
-    """Rows by cell, sides in the plan's order."""
+    """Rows by cell; stock sides first, then ours by method and budget."""
+    sides = {run.side.name: run.side for run in runs}
     rows = []
     for cell in plan.cells:
-        for side in plan.sides:
+        for side in sorted(sides.values(), key=place):
             results = [
                 result
                 for run in runs
@@ -188,3 +185,8 @@ def rows_of(plan: Plan, runs: Sequence[StoredRun]) -> list[Row]:
             if results:
                 rows.append(summarise(side, results))
     return with_speedups(rows)
+
+
+def place(side: Side) -> tuple[bool, int, int, str]:
+    """Place of a side in a table."""
+    return (bool(side.budget), FAMILIES.index(side.family), side.budget, side.name)

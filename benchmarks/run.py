@@ -55,8 +55,8 @@ MaxTokens = Annotated[int, typer.Option(min=2, help="Per answer.")]
 StockDepth = Annotated[
     int, typer.Option(min=1, help="Draft tokens of stock ngram and draft_model.")
 ]
-Eager = Annotated[
-    bool, typer.Option("--eager/--compiled", help="How speculative sides run.")
+Engines = Annotated[
+    str, typer.Option(help="How speculative sides run: eager, compiled or both.")
 ]
 Target = Annotated[str, typer.Option(help="Default: the demo's target model.")]
 Draft = Annotated[str, typer.Option(help="Default: the shipped draft model.")]
@@ -67,7 +67,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")]
 
 def run(
     prompts: PromptsFile = SHIPPED,
-    num_prompts: NumPrompts = 4,
+    num_prompts: NumPrompts = 8,
     batch_sizes: BatchSizes = "1,8",
     temperatures: Temperatures = "0,1",
     budgets: Budgets = "6,10,14,21,30",
@@ -77,7 +77,7 @@ def run(
     rounds: Rounds = 1,
     max_tokens: MaxTokens = 96,
     stock_depth: StockDepth = 6,
-    eager: Eager = False,
+    engines: Engines = "eager",
     target: Target = "",
     draft: Draft = "",
     out: Out = Path("runs/benchmark"),
@@ -90,11 +90,12 @@ def run(
         draft = draft or shipped_drafter()
         specs = tree_specs(known_budgets(budgets), all_trees(trees))
         specs += [spec_of(text) for text in spec or []]
+        modes = eager_modes(engines)
         models = {"target": model(target), "draft": model(draft)}
         plan = Plan(
             sides=choose(
-                stock_sides(draft, stock_depth, eager)
-                + tree_sides(specs, draft, eager),
+                stock_sides(draft, stock_depth, modes)
+                + tree_sides(specs, draft, modes),
                 [name.strip() for name in sides.split(",") if name.strip()],
             ),
             rounds=rounds,
@@ -161,6 +162,14 @@ def all_trees(text: str) -> bool:
     if text not in ("one", "all"):
         raise ValueError(f"--trees is {text!r}; write one or all")
     return text == "all"
+
+
+def eager_modes(text: str) -> list[bool]:
+    """Read `--engines`: which values of enforce_eager to run."""
+    modes = {"eager": [True], "compiled": [False], "both": [True, False]}
+    if text not in modes:
+        raise ValueError(f"--engines is {text!r}; write eager, compiled or both")
+    return modes[text]
 
 
 def spec_of(text: str) -> dict[str, Any]:

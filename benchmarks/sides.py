@@ -40,26 +40,29 @@ PAPER_TREES = {
 }
 
 
-def stock_sides(draft: str, stock_depth: int, eager: bool) -> list[Side]:
+def stock_sides(draft: str, stock_depth: int, eager: Sequence[bool]) -> list[Side]:
     """Make the sides of stock vLLM: plain three times, n-gram, draft model."""
-    ngram = {
-        "method": "ngram",
-        "num_speculative_tokens": stock_depth,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
-    draft_model = {
-        "method": "draft_model",
-        "model": draft,
-        "num_speculative_tokens": stock_depth,
-    }
+    specs: list[dict[str, Any]] = [
+        {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+        {"method": "draft_model", "model": draft},
+    ]
     return [
         plain_side("plain-eager", eager=True),
         plain_side("plain-compiled", eager=False),
         plain_side("plain-default", eager=False, one_process=False),
-        spec_side("ngram", ngram, eager, stock_depth),
-        spec_side("draft_model", draft_model, eager, stock_depth),
+        *(
+            named(spec_side({**spec, "num_speculative_tokens": stock_depth}, mode))
+            for mode in eager
+            for spec in specs
+        ),
     ]
+
+
+def named(side: Side) -> Side:
+    """Mark a compiled speculative side by its name."""
+    if side.engine["enforce_eager"]:
+        return side
+    return side.model_copy(update={"name": f"{side.name}-compiled"})
 
 
 def tree_specs(budgets: Sequence[int], all_trees: bool) -> list[dict[str, Any]]:
@@ -81,7 +84,7 @@ def tree_specs(budgets: Sequence[int], all_trees: bool) -> list[dict[str, Any]]:
 
 
 def tree_sides(
-    specs: Sequence[dict[str, Any]], draft: str, eager: bool, one_process: bool = True
+    specs: Sequence[dict[str, Any]], draft: str, eager: Sequence[bool]
 ) -> list[Side]:
     """Make the sides of spec-configs; one named twice is kept once.
 
@@ -89,7 +92,11 @@ def tree_sides(
         SpecConfigError: when a spec-config cannot work.
 
     """
-    sides = [tree_side({"model": draft, **spec}, eager) for spec in specs]
+    sides = [
+        named(tree_side({"model": draft, **spec}, mode))
+        for mode in eager
+        for spec in specs
+    ]
     return list({side.name: side for side in sides}.values())
 
 
@@ -115,13 +122,13 @@ def estimated_seconds(
 ) -> float:
     """Rough time of one run of a side on two cores with a 135M target.
 
-    Origin of the numbers: an engine starts in about 25 s eager and 40 s compiled once
-    the compiler's cache is warm, 20 s more in several processes; a plain step takes
+    Origin of the numbers: an engine starts in about 15 s eager and 60 s compiled, 20 s
+    more in several processes; a plain step takes
     15 ms; a drafted one 0.4 ms more per draft token and 2.5 ms more per level, and
     emits about two tokens; a batch of 8 runs about four times as fast.
     """
     eager = side.engine["enforce_eager"]
-    seconds = (25.0 if eager else 40.0) + (0.0 if side.one_process else 20.0)
+    seconds = (15.0 if eager else 60.0) + (0.0 if side.one_process else 20.0)
     step_ms = 15.0
     emitted = 1.0
     spec = side.engine.get("speculative_config", {})

@@ -191,17 +191,17 @@ def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:
     )
 
 
-def spec_side(name: str, spec: dict[str, Any], eager: bool, budget: int) -> Side:
+def spec_side(spec: dict[str, Any], eager: bool) -> Side:
     """Make a side of stock speculative decoding, greedy cells only.
 
     Stock vLLM 0.32 and 0.33 sample wrongly above temperature 0 on the CPU: the kernel
     that spreads the temperature over the draft tokens writes into a copy.
     """
     return Side(
-        name=name,
+        name=f"{spec['method']}-{spec['num_speculative_tokens']}",
         family=spec["method"],
         engine={"enforce_eager": eager, "speculative_config": spec},
-        budget=budget,
+        budget=spec["num_speculative_tokens"],
         greedy_only=True,
     )
 

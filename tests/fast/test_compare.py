@@ -1,12 +1,13 @@
 """Side-by-side runs: prompts, sides, what a run's numbers become. No engine."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import plot, provenance, report
-from benchmarks.rounds import Plan, StoredRun, finished_runs, keep, rows_of
+from benchmarks.rounds import Plan, finished_runs, keep, rows_of
 from benchmarks.sides import PAPER_TREES, choose, stock_sides, tree_sides, tree_specs
 from vllm_treespec import demo
 from vllm_treespec.compare import (
@@ -137,15 +138,16 @@ def test_speedup_is_against_the_fastest_plain_side_of_the_cell() -> None:
 
 @pytest.mark.parametrize("budget", PAPER_TREES)
 def test_every_tree_fills_its_budget(budget: int) -> None:
-    sides = tree_sides(tree_specs([budget], all_trees=True), "draft", eager=True)
+    sides = tree_sides(tree_specs([budget], all_trees=True), "draft", [True])
     assert {side.budget for side in sides} == {budget}
     trees = PAPER_TREES[budget]
     assert len(sides) == 1 + len(trees.rsd_c) + len(trees.rsd_s)
 
 
 def test_sides_have_distinct_names_and_can_be_chosen() -> None:
-    sides = stock_sides("draft", 6, eager=True)
-    sides += tree_sides(tree_specs(list(PAPER_TREES), True), "draft", eager=True)
+    modes = [True, False]
+    sides = stock_sides("draft", 6, modes)
+    sides += tree_sides(tree_specs(list(PAPER_TREES), True), "draft", modes)
     assert len({side.name for side in sides}) == len(sides)
     chosen = choose(sides, ["rsd_s-2x3", "plain"])
     names = [side.name for side in chosen]
@@ -155,8 +157,8 @@ def test_sides_have_distinct_names_and_can_be_chosen() -> None:
 
 
 def test_stock_speculation_is_never_sampled() -> None:
-    sides = stock_sides("draft", 6, eager=True)
-    assert [side.name for side in sides if side.greedy_only] == ["ngram", "draft_model"]
+    greedy_only = [s.name for s in stock_sides("draft", 6, [True]) if s.greedy_only]
+    assert greedy_only == ["ngram-6", "draft_model-6"]
 
 
 def test_failure_names_the_cause_in_one_line(tmp_path: Path) -> None:
@@ -199,8 +201,17 @@ def test_finished_runs_are_kept_and_skipped(tmp_path: Path) -> None:
         (1, "sd-6"),
     ]
     [run] = finished_runs(mine)
-    assert isinstance(run, StoredRun)
     assert [row.side for row in rows_of(mine, [run])] == ["plain-eager"]
+
+
+def test_report_holds_runs_of_sides_that_are_not_in_the_plan(tmp_path: Path) -> None:
+    mine = plan(tmp_path)
+    for side in mine.sides[::-1]:
+        measured = SideResult(start_seconds=1.0, cells=[result(1.0)])
+        keep(mine, mine.job(side, 0), 0, measured)
+    later = dataclasses.replace(mine, sides=mine.sides[:1])
+    rows = rows_of(later, finished_runs(later))
+    assert [row.side for row in rows] == ["plain-eager", "sd-6"]
 
 
 def test_runs_of_other_weights_are_refused(tmp_path: Path) -> None:

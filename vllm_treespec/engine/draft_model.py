@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_treespec.engine.branches import ForkSpace, fork_block_table
+from vllm_treespec.engine.branches import ForkSpace, fork_block_table, fork_slot
 from vllm_treespec.engine.kv_cache import BlockCopier
 
 
@@ -106,37 +106,55 @@ class PagedDraftModel:
         reqs = np.repeat(np.arange(num_reqs), lens)
         starts = np.cumsum(lens) - lens
         positions = np.arange(num_tokens) - starts[reqs] + committed.first[reqs]
-        self.drafting = torch.from_numpy(committed.drafting).to(self.device)
-        self.root_positions = torch.from_numpy(
-            committed.end[committed.drafting] - 1
-        ).to(self.device)
-        self.block_table = self._with_root_blocks(committed)
+        roots = torch.from_numpy(committed.end[committed.drafting] - 1)
+        self.root_positions = roots.to(self.device)[:, None]
+        self.trees = torch.arange(len(roots), device=self.device)[:, None]
         self.level = 0
-        last_rows = torch.from_numpy(np.cumsum(lens) - 1)[committed.drafting]
+        table = self._with_root_blocks(committed)
         place = torch.from_numpy(positions).to(self.device)
         rows = torch.from_numpy(reqs).to(self.device)
+        block = table[rows, place // self.forks.block_size].long()
         hidden = self._forward(
             torch.from_numpy(committed.token_ids[reqs, positions]).to(self.device),
             place,
-            self._slots(self.block_table[rows], place),
+            block * self.forks.block_size + place % self.forks.block_size,
             np.concatenate([[0], np.cumsum(lens)]),
             torch.from_numpy(committed.end).to(self.device),
-            self.block_table,
+            table,
         )
+        last_rows = torch.from_numpy(np.cumsum(lens) - 1)[committed.drafting]
         self.root_hidden = hidden[last_rows.to(self.device)]
 
     def _with_root_blocks(self, committed: CommittedTokens) -> Tensor:
-        """The block table, with a fork block where a root has no block yet."""
+        """The block table, with a fork block where a root has no block yet.
+
+        Also prepares what all levels of this step share: the blocks that hold the
+        roots, and the block table of every fork.
+        """
+        forks = self.forks
         table = committed.block_table.clone()
-        column = self.root_positions // self.forks.block_size
-        has_block = torch.from_numpy(
-            committed.num_blocks[committed.drafting].astype(np.int64)
-        ).to(self.device)
-        tree = torch.arange(len(column), device=self.device)
-        spare = self.forks.block(tree, self.forks.forks_per_tree - 1, 0)
-        own = table[self.drafting, column]
-        table[self.drafting, column] = torch.where(
-            column < has_block, own, spare.to(table.dtype)
+        drafting = torch.from_numpy(committed.drafting).to(self.device)
+        column = self.root_positions[:, 0] // forks.block_size
+        num_blocks = torch.from_numpy(committed.num_blocks[committed.drafting])
+        spare = forks.block(self.trees[:, 0], forks.forks_per_tree - 1, 0)
+        self.root_blocks = torch.where(
+            column < num_blocks.to(self.device), table[drafting, column].long(), spare
+        )
+        table[drafting, column] = self.root_blocks.to(table.dtype)
+        rows = torch.arange(
+            len(drafting) * (forks.forks_per_tree - 1), device=self.device
+        )
+        tree = rows // (forks.forks_per_tree - 1)
+        fork_tables = fork_block_table(
+            table[drafting[tree]],
+            rows,
+            column[tree],
+            tree,
+            rows % (forks.forks_per_tree - 1),
+            forks,
+        )
+        self.fork_tables = fork_tables.unflatten(
+            0, (len(drafting), forks.forks_per_tree - 1)
         )
         return table
 
@@ -147,46 +165,30 @@ class PagedDraftModel:
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Read one more level; see ``proposers.DraftModel.extend``."""
         num_trees, width = token_ids.shape
-        forks, block_size = self.forks, self.forks.block_size
         self.level += 1
-        tree = torch.arange(num_trees, device=self.device)[:, None, None]
-        fork = torch.arange(width, device=self.device)[None, :, None]
-        index = torch.arange(forks.blocks_per_fork, device=self.device)
-        targets = forks.block(tree, fork, index)
-        column = self.root_positions // block_size
+        fork = torch.arange(width, device=self.device)
+        index = torch.arange(self.forks.blocks_per_fork, device=self.device)
         if self.level == 1:
-            root_blocks = self.block_table[self.drafting, column].long()
+            targets = self.forks.block(self.trees, fork, 0)
             self.copier.copy(
-                root_blocks.repeat_interleave(width), targets[..., 0].flatten()
+                self.root_blocks.repeat_interleave(width), targets.flatten()
             )
         else:
-            sources = forks.block(tree, parents[..., None], index)
+            tree = self.trees[..., None]
+            sources = self.forks.block(tree, parents[..., None], index)
+            targets = self.forks.block(tree, fork[:, None], index)
             self.copier.copy(sources.flatten(), targets.flatten())
-        positions = (self.root_positions + self.level).repeat_interleave(width)
-        rows = torch.arange(num_trees * width, device=self.device)
-        table = fork_block_table(
-            self.block_table[self.drafting].repeat_interleave(width, dim=0),
-            rows,
-            column.repeat_interleave(width),
-            rows // width,
-            rows % width,
-            forks,
-        )
+        positions = (self.root_positions + self.level).repeat(1, width).flatten()
+        slots = fork_slot(self.root_positions, self.level, self.trees, fork, self.forks)
         hidden = self._forward(
             token_ids.flatten(),
             positions,
-            self._slots(table, positions),
+            slots.flatten(),
             np.arange(num_trees * width + 1),
             positions + 1,
-            table,
+            self.fork_tables[:, :width].flatten(0, 1),
         )
         return self.model.compute_logits(hidden).unflatten(0, (num_trees, width))
-
-    def _slots(self, table: Tensor, positions: Tensor) -> Tensor:
-        """Slot of each position in its row of the block table, int64."""
-        column = (positions // self.forks.block_size)[:, None]
-        block = table.gather(1, column)[:, 0].long()
-        return block * self.forks.block_size + positions % self.forks.block_size
 
     def _forward(
         self,

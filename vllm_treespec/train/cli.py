@@ -32,7 +32,7 @@ def draft(
         typer.Option(help="The target's own text, made before; repeatable."),
     ] = None,
     text_tokens: Annotated[int, typer.Option(help="Answer tokens to make.")] = 600_000,
-    hidden_size: Annotated[int, typer.Option(help="A multiple of --heads.")] = 264,
+    hidden_size: Annotated[int, typer.Option(help="A multiple of --heads.")] = 192,
     layers: int = 3,
     heads: int = 3,
     head_dim: int = 64,

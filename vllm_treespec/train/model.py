@@ -25,7 +25,7 @@ class DraftShape:
     ``hidden_size`` is the number to keep small.
     """
 
-    hidden_size: int = 264
+    hidden_size: int = 192
     num_layers: int = 3
     num_heads: int = 3
     head_dim: int = 64
