@@ -160,12 +160,11 @@ def result_table(
         ]
     )
     rows.sort(key=lambda row: row.cell.temperature)
-    table = Table(title="draft trees on stock vLLM, batch 1, bfloat16")
+    table = Table(title="draft trees on stock vLLM, batch 1, bfloat16, temperature T")
     table.add_column("method")
-    for heading in ("temperature", "tokens/s", "speed-up", "acceptance length"):
+    for heading in ("T", "tokens/s", "speed-up", "acceptance\nlength", "nodes"):
         table.add_column(heading, justify="right")
-    table.add_column("nodes", justify="right")
-    table.add_column("greedy text identical", justify="right")
+    table.add_column("greedy text\nidentical", justify="right")
     for row in rows:
         table.add_row(*row_cells(row), identical(row.side, sides[0].name, exact))
     return table

@@ -87,8 +87,14 @@ class TreeBatch:
         """Keep at most the first ``num_nodes`` int64 [num_reqs] nodes of each tree."""
         kept = torch.minimum(self.num_nodes, num_nodes)
         columns = torch.arange(self.max_nodes, device=self.token_ids.device)
-        parents = self.parents.masked_fill(columns >= kept[:, None], NO_NODE)
-        return replace(self, parents=parents, num_nodes=kept)
+        gone = columns >= kept[:, None]
+        return replace(
+            self,
+            token_ids=self.token_ids.masked_fill(gone, 0),
+            parents=self.parents.masked_fill(gone, NO_NODE),
+            depths=self.depths.masked_fill(gone, 0),
+            num_nodes=kept,
+        )
 
 
 def from_levels(

@@ -27,7 +27,13 @@ from tests.fast.enumeration import (
     propose,
     token_uniforms,
 )
-from tests.fast.languages import Language, LanguageDraft, plain_sampling, random_tables
+from tests.fast.languages import (
+    Language,
+    LanguageDraft,
+    PlainSampling,
+    plain_sampling,
+    random_tables,
+)
 from tests.fast.wrong_scorers import RSD_S, WRONG_SCORERS, siblings_by_probability
 from vllm_treespec.proposers import RsdS
 from vllm_treespec.proposers.reference import (
@@ -44,7 +50,7 @@ from vllm_treespec.sampling import (
     truncated_gumbel,
 )
 from vllm_treespec.scorers import recursive_rejection
-from vllm_treespec.tree import TreeBatch, first_child
+from vllm_treespec.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -373,10 +379,16 @@ def test_wrong_scorers_are_noticed_by_sampling(name: str) -> None:
     assert first_two_tokens(WRONG_SCORERS[name], RsdS(3, 2), 5, 100_000) < LUCK
 
 
-def test_beam_may_be_wider_than_the_vocabulary() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_beam_may_be_wider_than_the_vocabulary(temperature: float) -> None:
     """Red when a beam with empty places draws children below them."""
     draft, _ = random_tables("random", 3, 2)
-    proposer = RsdS(5, 2)
-    tree = propose(proposer, draft, plain_sampling(50), rand(50, proposer.num_uniforms))
-    assert tree.num_nodes.tolist() == [1 + 3 + 5] * 50
-    assert bool((first_child(tree)[:, 0] == 1).all())
+    proposer, count = RsdS(5, 2), 50
+    sampling = PlainSampling(
+        torch.full((count,), temperature), all_random=temperature > 0
+    )
+    uniforms = rand(count, proposer.num_uniforms)
+    tree = propose(proposer, draft, sampling, uniforms)
+    assert tree.num_nodes.tolist() == [1 + 3 + 5] * count
+    for row in draft.prefixes(tree).tolist():
+        assert len(set(row)) == tree.max_nodes - 2

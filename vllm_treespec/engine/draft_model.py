@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.config.utils import replace
 from vllm.forward_context import set_forward_context
@@ -18,6 +19,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_treespec.engine.branches import ForkSpace, fork_block_table, fork_slot
 from vllm_treespec.engine.kv_cache import BlockCopier
+from vllm_treespec.engine.stats import StepStats
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,11 @@ class PagedDraftModel:
     being read; their KV is written anew when their tokens are committed.
     """
 
-    def __init__(self, vllm_config: VllmConfig, model: str, prefix: str) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, model: str, prefix: str, stats: StepStats
+    ) -> None:
         """Prepare to load ``model`` with its layers named under ``prefix``."""
+        self.stats = stats
         target = vllm_config.model_config
         self.device = vllm_config.device_config.device
         self.prefix = prefix
@@ -73,15 +78,22 @@ class PagedDraftModel:
     def load(self) -> None:
         """Load the weights through vLLM's loader and note which layers are ours."""
         before = set(self._layers())
-        self.model = get_model(
-            vllm_config=self.vllm_config,
-            model_config=self.model_config,
-            prefix=self.prefix,
-            load_config=replace(
-                self.vllm_config.load_config, load_format="safetensors"
-            ),
-        )
+        load_config = replace(self.vllm_config.load_config, load_format="safetensors")
+        with set_model_tag(self.prefix):
+            self.model = get_model(
+                vllm_config=self.vllm_config,
+                model_config=self.model_config,
+                prefix=self.prefix,
+                load_config=load_config,
+            )
         self.layer_names = [name for name in self._layers() if name not in before]
+
+    def warm_up(self) -> None:
+        """Run once without a KV cache, so that nothing compiles in a request's time."""
+        num_tokens = 16
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
+            self.model(input_ids=zeros.int(), positions=zeros)
 
     def _layers(self) -> dict[str, AttentionLayerBase]:
         return get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
@@ -160,7 +172,8 @@ class PagedDraftModel:
 
     def root_logits(self) -> Tensor:
         """Logits after the committed tokens, [num_drafting, vocab_size]."""
-        return self.model.compute_logits(self.root_hidden)
+        with self.stats.stage("draft_forward"):
+            return self.model.compute_logits(self.root_hidden)
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Read one more level; see ``proposers.DraftModel.extend``."""
@@ -188,7 +201,9 @@ class PagedDraftModel:
             positions + 1,
             self.fork_tables[:, :width].flatten(0, 1),
         )
-        return self.model.compute_logits(hidden).unflatten(0, (num_trees, width))
+        with self.stats.stage("draft_forward"):
+            logits = self.model.compute_logits(hidden)
+        return logits.unflatten(0, (num_trees, width))
 
     def _forward(
         self,
@@ -219,10 +234,14 @@ class PagedDraftModel:
         for group in self.groups:
             built = group.get_metadata_builder().build(0, metadata)
             per_layer.update(dict.fromkeys(group.layer_names, built))
-        with set_forward_context(
-            per_layer,
-            self.vllm_config,
-            num_tokens=len(token_ids),
-            slot_mapping=dict.fromkeys(self.layer_names, slots),
+        slot_mapping = dict.fromkeys(self.layer_names, slots)
+        with (
+            self.stats.stage("draft_forward"),
+            set_forward_context(
+                per_layer,
+                self.vllm_config,
+                num_tokens=len(token_ids),
+                slot_mapping=slot_mapping,
+            ),
         ):
-            return self.model(input_ids=token_ids, positions=positions)
+            return self.model(input_ids=token_ids.int(), positions=positions)

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.draft_model import CommittedTokens, PagedDraftModel
+from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.tree import TreeBatch
@@ -41,8 +42,9 @@ class TreeDrafter:
         """Read our settings, which travel in vLLM's ``additional_config``."""
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
         self.proposer = self.config.proposer()
+        self.stats = StepStats()
         self.draft_models = [
-            PagedDraftModel(vllm_config, self.config.model, "draft_model")
+            PagedDraftModel(vllm_config, self.config.model, "draft_model", self.stats)
         ]
 
     @property

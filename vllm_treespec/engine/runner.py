@@ -23,7 +23,6 @@ from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.kv_cache import BlockCopier, with_fork_blocks
 from vllm_treespec.engine.requests import may_draft, sampling_tensors
 from vllm_treespec.engine.scoring import score_trees, with_plain_samples
-from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.tree import TreeBatch
 from vllm_treespec.uniforms import DRAFTING, SCORING, UniformSource
@@ -61,7 +60,7 @@ class TreeRunnerMixin:
         runner: Any = self
         self.branches = BranchSwitch()
         self.uniforms = UniformSource(runner.model_config.seed)
-        self.stats = StepStats()
+        self.stats = self.drafter.stats
         self.tree_step: TreeStep | None = None
         self.proposal: Proposal | None = None
 
@@ -96,6 +95,12 @@ class TreeRunnerMixin:
             for builder in group.metadata_builders:
                 builder.branches = self.branches
         return kv_caches
+
+    def profile_run(self, *args: Any, **options: Any) -> None:
+        """Run the models once before the KV cache is made, draft models included."""
+        super().profile_run(*args, **options)  # type: ignore[misc]
+        for draft_model in self.drafter.draft_models:
+            draft_model.warm_up()
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Whether to call the drafter: it looks at each request on its own."""

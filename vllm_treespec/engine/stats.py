@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# In the order of a step. "draft_forward", also counted, is the part of "draft" that the
+# draft models' forwards take.
 STAGES = ("tree_build", "forward", "score", "commit", "draft")
 
 
