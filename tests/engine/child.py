@@ -21,7 +21,6 @@ def runner_of(llm: LLM) -> Any:
 def capture_kv(runner: Any, num_blocks: int) -> list:
     """Record the target's KV of the first request's first full blocks, once."""
     found: list = []
-    draft = runner.propose_draft_token_ids if hasattr(runner, "drafter") else None
     finish = runner.sample_tokens
 
     def sample_tokens(grammar_output: Any) -> Any:
@@ -38,7 +37,6 @@ def capture_kv(runner: Any, num_blocks: int) -> list:
         return result
 
     runner.sample_tokens = sample_tokens
-    del draft
     return found
 
 

@@ -50,7 +50,7 @@ def run_engine(
 
     def run(method: str | None, jobs: list[dict], **options: object) -> dict:
         folder = tmp_path_factory.mktemp("engine")
-        llm = {
+        llm: dict[str, object] = {
             "model": target,
             "dtype": "float32",
             "max_model_len": MAX_MODEL_LEN,

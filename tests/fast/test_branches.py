@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,7 +82,7 @@ class Paged:
         for r, (c, _, _) in enumerate(batch):
             self.write(self.keys[r][:c], self.values[r][:c], self.slot(r, range(c)))
 
-    def slot(self, req: int, positions) -> Tensor:
+    def slot(self, req: int, positions: Iterable[int] | Tensor) -> Tensor:
         positions = torch.as_tensor(list(positions), dtype=torch.int64)
         block = self.block_table[req][positions // self.block_size].long()
         return block * self.block_size + positions % self.block_size
@@ -203,7 +205,7 @@ def test_random_trees_equal_causal_attention(seed):
     """Turns red when the order of nodes, forks or sequences drifts apart."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    batch = []
+    batch: list[tuple[int, int, list[int] | None]] = []
     for _ in range(4):
         context = int(torch.randint(0, 100, (1,), generator=generator))
         nodes = int(torch.randint(1, 14, (1,), generator=generator))
@@ -241,14 +243,10 @@ def test_committed_kv_is_what_plain_decoding_writes(seed):
         )
 
 
-def test_forgotten_tail_block_is_noticed():
+def test_forgotten_tail_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: without the copied tail block the check must fail."""
     torch.manual_seed(0)
     paged = Paged(MIXED_BATCH, 64, 3, 32)
-    copy = BlockCopier.copy
-    BlockCopier.copy = lambda *_: None
-    try:
-        with pytest.raises(AssertionError):
-            check(paged)
-    finally:
-        BlockCopier.copy = copy
+    monkeypatch.setattr(BlockCopier, "copy", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check(paged)

@@ -5,7 +5,7 @@ import pytest
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
 
-GOOD = {
+GOOD: dict[str, tuple[dict, int]] = {
     "sd": ({"depth": 4}, 5),
     "rsd_c": ({"branching_factors": [2, 2, 1]}, 11),
     "rsd_s": ({"beam_width": 4, "depth": 4}, 17),

@@ -1,7 +1,9 @@
 """The draft model's training, on a random target of a few thousand parameters."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_treespec.train.batches import BatchDataset
 from vllm_treespec.train.cli import app
-from vllm_treespec.train.draft import DraftOptions
+from vllm_treespec.train.draft import DraftOptions, DraftTrainer, train_draft
 from vllm_treespec.train.loss import (
     HeadRows,
     TeacherTargets,
@@ -23,10 +25,17 @@ from vllm_treespec.train.model import (
     TargetStatistics,
     build_draft,
     project_embedding,
+    save_draft,
 )
 from vllm_treespec.train.pipeline import make_draft
 from vllm_treespec.train.teacher import TeacherOptions, cache_teacher, load_cache
-from vllm_treespec.train.text import Row, read_prompts, read_rows
+from vllm_treespec.train.text import (
+    Row,
+    TextOptions,
+    generate_text,
+    read_prompts,
+    read_rows,
+)
 
 VOCAB = 97
 SHAPE = DraftShape(
@@ -238,8 +247,6 @@ def test_exported_folder_loads_and_training_lowers_kl(
 def test_cut_run_resumes_to_the_same_weights(
     tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
 ) -> None:
-    from vllm_treespec.train.draft import DraftTrainer, train_draft
-
     cache = load_cache(
         cache_teacher(target, "tiny", rows, tmp_path / "teacher", TeacherOptions(16))
     )
@@ -276,8 +283,6 @@ def test_cut_run_resumes_to_the_same_weights(
 def test_too_large_weights_are_refused(
     tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
-    from vllm_treespec.train.model import save_draft
-
     draft = build_draft(target, SHAPE, TargetStatistics.without_text(target))
     with pytest.raises(ValueError, match="--hidden-size"):
         save_draft(draft, tmp_path, max_mb=0.001)
@@ -290,6 +295,71 @@ def test_text_file_cut_in_a_line_reads_to_the_last_whole_row(tmp_path: Path) -> 
     path.write_text('{"tokens": []}\n')
     with pytest.raises(ValueError, match=r"text\.jsonl:1: .*token_ids"):
         read_rows(path)
+
+
+class FakeTokenizer:
+    """Letters are tokens; user turns stand in brackets."""
+
+    chat_template: str | None = "{...}"
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], **options: bool
+    ) -> str:
+        return f"[{messages[0]['content']}]"
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+class FakeLLM:
+    """Answers every prompt with the two tokens 1, 2 and the text "why?"."""
+
+    starts = 0
+
+    def __init__(self, model: str, **options: object) -> None:
+        type(self).starts += 1
+
+    def get_tokenizer(self) -> FakeTokenizer:
+        return FakeTokenizer()
+
+    def generate(
+        self, prompts: list[object], parameters: object, use_tqdm: bool
+    ) -> list[SimpleNamespace]:
+        answer = SimpleNamespace(token_ids=(1, 2), text="why?", finish_reason="stop")
+        return [SimpleNamespace(outputs=[answer]) for _ in prompts]
+
+
+def test_text_is_appended_by_batches_and_a_cut_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    path = tmp_path / "text.jsonl"
+    options = TextOptions(num_tokens=16, batch_size=4, self_asked=0.5)
+    first = {"token_ids": [7, 8, 9], "prompt_len": 1, "temperature": 0.0}
+    path.write_text(json.dumps(first) + '\n{"token_ids": [7,')
+    generate_text("target", ["how?"], path, options)
+    rows = read_rows(path)
+    # 2 answer tokens were there; two batches of 4 answers of 2 tokens fill up 16.
+    assert len(rows) == 9
+    assert rows[0] == Row([7, 8, 9], 1)
+    asked = {"".join(map(chr, row.token_ids[: row.prompt_len])) for row in rows[1:]}
+    assert asked == {"[how?]", "[why?]"}
+    assert all(row.token_ids[row.prompt_len :] == [1, 2] for row in rows[1:])
+    # A full file is left alone, without starting the engine.
+    starts = FakeLLM.starts
+    generate_text("target", ["how?"], path, options)
+    assert FakeLLM.starts == starts
+
+
+def test_target_without_chat_template_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM))
+    monkeypatch.setattr(FakeTokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="pass --text"):
+        generate_text("target", [], tmp_path / "text.jsonl", TextOptions())
 
 
 def test_prompts_are_read_from_the_usual_keys(tmp_path: Path) -> None:

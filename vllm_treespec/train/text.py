@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 PROMPT_KEYS = "prompt, question, instruction (with input) or turns"
@@ -118,7 +119,7 @@ def generate_text(
         target,
         max_model_len=options.max_model_len,
         max_num_seqs=min(options.batch_size, 128),
-        enforce_eager=True,
+        enforce_eager=not torch.cuda.is_available(),  # compiling for it takes minutes
         seed=options.seed + done,
     )
     if llm.get_tokenizer().chat_template is None:
