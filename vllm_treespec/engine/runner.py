@@ -69,6 +69,11 @@ class TreeRunnerMixin:
     ) -> dict[str, Tensor]:
         """Allocate the KV cache with fork blocks behind the scheduler's blocks."""
         runner: Any = self
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                f"draft trees need a model with one KV cache group, this one has "
+                f"{len(kv_cache_config.kv_cache_groups)}; remove speculative_config"
+            )
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         grown = with_fork_blocks(
             kv_cache_config, self.drafter.num_fork_blocks(block_size)
