@@ -1,8 +1,8 @@
 """What tree attention costs more than stock attention over as many tokens.
 
-Times one layer of the stock CPU kernel on a chain of draft tokens and on the same number
-of tree nodes along branches, KV writes and block copies included, in turn, and prints
-the medians. ``python -m benchmarks.attention --help`` lists the options.
+Times the stock CPU kernel on a chain of draft tokens and on as many tree nodes along
+branches: one step of all layers, KV writes and block copies included, in turn. Prints
+medians; ``python -m benchmarks.attention --help`` lists the options.
 """
 
 from __future__ import annotations
