@@ -13,7 +13,7 @@ import pytest
 from vllm_treespec.assets import AssetError, drafters, ensure_target
 
 MAX_MODEL_LEN = 320
-SPECS = {
+SPECS: dict[str, dict[str, object]] = {
     "sd": {"method": "sd", "depth": 4},
     "rsd_c": {"method": "rsd_c", "branching_factors": [3, 2, 1]},
     "rsd_s": {"method": "rsd_s", "beam_width": 4, "depth": 4},
