@@ -41,26 +41,29 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_methods(
+    axis: Axes, rows: Sequence[Row], column: str, line: str, temperature: float
+) -> None:
+    """Draw one line per method of ours: its best tree of each budget."""
+    for family, colour in COLOURS.items():
+        points = best_points(rows, family, column)
+        label = f"{family}, temperature {temperature:g}"
+        if points[0]:
+            axis.plot(*points, line, marker="o", color=colour, label=label)
+
+
 def acceptance_panel(axis: Axes, rows: Sequence[Row]) -> None:
     """Draw the best tree of each method and budget."""
     for line, temperature in zip(LINES, temperatures(rows), strict=False):
         here = [row for row in rows if row.cell.temperature == temperature]
-        for family, colour in COLOURS.items():
-            points = best_points(here, family, "acceptance_length")
-            label = f"{family}, temperature {temperature:g}"
-            if points[0]:
-                axis.plot(*points, line, marker="o", color=colour, label=label)
+        draw_methods(axis, here, "acceptance_length", line, temperature)
 
 
 def speed_panel(axis: Axes, rows: Sequence[Row]) -> None:
     """Draw the best tree of each method and budget, and stock vLLM."""
     for line, temperature in zip(LINES, temperatures(rows), strict=False):
         here = [row for row in rows if row.cell.temperature == temperature]
-        for family, colour in COLOURS.items():
-            points = best_points(here, family, "tokens_per_s")
-            label = f"{family}, temperature {temperature:g}"
-            if points[0]:
-                axis.plot(*points, line, marker="o", color=colour, label=label)
+        draw_methods(axis, here, "tokens_per_s", line, temperature)
         for family, mark in STOCK_MARKS.items():
             points = best_points(here, family, "tokens_per_s")
             if points[0]:

@@ -101,18 +101,13 @@ def expand_beam(
     exists = exists & (perturbed > -torch.inf)[..., None]
     mass = probs.gather(-1, tokens).double()
     child_log_probs = log_probs[..., None] + mass.log()
-    # Summed from the last child up: 1 - (mass before) would be rounding when the
-    # first child has nearly all of it.
-    undrawn = probs.scatter(-1, tokens, 0.0).sum(-1, keepdim=True)
-    left = undrawn + (mass * exists).flip(-1).cumsum(-1).flip(-1)
-    location = log_probs[..., None] + left.log()
-    bound = perturbed
-    values = [perturbed]
-    for k in range(1, count):
-        bound = truncated_gumbel(location[..., k], bound, uniforms[:, 1, :, k])
-        values.append(bound)
-    child_perturbed = torch.stack(values, dim=-1)
-    if not sampling.all_random:
+    if sampling.all_greedy:
+        child_perturbed = child_log_probs
+    else:
+        child_perturbed = perturb_children(
+            probs, tokens, mass * exists, log_probs, perturbed, uniforms[:, 1]
+        )
+    if not (sampling.all_greedy or sampling.all_random):
         greedy = sampling.greedy[:, None, None]
         child_perturbed = torch.where(greedy, child_log_probs, child_perturbed)
     nothing = torch.full_like(child_log_probs, -torch.inf)
@@ -121,6 +116,39 @@ def expand_beam(
         torch.where(exists, child_log_probs, nothing),
         torch.where(exists, child_perturbed, nothing),
     )
+
+
+def perturb_children(
+    probs: Tensor,
+    tokens: Tensor,
+    mass: Tensor,
+    log_probs: Tensor,
+    perturbed: Tensor,
+    uniforms: Tensor,
+) -> Tensor:
+    """Draw the perturbed log probabilities of drawn children, from the highest down.
+
+    Args:
+        probs: float32 [num_reqs, width, vocab_size].
+        tokens: int64 [num_reqs, width, count], the children in draw order.
+        mass: float64, same shape, their probabilities; 0 where there is no child.
+        log_probs: float64 [num_reqs, width], of the parents (phi).
+        perturbed: float64 [num_reqs, width], of the parents (psi).
+        uniforms: [num_reqs, width, at least count] in [0, 1).
+
+    Returns:
+        float64 [num_reqs, width, count].
+
+    """
+    # Summed from the last child up: 1 - (mass before) would be rounding when the
+    # first child has nearly all of it.
+    undrawn = probs.scatter(-1, tokens, 0.0).sum(-1, keepdim=True)
+    left = undrawn + mass.flip(-1).cumsum(-1).flip(-1)
+    location = log_probs[..., None] + left.log()
+    values = [perturbed]
+    for k in range(1, tokens.shape[-1]):
+        values.append(truncated_gumbel(location[..., k], values[-1], uniforms[..., k]))
+    return torch.stack(values, dim=-1)
 
 
 def select_beam(

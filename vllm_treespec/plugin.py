@@ -29,13 +29,12 @@ CPU_WORKER = "vllm_treespec.engine.worker.TreeCPUWorker"
 CPU_BLOCK_SIZE = 32
 
 
+@functools.cache
 def register() -> None:
     """Teach ``EngineArgs.create_engine_config`` our methods; safe to call again."""
     from vllm.engine.arg_utils import EngineArgs
 
     stock = EngineArgs.create_engine_config
-    if hasattr(stock, "__wrapped__"):
-        return
 
     @functools.wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:

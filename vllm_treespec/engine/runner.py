@@ -63,6 +63,7 @@ class TreeRunnerMixin:
         self.stats = self.drafter.stats
         self.tree_step: TreeStep | None = None
         self.proposal: Proposal | None = None
+        self._reached_forward = 0.0
 
     def initialize_kv_cache_tensors(
         self, kv_cache_config: Any, kernel_block_sizes: list[int], **options: Any
@@ -115,31 +116,39 @@ class TreeRunnerMixin:
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[Tensor, Any, int]:
         """Prepare the stock inputs, then put trees in branch order."""
-        runner: Any = self
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         with self.stats.stage("tree_build"):
             self.branches.plan = None
             self.tree_step = step = self._match_trees(scheduler_output)
-            if step is None or self.drafter.proposer.max_leaves == 1:
-                return prepared
-            logits_indices, metadata, _ = prepared
-            plan = plan_branches(step.tree, step.reqs, step.layout, self.forks)
-            self.branches.plan = step.plan = plan
-            self.target_blocks.copy_apart(plan.copy_from, plan.copy_to)
-            is_node = step.tree.is_node()
-            rows = plan.node_rows[is_node]
-            context = step.layout.context_lens[step.reqs]
-            runner.positions[rows] = (context[:, None] + step.tree.depths)[is_node]
-            num_tokens = len(plan.row_order)
-            ids = runner.input_ids.gpu[:num_tokens]
-            ids.copy_(ids[plan.row_order])
-            first = first_rows(metadata.cu_num_sampled_tokens)[step.reqs]
-            nodes = torch.arange(step.tree.max_nodes, device=first.device)
-            logits_indices[(first[:, None] + nodes)[is_node]] = rows.to(
-                logits_indices.dtype
-            )
+            if step is not None and self.drafter.proposer.max_leaves > 1:
+                logits_indices, metadata, _ = prepared
+                self._put_in_branch_order(step, logits_indices, metadata)
         self._reached_forward = time.perf_counter()
         return prepared
+
+    def _put_in_branch_order(
+        self, step: TreeStep, logits_indices: Tensor, metadata: Any
+    ) -> None:
+        """Reorder the step's nodes along branches, and give them their positions.
+
+        Changes vLLM's input ids and positions and ``logits_indices`` in place; row
+        ``i`` of a request's logits stays node ``i``.
+        """
+        runner: Any = self
+        plan = plan_branches(step.tree, step.reqs, step.layout, self.forks)
+        self.branches.plan = step.plan = plan
+        self.target_blocks.copy_apart(plan.copy_from, plan.copy_to)
+        is_node = step.tree.is_node()
+        rows = plan.node_rows[is_node]
+        context = step.layout.context_lens[step.reqs]
+        runner.positions[rows] = (context[:, None] + step.tree.depths)[is_node]
+        ids = runner.input_ids.gpu[: len(plan.row_order)]
+        ids.copy_(ids[plan.row_order])
+        first = first_rows(metadata.cu_num_sampled_tokens)[step.reqs]
+        nodes = torch.arange(step.tree.max_nodes, device=first.device)
+        logits_indices[(first[:, None] + nodes)[is_node]] = rows.to(
+            logits_indices.dtype
+        )
 
     def _match_trees(self, scheduler_output: SchedulerOutput) -> TreeStep | None:
         """Find the trees whose drafts the scheduler sends back in this step.
@@ -302,11 +311,6 @@ class TreeRunnerMixin:
         seeds = [runner.requests[ids[r]].sampling_params.seed for r in reqs]
         drawn = self.uniforms.draw(seeds, positions, count, purpose)
         return drawn.to(runner.device)
-
-    def execute_model(self, *args: Any, **options: Any) -> Any:
-        """Run a step, noting when its forward begins."""
-        self._reached_forward = time.perf_counter()
-        return super().execute_model(*args, **options)  # type: ignore[misc]
 
 
 def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
