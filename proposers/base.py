@@ -63,6 +63,7 @@ class Proposer(ABC):
         max_width: nodes of its widest level.
         max_leaves: leaves of its most branching tree.
         num_uniforms: uniform numbers one request's tree takes.
+        max_draws: draws behind its largest tree, repeats included.
 
     """
 
@@ -74,6 +75,11 @@ class Proposer(ABC):
     max_width: int
     max_leaves: int
     num_uniforms: int
+
+    @property
+    def max_draws(self) -> int:
+        """Draws behind the largest tree; more than its drafts where they repeat."""
+        return self.max_nodes - 1
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> TreeBatch:

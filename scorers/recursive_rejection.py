@@ -1,4 +1,4 @@
-"""Recursive rejection sampling: the one walk behind RSD and, on a chain, SD."""
+"""Recursive rejection sampling: the one walk behind RSD, SD and multi-round."""
 
 from __future__ import annotations
 
@@ -7,62 +7,63 @@ from torch import Tensor
 
 from vllm_treespec.sampling import draw
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
-from vllm_treespec.tree import TreeBatch, first_child, next_sibling
-
-
-def num_uniforms(max_nodes: int) -> int:
-    """Uniform numbers that scoring one request takes: one a node, one to draw."""
-    return max_nodes + 1
+from vllm_treespec.tree import TreeBatch, first_draw, next_draw
 
 
 def recursive_rejection(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
-    """Walk down each tree, rejecting sibling after sibling until one is accepted.
+    """Walk down each tree, rejecting draw after draw until one is accepted.
 
     Lossless (arXiv 2402.14160, algorithm 1 and theorem 3.1). Letters there: draft
     distribution p = draft, target distribution q and its residuals = residual. A
-    node's children are tried in draw order: child x is accepted with probability
+    node's draws are tried in draw order: token x is accepted with probability
     min(1, q(x) / p(x)); on rejection q becomes the normalised positive part of
-    q - p and, for draws without replacement, p drops x and is normalised again.
+    q - p. A draw without replacement comes from p without the tokens that the draws
+    before it took, normalised; an independent one from a distribution of its own.
 
     Args:
-        tree: drafts with ``draft_probs``.
+        tree: drafts with ``draws``.
         target: the target's logits at the nodes.
-        uniforms: float64 [num_reqs, at least max_nodes + 1] in [0, 1).
+        uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1): column 0 for
+            the last token, column 1 + i for draw i.
 
     """
-    assert tree.draft_probs is not None
-    children, siblings = first_child(tree), next_sibling(tree)
+    draws = tree.draws
+    assert draws is not None
+    first, following = first_draw(tree), next_draw(tree)
     reqs = torch.arange(tree.num_reqs, device=tree.token_ids.device)
     node = torch.zeros_like(reqs)
     path, num_accepted = empty_path(tree), torch.zeros_like(reqs)
-    candidate = children[:, 0]
+    candidate = first[:, 0]
     residual = target.probs(reqs, node)
-    draft = tree.draft_probs[reqs, tree.draft_rows[:, 0]]
+    draft = draws.probs[reqs, draws.rows[reqs, candidate.clamp(min=0)]]
     trying = reqs[candidate >= 0]
     while trying.numel():
         tried = candidate[trying]
-        token = tree.token_ids[trying, tried]
+        child = draws.nodes[trying, tried]
+        token = tree.token_ids[trying, child]
         draft_prob = draft[trying, token].double()
-        accept = uniforms[trying, tried] * draft_prob < residual[trying, token]
+        accept = uniforms[trying, 1 + tried] * draft_prob < residual[trying, token]
 
-        won, below = trying[accept], tried[accept]
+        won, below = trying[accept], child[accept]
         node[won] = below
         path[won, num_accepted[won]] = below
         num_accepted[won] += 1
-        candidate[won] = children[won, below]
+        candidate[won] = first[won, below]
         residual[won] = target.probs(won, below)
-        inner, at = won[candidate[won] >= 0], below[candidate[won] >= 0]
-        draft[inner] = tree.draft_probs[inner, tree.draft_rows[inner, at]]
 
         lost, token = trying[~accept], token[~accept]
         residual[lost] = subtract(residual[lost], draft[lost])
-        if not tree.with_replacement:
-            draft[lost] = drop(draft[lost], token)
-        candidate[lost] = siblings[lost, tried[~accept]]
+        candidate[lost] = following[lost, tried[~accept]]
+
+        goes_on = candidate[lost] >= 0
+        rest = goes_on & draws.from_rest[lost, candidate[lost].clamp(min=0)]
+        draft[lost[rest]] = drop(draft[lost[rest]], token[rest])
+        fresh = torch.cat([won[candidate[won] >= 0], lost[goes_on & ~rest]])
+        draft[fresh] = draws.probs[fresh, draws.rows[fresh, candidate[fresh]]]
         trying = trying[candidate[trying] >= 0]
-    next_tokens = draw(residual, uniforms[:, tree.max_nodes])
+    next_tokens = draw(residual, uniforms[:, 0])
     return ScorerOutput(path, num_accepted, next_tokens)
 
 

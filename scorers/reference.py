@@ -15,9 +15,9 @@ def recursive_rejection_reference(
     """Do what ``recursive_rejection`` does, request by request.
 
     Args:
-        tree: drafts with ``draft_probs``.
+        tree: drafts with ``draws``.
         target: the target's logits at the nodes.
-        uniforms: float64 [num_reqs, at least max_nodes + 1] in [0, 1).
+        uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1).
 
     """
     path = empty_path(tree)
@@ -27,7 +27,7 @@ def recursive_rejection_reference(
         accepted, residual = verify(tree, target, req, uniforms[req])
         path[req, : len(accepted)] = torch.tensor(accepted, dtype=torch.int64)
         num_accepted[req] = len(accepted)
-        next_tokens[req] = invert(residual, float(uniforms[req, tree.max_nodes]))
+        next_tokens[req] = invert(residual, float(uniforms[req, 0]))
     return ScorerOutput(path, num_accepted, next_tokens)
 
 
@@ -43,32 +43,38 @@ def verify(
         float64 [vocab_size]: the target's at a leaf, else the last residual.
 
     """
-    assert tree.draft_probs is not None
+    draws = tree.draws
+    assert draws is not None
     accepted: list[int] = []
     while True:
         node = accepted[-1] if accepted else 0
-        siblings = children(tree, req, node)
+        tries = draws_below(tree, req, node)
         residual = target.probs(torch.tensor([req]), torch.tensor([node]))[0].double()
-        if not siblings:
+        if not tries:
             return accepted, residual
-        draft = tree.draft_probs[req, tree.draft_rows[req, node]].double()
-        for child in siblings:
+        draft = torch.empty(0)
+        token = -1
+        for i in tries:
+            if bool(draws.from_rest[req, i]):
+                draft = without(draft, token)
+            else:
+                draft = draws.probs[req, draws.rows[req, i]].double()
+            child = int(draws.nodes[req, i])
             token = int(tree.token_ids[req, child])
             threshold = min(1.0, float(residual[token] / draft[token]))
-            if float(uniforms[child]) < threshold:
+            if float(uniforms[1 + i]) < threshold:
                 accepted.append(child)
                 break
             residual = normalised_positive_part(residual - draft, residual)
-            if not tree.with_replacement:
-                draft = without(draft, token)
         else:
             return accepted, residual
 
 
-def children(tree: TreeBatch, req: int, node: int) -> list[int]:
-    """Children of a node in draw order."""
-    parents = tree.parents[req].tolist()
-    return [i for i in range(1, int(tree.num_nodes[req])) if parents[i] == node]
+def draws_below(tree: TreeBatch, req: int, node: int) -> list[int]:
+    """Draws of a node's children, in draw order."""
+    assert tree.draws is not None
+    nodes, parents = tree.draws.nodes[req].tolist(), tree.parents[req].tolist()
+    return [i for i, child in enumerate(nodes) if child and parents[child] == node]
 
 
 def normalised_positive_part(difference: Tensor, if_empty: Tensor) -> Tensor:

@@ -13,26 +13,59 @@ NO_NODE = -1
 
 
 @dataclass(frozen=True)
+class Draws:
+    """What was drawn from the draft, in draw order.
+
+    The draws of one parent stand side by side, parents in level order. Draws with
+    replacement, or of several draft models, may hit one node several times.
+    """
+
+    # int64 [num_reqs, max_draws], node that holds the drawn token; 0 = unused entry
+    nodes: Tensor
+    # int64 [num_reqs, max_draws], row of ``probs`` it was drawn from
+    rows: Tensor
+    # bool [num_reqs, max_draws]: drawn from what the draw before it left over
+    # (without replacement), else independently of it
+    from_rest: Tensor
+    # float32 [num_reqs, num_rows, vocab_size]
+    probs: Tensor
+
+    def select(self, reqs: Tensor) -> Draws:
+        """Return the draws of the given requests, ``reqs`` int64 [n]."""
+        return Draws(
+            self.nodes[reqs], self.rows[reqs], self.from_rest[reqs], self.probs[reqs]
+        )
+
+
+@dataclass(frozen=True)
 class TreeBatch:
-    """One draft tree per request, padded to the widest tree of the batch.
+    r"""One draft tree per request, padded to the widest tree of the batch.
 
     Node 0 is the root: the last committed token, already certain. Draft nodes
     follow in level order, the children of one node side by side in the order in
-    which they were drawn; verification depends on that order. Any prefix of the
-    nodes is again a tree. Row ``i`` of a request's target logits belongs to node
-    ``i``. Example, one request whose tokens are written as letters::
+    which they were drawn; verification depends on that order. Siblings have
+    different tokens. Any prefix of the nodes is again a tree. Row ``i`` of a
+    request's target logits belongs to node ``i``. Example, one request whose tokens
+    are written as letters::
 
         depth 0          r                node        0   1   2   3   4   5
-                       /   \\              token_ids   r   a   b   c   d   e
+                       /   \              token_ids   r   a   b   c   d   e
         depth 1       a     b             parents    -1   0   0   1   1   2
-                     / \\     \\            depths      0   1   1   2   2   2
+                     / \     \            depths      0   1   1   2   2   2
         depth 2     c   d     e           first_child 1   3   5  -1  -1  -1
                                           next_sibling -1  2  -1   4  -1  -1
-        num_nodes = 6                     draft_rows  0   1   2   .   .   .
+        num_nodes = 6
 
-    ``draft_rows`` points into ``draft_probs``: a and b were drawn from
-    ``draft_probs[request, 0]``, c and d from row 1, e from row 2. Rows of nodes
-    without children mean nothing. Unused entries hold token 0 and parent -1.
+    If a, b were drawn without replacement from ``draws.probs[request, 0]``, c, d so
+    from row 1, and e twice, with replacement, from row 2, then::
+
+        draw                0      1      2      3      4      5
+        draws.nodes         1      2      3      4      5      5
+        draws.rows          0      0      1      1      2      2
+        draws.from_rest     no     yes    no     yes    no     no
+        first_draw of nodes 0 to 5:  0, 2, 4, -1, -1, -1
+
+    Unused entries hold token 0 and parent -1.
     """
 
     # int64 [num_reqs, max_nodes]
@@ -43,12 +76,8 @@ class TreeBatch:
     depths: Tensor
     # int64 [num_reqs]; root included
     num_nodes: Tensor
-    # int64 [num_reqs, max_nodes]
-    draft_rows: Tensor
-    # float32 [num_reqs, num_rows, vocab_size]; None = deterministic drafts
-    draft_probs: Tensor | None = None
-    # whether siblings were drawn independently of each other
-    with_replacement: bool = False
+    # None = deterministic drafts
+    draws: Draws | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -72,29 +101,43 @@ class TreeBatch:
 
     def select(self, rows: Tensor) -> TreeBatch:
         """Return the trees of the given requests, ``rows`` int64 [n]."""
-        probs = None if self.draft_probs is None else self.draft_probs[rows]
-        return replace(
-            self,
+        return TreeBatch(
             token_ids=self.token_ids[rows],
             parents=self.parents[rows],
             depths=self.depths[rows],
             num_nodes=self.num_nodes[rows],
-            draft_rows=self.draft_rows[rows],
-            draft_probs=probs,
+            draws=None if self.draws is None else self.draws.select(rows),
         )
 
     def cut(self, num_nodes: Tensor) -> TreeBatch:
-        """Keep at most the first ``num_nodes`` int64 [num_reqs] nodes of each tree."""
+        """Keep the nodes and draws that fit into ``num_nodes`` int64 [num_reqs].
+
+        The limit must not depend on what was drawn. Whether a draw is kept does not
+        depend on it either: a repeat goes where a new token would have gone, so that
+        the law of the kept draws is that of fewer draws.
+        """
         kept = torch.minimum(self.num_nodes, num_nodes)
         columns = torch.arange(self.max_nodes, device=self.token_ids.device)
         gone = columns >= kept[:, None]
-        return replace(
-            self,
+        return TreeBatch(
             token_ids=self.token_ids.masked_fill(gone, 0),
             parents=self.parents.masked_fill(gone, NO_NODE),
             depths=self.depths.masked_fill(gone, 0),
             num_nodes=kept,
+            draws=None
+            if self.draws is None
+            else self._cut_draws(self.draws, num_nodes),
         )
+
+    def _cut_draws(self, draws: Draws, num_nodes: Tensor) -> Draws:
+        """Keep the draws that had room whichever tokens they and siblings were."""
+        parents = draw_parents(self)
+        first = first_draw(self).gather(1, parents.clamp(min=0))
+        highest = torch.nn.functional.pad(draws.nodes, (1, 0)).cummax(1).values
+        columns = torch.arange(draws.nodes.shape[1], device=draws.nodes.device)
+        place = highest.gather(1, first.clamp(min=0)) + columns - first + 1
+        gone = (parents < 0) | (place >= num_nodes[:, None])
+        return replace(draws, nodes=draws.nodes.masked_fill(gone, 0))
 
 
 def from_levels(
@@ -133,17 +176,101 @@ def from_levels(
     order = torch.argsort(~flat_valid, dim=1, stable=True)
     new_index = flat_valid.cumsum(1) - 1
     kept = flat_valid.gather(1, order)
-    moved_parents = new_index.gather(1, flat_parents.clamp(min=0)).gather(1, order)
-    moved_parents = moved_parents.masked_fill(~kept, NO_NODE)
-    moved_parents[:, 0] = NO_NODE
+    old_parents = flat_parents.clamp(min=0).gather(1, order)
+    new_parents = new_index.gather(1, old_parents).masked_fill(~kept, NO_NODE)
+    new_parents[:, 0] = NO_NODE
+    draws = None
+    if draft_probs is not None:
+        nodes = torch.arange(order.shape[1], device=device).expand_as(order)
+        draws = Draws(
+            nodes=nodes.masked_fill(~kept, 0)[:, 1:],
+            rows=old_parents[:, 1:].clamp(max=draft_probs.shape[1] - 1),
+            from_rest=new_parents[:, 1:] == new_parents[:, :-1],
+            probs=draft_probs,
+        )
     return TreeBatch(
         token_ids=flat_tokens.gather(1, order).masked_fill(~kept, 0),
-        parents=moved_parents,
+        parents=new_parents,
         depths=flat_depths.gather(1, order).masked_fill(~kept, 0),
         num_nodes=flat_valid.sum(1),
-        draft_rows=order,
-        draft_probs=draft_probs,
+        draws=draws,
     )
+
+
+def from_draws(
+    root_token_ids: Tensor,
+    token_ids: Sequence[Tensor],
+    parents: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    probs: Tensor,
+) -> TreeBatch:
+    """Build the trees from independent draws: siblings that are equal are one node.
+
+    Args:
+        root_token_ids: int64 [num_reqs].
+        token_ids: per level below the root, int64 [num_reqs, width].
+        parents: per level, int64 [num_reqs, width]: index within the *draws* of the
+            level above (0 in the first level). Draws of one node are tried in the
+            order given here.
+        rows: per level, int64 [num_reqs, width], row of ``probs`` drawn from.
+        probs: float32 [num_reqs, num_rows, vocab_size].
+
+    """
+    num_reqs, device = root_token_ids.shape[0], root_token_ids.device
+    max_nodes = 1 + sum(level.shape[1] for level in token_ids)
+    tokens = torch.zeros((num_reqs, max_nodes), dtype=torch.int64, device=device)
+    tokens[:, 0] = root_token_ids
+    node_parents = torch.full_like(tokens, NO_NODE)
+    depths = torch.zeros_like(tokens)
+    num_nodes = torch.ones_like(root_token_ids)
+    above = torch.zeros_like(root_token_ids)[:, None]
+    draw_nodes, draw_rows = [], []
+    for depth, (drawn, parent, row) in enumerate(
+        zip(token_ids, parents, rows, strict=True), start=1
+    ):
+        parent_node, order = above.gather(1, parent).sort(dim=1, stable=True)
+        drawn, row = drawn.gather(1, order), row.gather(1, order)
+        node, is_new = merge_equal(parent_node, drawn, num_nodes)
+        num_nodes = num_nodes + is_new.sum(1)
+        tokens.scatter_(1, node, drawn)
+        node_parents.scatter_(1, node, parent_node)
+        depths.scatter_(1, node, depth)
+        draw_nodes.append(node)
+        draw_rows.append(row)
+        above = torch.zeros_like(node).scatter(1, order, node)
+    nodes = torch.cat(draw_nodes, dim=1)
+    draws = Draws(
+        nodes=nodes,
+        rows=torch.cat(draw_rows, dim=1),
+        from_rest=torch.zeros_like(nodes, dtype=torch.bool),
+        probs=probs,
+    )
+    return TreeBatch(tokens, node_parents, depths, num_nodes, draws)
+
+
+def merge_equal(
+    parents: Tensor, tokens: Tensor, num_nodes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Number the nodes of one level's draws, equal siblings alike.
+
+    Args:
+        parents: int64 [num_reqs, width], ascending.
+        tokens: int64 [num_reqs, width].
+        num_nodes: int64 [num_reqs], nodes above this level.
+
+    Returns:
+        the node of each draw, int64 [num_reqs, width], and whether the draw is the
+        first of its node, bool.
+
+    """
+    equal = (parents[:, :, None] == parents[:, None]) & (
+        tokens[:, :, None] == tokens[:, None]
+    )
+    first = equal.int().argmax(dim=2)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    is_new = first == columns
+    number = is_new.cumsum(1) - 1 + num_nodes[:, None]
+    return number.gather(1, first), is_new
 
 
 def from_parents(
@@ -180,27 +307,59 @@ def from_parents(
         parents=parent,
         depths=depth,
         num_nodes=torch.tensor([len(row) for row in parents]),
-        draft_rows=torch.arange(max_nodes).expand(shape),
     )
+
+
+def draw_parents(tree: TreeBatch) -> Tensor:
+    """Parent of every draw, int64 [num_reqs, max_draws], -1 in unused entries."""
+    assert tree.draws is not None
+    return tree.parents.gather(1, tree.draws.nodes)
+
+
+def first_draw(tree: TreeBatch) -> Tensor:
+    """First draw below every node, int64 [num_reqs, max_nodes], -1 where none."""
+    return _first_below(draw_parents(tree), tree.max_nodes)
+
+
+def next_draw(tree: TreeBatch) -> Tensor:
+    """Next draw of the same parent, int64 [num_reqs, max_draws], -1 where none."""
+    return _next_alike(draw_parents(tree))
+
+
+def num_draws(tree: TreeBatch) -> Tensor:
+    """Draws below every node, repeats included, int64 [num_reqs, max_nodes]."""
+    parents = draw_parents(tree)
+    used = (parents >= 0).long()
+    counts = torch.zeros_like(tree.parents)
+    return counts.scatter_add(1, parents.clamp(min=0), used)
 
 
 def first_child(tree: TreeBatch) -> Tensor:
     """First drawn child of every node, int64 [num_reqs, max_nodes], -1 where none."""
-    num_reqs, max_nodes = tree.token_ids.shape
-    device = tree.token_ids.device
-    spare = tree.parents.masked_fill(tree.parents < 0, max_nodes)
-    columns = torch.arange(max_nodes, device=device).expand(num_reqs, -1)
-    first = torch.full((num_reqs, max_nodes + 1), max_nodes, device=device)
-    first.scatter_reduce_(1, spare, columns, "amin")
-    first = first[:, :max_nodes]
-    return first.masked_fill(first == max_nodes, NO_NODE)
+    return _first_below(tree.parents, tree.max_nodes)
 
 
 def next_sibling(tree: TreeBatch) -> Tensor:
     """Next drawn sibling of every node, int64 [num_reqs, max_nodes], -1 where none."""
-    columns = torch.arange(1, tree.max_nodes + 1, device=tree.token_ids.device)
-    following = torch.nn.functional.pad(tree.parents[:, 1:], (0, 1), value=NO_NODE)
-    same = (following == tree.parents) & (tree.parents >= 0)
+    return _next_alike(tree.parents)
+
+
+def _first_below(parents: Tensor, max_nodes: int) -> Tensor:
+    """First column that names each node as parent, int64 [num_reqs, max_nodes]."""
+    num_reqs, width = parents.shape
+    spare = parents.masked_fill(parents < 0, max_nodes)
+    columns = torch.arange(width, device=parents.device).expand(num_reqs, -1)
+    first = torch.full((num_reqs, max_nodes + 1), width, device=parents.device)
+    first.scatter_reduce_(1, spare, columns, "amin")
+    first = first[:, :max_nodes]
+    return first.masked_fill(first == width, NO_NODE)
+
+
+def _next_alike(parents: Tensor) -> Tensor:
+    """Following column if it has the same parent, else -1, same shape."""
+    columns = torch.arange(1, parents.shape[1] + 1, device=parents.device)
+    following = torch.nn.functional.pad(parents[:, 1:], (0, 1), value=NO_NODE)
+    same = (following == parents) & (parents >= 0)
     return torch.where(same, columns, NO_NODE)
 
 

@@ -18,7 +18,7 @@ from tests.fast.languages import (
 from vllm_treespec.proposers import ProposerInputs, RsdC, RsdS
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
-from vllm_treespec.tree import TreeBatch, first_child, next_sibling
+from vllm_treespec.tree import TreeBatch, first_draw, next_draw
 
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 
@@ -155,11 +155,11 @@ class Branches:
 
     # int64 [n], index of the tree
     trees: Tensor
-    # float64 [n, max_nodes + 1]; 0 forces acceptance, almost 1 rejection
+    # float64 [n, 1 + max_draws]; 0 forces acceptance, almost 1 rejection
     uniforms: Tensor
     # float64 [n], probability of tree and decisions
     mass: Tensor
-    # int64 [n], node where the walk stands, and the child it tries next (-1: none)
+    # int64 [n], node where the walk stands, and the draw it tries next (-1: none)
     node: Tensor
     candidate: Tensor
     # float64 [n, vocab_size]: what a right walk would hold here; only to guess from
@@ -190,13 +190,14 @@ class LawMeter:
         sampling: Callable[[int], SamplingTensors] = plain_sampling,
         width: float = 1e-13,
     ) -> None:
-        assert drawn.tree.draft_probs is not None
+        assert drawn.tree.draws is not None
         self.scorer, self.drawn, self.sampling = scorer, drawn, sampling
         self.target, self.width, self.tree = target, width, drawn.tree
-        self.children, self.siblings = first_child(self.tree), next_sibling(self.tree)
+        self.draws = drawn.tree.draws
+        self.first, self.following = first_draw(self.tree), next_draw(self.tree)
         self.prefixes = target.prefixes(self.tree)
         self.target_probs = sampling(1).probs(target.table[None])[0].double()
-        self.draft_probs = drawn.tree.draft_probs.double()
+        self.draft_probs = self.draws.probs.double()
 
     def law(self, num_tokens: int) -> Tensor:
         """Joint law, float64 [vocab_size ** num_tokens].
@@ -219,51 +220,53 @@ class LawMeter:
 
     def _start(self) -> Branches:
         trees = torch.arange(self.tree.num_reqs)
-        uniforms = torch.zeros(len(trees), self.tree.max_nodes + 1, dtype=torch.float64)
+        columns = 1 + self.draws.nodes.shape[1]
+        # Draws that were not decided yet stay rejected while one is looked at.
+        uniforms = torch.full((len(trees), columns), ALMOST_ONE, dtype=torch.float64)
         root = torch.zeros_like(trees)
         return Branches(
             trees=trees,
             uniforms=uniforms,
             mass=self.drawn.weights,
             node=root,
-            candidate=self.children[:, 0],
+            candidate=self.first[:, 0],
             residual=self.target_probs[self.prefixes[:, 0]],
-            draft=self._draft(trees, root),
+            draft=self._draft(trees, self.first[:, 0]),
         )
 
-    def _draft(self, trees: Tensor, nodes: Tensor) -> Tensor:
-        last = self.draft_probs.shape[1] - 1
-        return self.draft_probs[
-            trees, self.tree.draft_rows[trees, nodes].clamp(max=last)
-        ]
+    def _draft(self, trees: Tensor, draws: Tensor) -> Tensor:
+        return self.draft_probs[trees, self.draws.rows[trees, draws.clamp(min=0)]]
 
     def _decide(self, at: Branches) -> Branches:
         """Split walks into those that accept their candidate and those that reject."""
-        trees, tried, column = at.trees, at.candidate, at.candidate[:, None]
-        token = self.tree.token_ids[trees, tried][:, None]
+        trees, tried, column = at.trees, at.candidate, 1 + at.candidate[:, None]
+        child = self.draws.nodes[trees, tried]
+        token = self.tree.token_ids[trees, child][:, None]
         guess = at.residual.gather(1, token) / at.draft.gather(1, token)
 
         def accepts(uniforms: Tensor) -> Tensor:
             forced = at.uniforms.scatter(1, column, uniforms[:, None])
-            return (self._run(trees, forced).path == column).any(1)
+            return (self._run(trees, forced).path == child[:, None]).any(1)
 
         threshold = bracketed(accepts, guess[:, 0].nan_to_num(), self.width)
         won = Branches(
             trees=trees,
             uniforms=at.uniforms.scatter(1, column, 0.0),
             mass=at.mass * threshold,
-            node=tried,
-            candidate=self.children[trees, tried],
-            residual=self.target_probs[self.prefixes[trees, tried]],
-            draft=self._draft(trees, tried),
+            node=child,
+            candidate=self.first[trees, child],
+            residual=self.target_probs[self.prefixes[trees, child]],
+            draft=self._draft(trees, self.first[trees, child]),
         )
+        following = self.following[trees, tried]
+        rest = self.draws.from_rest[trees, following.clamp(min=0)][:, None]
+        left = normalised(at.draft.scatter(1, token, 0.0))
         lost = replace(
             at,
-            uniforms=at.uniforms.scatter(1, column, ALMOST_ONE),
             mass=at.mass * (1 - threshold),
-            candidate=self.siblings[trees, tried],
+            candidate=following,
             residual=normalised((at.residual - at.draft).clamp(min=0)),
-            draft=normalised(at.draft.scatter(1, token, 0.0)),
+            draft=torch.where(rest, left, self._draft(trees, following)),
         )
         accepted = won.select(threshold > self.width)
         return accepted.joined(lost.select(threshold < 1 - self.width))
@@ -273,7 +276,7 @@ class LawMeter:
         if not len(ended.mass):
             return
         vocab_size = self.target.vocab_size
-        column = torch.full_like(ended.node, self.tree.max_nodes)[:, None]
+        column = torch.zeros_like(ended.node)[:, None]
         cumulative = normalised(ended.residual).cumsum(1)
         prefix = self.prefixes[ended.trees, ended.node]
         below = torch.zeros_like(ended.mass)

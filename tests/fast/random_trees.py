@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from vllm_treespec.sampling import draw_without_replacement
-from vllm_treespec.tree import TreeBatch, from_parents
+from vllm_treespec.tree import Draws, TreeBatch, from_parents
 
 
 def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:
@@ -28,7 +28,7 @@ def random_trees(
 ) -> TreeBatch:
     """Trees of different sizes, siblings drawn without replacement.
 
-    ``draft_probs`` is float64 [num_reqs, max_nodes, vocab_size], one row a node.
+    ``draws.probs`` is float64 [num_reqs, max_nodes, vocab_size], one row a node.
     """
     sizes = torch.randint(1, max_nodes + 1, (num_reqs,), generator=generator)
     sizes[0] = max_nodes
@@ -54,4 +54,11 @@ def random_trees(
             drawn, valid = draw_without_replacement(probs[req, node][None], uniforms)
             assert bool(valid.all())
             tokens[req, children] = drawn[0]
-    return replace(tree, token_ids=tokens, draft_probs=probs)
+    nodes = torch.arange(1, max_nodes).expand(num_reqs, -1)
+    draws = Draws(
+        nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
+        rows=tree.parents[:, 1:].clamp(min=0),
+        from_rest=tree.parents[:, 1:] == tree.parents[:, :-1],
+        probs=probs,
+    )
+    return replace(tree, token_ids=tokens, draws=draws)

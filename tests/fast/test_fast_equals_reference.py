@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.fast.enumeration import Scorer
 from tests.fast.languages import PlainSampling, plain_sampling
 from tests.fast.random_trees import random_trees
-from tests.fast.wrong_scorers import WRONG_SCORERS
+from tests.fast.wrong_scorers import WRONG_SCORERS, draws_of
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, Sd
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import (
@@ -34,13 +34,11 @@ def scored_trees(
     """Random trees, a target that resembles their drafts, and uniforms."""
     generator = torch.Generator().manual_seed(vocab_size)
     tree = random_trees(num_reqs, max_nodes, vocab_size, generator)
-    assert tree.draft_probs is not None
-    noise = torch.randn(
-        tree.draft_probs.shape, generator=generator, dtype=torch.float64
-    )
+    draws = draws_of(tree)
+    noise = torch.randn(draws.probs.shape, generator=generator, dtype=torch.float64)
     # One node in four has the draft's own distribution.
     noise *= torch.rand((*noise.shape[:2], 1), generator=generator) > 0.25
-    logits = (tree.draft_probs.log() + noise).flatten(0, 1)
+    logits = (draws.probs.log() + noise).flatten(0, 1)
     first_row = torch.arange(num_reqs) * max_nodes
     uniforms = torch.rand(
         (num_reqs, max_nodes + 1), generator=generator, dtype=torch.float64
@@ -48,7 +46,7 @@ def scored_trees(
     if dtype == torch.float64:
         sampling: SamplingTensors = plain_sampling(num_reqs)
         return tree, TargetLogits(logits.softmax(1), first_row, sampling), uniforms
-    tree = replace(tree, draft_probs=tree.draft_probs.float())
+    tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))
     sampling = SamplingTensors(torch.ones(num_reqs), all_random=True)
     return tree, TargetLogits(logits.float(), first_row, sampling), uniforms
 
@@ -73,7 +71,10 @@ def test_walk_equals_reference(
 ) -> None:
     """Red when batching, padding or a large vocabulary changes a walk."""
     tree, target, uniforms = scored_trees(*size, torch.float64)
-    tree = replace(tree, with_replacement=with_replacement)
+    if with_replacement:
+        draws = draws_of(tree)
+        none = torch.zeros_like(draws.from_rest)
+        tree = replace(tree, draws=replace(draws, from_rest=none))
     assert differing(recursive_rejection, tree, target, uniforms) == 0
 
 
@@ -93,7 +94,7 @@ def test_float32_walk_equals_reference_but_for_ties(size: tuple[int, int, int]) 
         token = int(output.next_token_ids[req])
         above = float(residual[: token + 1].sum())
         below = above - float(residual[token])
-        uniform = float(uniforms[req, tree.max_nodes])
+        uniform = float(uniforms[req, 0])
         assert below - 1e-5 < uniform < above + 1e-5
         assert residual[token] > 0
 
@@ -158,7 +159,7 @@ def greedy_tree(
             draft_models=[BigramDraft(table, torch.zeros(1, len(table)), roots)],
         )
     )
-    assert tree.draft_probs is None
+    assert tree.draws is None
     levels: list[dict[tuple[int, ...], float]] = [{(): 0.0}]
     levels += [{} for _ in range(proposer.max_depth)]
     paths: list[tuple[int, ...]] = [()]
@@ -265,7 +266,7 @@ def step(
 def scored(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
     """Greedy requests by matching, the others by recursive rejection."""
     matched = greedy_matching(tree, target)
-    if tree.draft_probs is None:
+    if tree.draws is None:
         return matched
     walked = recursive_rejection(tree, target, uniforms)
     greedy = target.sampling.greedy

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.fast.random_trees import random_parents
 from vllm_treespec.tree import (
     MAX_NODES,
+    Draws,
     TreeBatch,
     ancestor_mask,
     first_child,
+    first_draw,
+    from_draws,
     from_levels,
     from_parents,
+    next_draw,
     next_sibling,
+    num_draws,
     preorder,
 )
 
@@ -58,7 +65,6 @@ def test_docstring_example() -> None:
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 2], [0] * 6]
     assert tree.num_nodes.tolist() == [6, 1]
     assert tree.cu_num_nodes.tolist() == [0, 6, 7]
-    assert tree.draft_rows[0, :3].tolist() == [0, 1, 2]
     assert tree.is_node().tolist() == [[True] * 6, [True] + [False] * 5]
     assert first_child(tree).tolist() == [[1, 3, 5, -1, -1, -1], [-1] * 6]
     assert next_sibling(tree).tolist() == [[-1, 2, -1, 4, -1, -1], [-1] * 6]
@@ -150,14 +156,21 @@ def test_cut_takes_one_number_a_request() -> None:
 def test_select_takes_whole_rows() -> None:
     """Red when a field of the tree is forgotten in a selection."""
     tree = random_batch(1)
-    probs = torch.rand(tree.num_reqs, 2, 3)
-    tree = TreeBatch(**{**vars(tree), "draft_probs": probs, "with_replacement": True})
+    shape = (tree.num_reqs, 5)
+    draws = Draws(
+        nodes=torch.randint(9, shape),
+        rows=torch.randint(9, shape),
+        from_rest=torch.rand(shape) > 0.5,
+        probs=torch.rand(tree.num_reqs, 2, 3),
+    )
+    tree = replace(tree, draws=draws)
     rows = torch.tensor([4, 1, 1])
     chosen = tree.select(rows)
-    assert chosen.with_replacement
-    for name, value in vars(tree).items():
-        if name != "with_replacement":
-            assert getattr(chosen, name).equal(value[rows]), name
+    assert chosen.draws is not None
+    for name, value in {**vars(tree), **vars(draws)}.items():
+        if name != "draws":
+            found = vars(chosen) | vars(chosen.draws)
+            assert found[name].equal(value[rows]), name
 
 
 def test_from_levels_leaves_invalid_nodes_out() -> None:
@@ -170,7 +183,7 @@ def test_from_levels_leaves_invalid_nodes_out() -> None:
             torch.tensor([[True, False, True], [True, True, True]]),
             torch.tensor([[False, True, True], [True, True, True]]),
         ],
-        None,
+        torch.rand(2, 4, 10),
     )
     assert tree.num_nodes.tolist() == [5, 7]
     assert tree.token_ids.tolist() == [[9, 1, 3, 5, 6, 0, 0], [9, 1, 2, 3, 4, 5, 6]]
@@ -180,8 +193,62 @@ def test_from_levels_leaves_invalid_nodes_out() -> None:
     ]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 0, 0], [0, 1, 1, 1, 2, 2, 2]]
     # The third node of the full tree is the second of the shortened one.
-    assert tree.draft_rows[0, :5].tolist() == [0, 1, 3, 5, 6]
-    assert tree.draft_rows[1].tolist() == list(range(7))
+    assert tree.draws is not None
+    assert tree.draws.nodes.tolist() == [[1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
+    assert tree.draws.rows[0, :4].tolist() == [0, 0, 3, 3]
+    assert tree.draws.rows[1].tolist() == [0, 0, 0, 1, 2, 2]
+    assert tree.draws.from_rest[0, :4].tolist() == [False, True, False, True]
+    assert tree.draws.from_rest[1].tolist() == [False, True, True, False, False, True]
+
+
+def merged_example() -> TreeBatch:
+    """Three draws at the root (5 twice), then one or two below each of them."""
+    return from_draws(
+        torch.tensor([9]),
+        [torch.tensor([[5, 7, 5]]), torch.tensor([[1, 2, 3, 1]])],
+        [torch.tensor([[0, 0, 0]]), torch.tensor([[0, 1, 2, 2]])],
+        [torch.tensor([[0, 0, 0]]), torch.tensor([[1, 2, 3, 3]])],
+        torch.rand(1, 4, 10),
+    )
+
+
+def test_from_draws_merges_equal_siblings() -> None:
+    """Red when a repeat becomes a node, is forgotten, or loses its place in line."""
+    tree = merged_example()
+    assert tree.num_nodes.tolist() == [6]
+    assert tree.token_ids.tolist() == [[9, 5, 7, 1, 3, 2, 0, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, -1, -1]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 2, 0, 0]]
+    draws = tree.draws
+    assert draws is not None
+    assert draws.nodes.tolist() == [[1, 2, 1, 3, 4, 3, 5]]
+    assert draws.rows.tolist() == [[0, 0, 0, 1, 3, 3, 2]]
+    assert not bool(draws.from_rest.any())
+    assert first_draw(tree).tolist() == [[0, 3, 6, -1, -1, -1, -1, -1]]
+    assert next_draw(tree).tolist() == [[1, 2, -1, 4, 5, -1, -1]]
+    assert num_draws(tree).tolist() == [[3, 3, 1, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "kept"),
+    [
+        (1, []),
+        (2, [1]),
+        (3, [1, 2]),
+        (4, [1, 2, 1, 3]),
+        (5, [1, 2, 1, 3, 4]),
+        (6, None),
+    ],
+)
+def test_cut_looks_at_no_draw(num_nodes: int, kept: list[int] | None) -> None:
+    """Red when a repeat survives a cut that a new token in its place would not.
+
+    Such a cut depends on what was drawn, and bends the law.
+    """
+    draws = merged_example().cut(torch.tensor([num_nodes])).draws
+    assert draws is not None
+    found = [node for node in draws.nodes[0].tolist() if node]
+    assert found == ([1, 2, 1, 3, 4, 3, 5] if kept is None else kept)
 
 
 @pytest.mark.parametrize(

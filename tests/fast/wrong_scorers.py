@@ -15,7 +15,7 @@ from tests.fast.enumeration import Scorer
 from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.sampling import SamplingTensors, draw
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, recursive_rejection
-from vllm_treespec.tree import TreeBatch, first_child
+from vllm_treespec.tree import Draws, TreeBatch, first_child
 
 # The package exports the function under the name of its module.
 WALK = importlib.import_module("vllm_treespec.scorers.recursive_rejection")
@@ -33,26 +33,37 @@ def patched(name: str, replacement: Callable[..., Any]) -> Scorer:
     return score
 
 
+def draws_of(tree: TreeBatch) -> Draws:
+    """The draws of a tree that was drawn."""
+    assert tree.draws is not None
+    return tree.draws
+
+
 def keeps_rejected_token(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
     """Treats draws without replacement as draws with replacement."""
-    return recursive_rejection(replace(tree, with_replacement=True), target, uniforms)
+    draws = draws_of(tree)
+    independent = replace(draws, from_rest=torch.zeros_like(draws.from_rest))
+    return recursive_rejection(replace(tree, draws=independent), target, uniforms)
 
 
 def accepts_inverse_ratio(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
     """Accepts first siblings with probability min(1, p / q)."""
-    assert tree.draft_probs is not None
+    draws = draws_of(tree)
     reqs = torch.arange(tree.num_reqs)
     uniforms = uniforms.clone()
-    for node in range(1, tree.max_nodes):
-        parent, token = tree.parents[:, node].clamp(min=0), tree.token_ids[:, node]
-        row = tree.draft_rows[reqs, parent].clamp(max=tree.draft_probs.shape[1] - 1)
-        draft = tree.draft_probs[reqs, row, token].double()
+    for i in range(draws.nodes.shape[1]):
+        node = draws.nodes[:, i]
+        parent, token = (
+            tree.parents[reqs, node].clamp(min=0),
+            tree.token_ids[reqs, node],
+        )
+        draft = draws.probs[reqs, draws.rows[:, i], token].double()
         ratio = target.probs(reqs, parent)[reqs, token].double() / draft
-        uniforms[:, node] *= ratio.nan_to_num(0, 0).square()
+        uniforms[:, 1 + i] *= ratio.nan_to_num(0, 0).square()
     return recursive_rejection(tree, target, uniforms)
 
 
@@ -63,11 +74,10 @@ class DraftAtLeaves(TargetLogits):
     tree: TreeBatch
 
     def probs(self, reqs: Tensor, nodes: Tensor) -> Tensor:
-        assert self.tree.draft_probs is not None
+        draws = draws_of(self.tree)
         leaf = first_child(self.tree)[reqs, nodes] < 0
-        parent = self.tree.parents[reqs, nodes].clamp(min=0)
-        row = self.tree.draft_rows[reqs, parent]
-        draft = self.tree.draft_probs[reqs, row]
+        own = (draws.nodes[reqs] == nodes[:, None]).int().argmax(1)
+        draft = draws.probs[reqs, draws.rows[reqs, own]]
         return torch.where(leaf[:, None], draft, super().probs(reqs, nodes))
 
 
@@ -85,7 +95,7 @@ def recovers_from_target(
     """Draws the recovered token from the target in place of the residual."""
     output = recursive_rejection(tree, target, uniforms)
     probs = target.probs(torch.arange(tree.num_reqs), output.last_node())
-    return replace(output, next_token_ids=draw(probs, uniforms[:, tree.max_nodes]))
+    return replace(output, next_token_ids=draw(probs, uniforms[:, 0]))
 
 
 WRONG_SCORERS: dict[str, Scorer] = {

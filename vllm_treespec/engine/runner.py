@@ -202,7 +202,7 @@ class TreeRunnerMixin:
                 self._uniforms(
                     step.reqs.tolist(),
                     step.layout.context_lens[step.reqs].tolist(),
-                    self.drafter.proposer.max_nodes + 1,
+                    1 + self.drafter.proposer.max_draws,
                     SCORING,
                 ),
             )
