@@ -60,6 +60,9 @@ setup(
     entry_points={
         "console_scripts": ["treespec = vllm_treespec.cli:app"],
         "vllm.general_plugins": ["treespec = vllm_treespec.plugin:register"],
+        "vllm.stat_logger_plugins": [
+            "treespec = vllm_treespec.metrics:TreeStatLogger",
+        ],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

@@ -10,6 +10,9 @@ from vllm_treespec.proposers.base import (
 from vllm_treespec.proposers.rsd_c import RsdC
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.sd import Sd
+from vllm_treespec.proposers.specinfer import SpecInfer
+from vllm_treespec.proposers.spectr import SpecTr
+from vllm_treespec.proposers.suffix import Suffix
 
 __all__ = [
     "PROPOSERS",
@@ -19,5 +22,8 @@ __all__ = [
     "RsdC",
     "RsdS",
     "Sd",
+    "SpecInfer",
+    "SpecTr",
+    "Suffix",
     "register_proposer",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -46,9 +46,12 @@ class ProposerInputs:
     draft_models: Sequence[DraftModel] = ()
     # [num_reqs, hidden_size] of the last accepted node; only if the proposer asks
     target_hidden_states: Tensor | None = None
-    # committed tokens, int64 [num_reqs, max_len], and how many of them are filled
+    # committed tokens, root included, int64 [num_reqs, max_len], and how many of them
+    # are filled, int64 [num_reqs]; only if the proposer asks
     token_ids: Tensor | None = None
     num_tokens: Tensor | None = None
+    # who the requests are, the same name in every step
+    req_ids: Sequence[str] | None = None
 
 
 class Proposer(ABC):
@@ -58,6 +61,7 @@ class Proposer(ABC):
         name: the spec-config's ``method``.
         num_draft_models: how many draft models it drives.
         needs_hidden_states: whether it reads the target's hidden states.
+        needs_token_ids: whether it reads the committed tokens.
         max_nodes: nodes of its largest tree, root included.
         max_depth: levels below the root.
         max_width: nodes of its widest level.
@@ -68,8 +72,9 @@ class Proposer(ABC):
     """
 
     name: ClassVar[str]
-    num_draft_models: ClassVar[int] = 1
+    num_draft_models: int = 1
     needs_hidden_states: ClassVar[bool] = False
+    needs_token_ids: ClassVar[bool] = False
     max_nodes: int
     max_depth: int
     max_width: int
@@ -84,6 +89,9 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw one tree per request."""
+
+    def forget(self, req_ids: Iterable[str]) -> None:  # noqa: B027 a default
+        """Learn that these requests are finished; unknown ones are no error."""
 
 
 PROPOSERS: dict[str, type[Proposer]] = {}

@@ -209,15 +209,17 @@ def spec_side(spec: dict[str, Any], eager: bool) -> Side:
 def tree_side(spec: dict[str, Any], eager: bool) -> Side:
     """Make a side of ours from its spec-config, named after method and tree.
 
+    Without a schedule in the spec-config its tree is drawn in every step.
+
     Raises:
         SpecConfigError: when the spec-config cannot work.
 
     """
+    spec = {"schedule": "fixed", **spec}
     config = parse_spec_config(spec)
-    shape = config.model_dump(exclude={"method", "model", "max_trees"}).values()
-    numbers = [".".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in shape]
+    (tree, *_) = config.scheduled()
     return Side(
-        name=f"{config.method}-{'x'.join(numbers)}",
+        name=tree.name.replace(" ", "-"),
         family=spec["method"],
         engine={"enforce_eager": eager, "speculative_config": spec},
         budget=config.proposer().max_nodes - 1,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_treespec.config import (
     METHODS,
-    SpecConfig,
+    MethodConfig,
     SpecConfigError,
     parse_spec_config,
 )
@@ -54,7 +54,7 @@ def register() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
-def stock_arguments(config: SpecConfig, block_size: int | None) -> dict[str, Any]:
+def stock_arguments(config: MethodConfig, block_size: int | None) -> dict[str, Any]:
     """The stock vLLM arguments that a spec-config stands for.
 
     Args:
@@ -66,7 +66,9 @@ def stock_arguments(config: SpecConfig, block_size: int | None) -> dict[str, Any
         "speculative_config": {
             "method": "custom_class",
             "model": DRAFTER,
-            "num_speculative_tokens": config.proposer().max_nodes - 1,
+            "num_speculative_tokens": max(
+                tree.config.proposer().max_nodes - 1 for tree in config.scheduled()
+            ),
         },
         "worker_cls": CPU_WORKER,
         "block_size": block_size or CPU_BLOCK_SIZE,
@@ -96,11 +98,9 @@ def expand_file(spec_file: Path, target: str | None = None) -> dict[str, Any]:
         return arguments
     from transformers import AutoConfig
 
-    check_vocabulary(
-        config,
-        AutoConfig.from_pretrained(target).vocab_size,
-        AutoConfig.from_pretrained(config.model).vocab_size,
-    )
+    size = AutoConfig.from_pretrained(target).vocab_size
+    for model in config.models:
+        check_vocabulary(model, size, AutoConfig.from_pretrained(model).vocab_size)
     return {"model": target, **arguments}
 
 
@@ -125,10 +125,11 @@ def refuse_arguments(args: EngineArgs) -> None:
         "decode_context_parallel_size": args.decode_context_parallel_size > 1,
         "enable_dbo": args.enable_dbo,
         "kv_transfer_config": args.kv_transfer_config is not None,
-        "enable_lora": args.enable_lora,
         "logits_processors": bool(args.logits_processors),
         "async_scheduling": bool(args.async_scheduling),
         "kv_cache_dtype": args.kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+        "return_sampling_mask": args.return_sampling_mask,
+        "enable_prompt_embeds": args.enable_prompt_embeds,
         "logprobs_mode": str(args.logprobs_mode).startswith("processed"),
         "worker_cls": args.worker_cls not in ("auto", CPU_WORKER),
     }
@@ -145,7 +146,7 @@ def refuse_arguments(args: EngineArgs) -> None:
         )
 
 
-def refuse_models(config: SpecConfig, vllm_config: VllmConfig) -> None:
+def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
     """Refuse targets and draft models that draft trees cannot serve.
 
     Raises:
@@ -157,12 +158,14 @@ def refuse_models(config: SpecConfig, vllm_config: VllmConfig) -> None:
     target = vllm_config.model_config
     unsupported = {
         "a multimodal model": target.is_multimodal_model,
-        "a hybrid or state-space model": target.is_hybrid or target.is_attention_free,
+        "a hybrid or state-space model": target.is_hybrid or target.has_inner_state,
         "multi-head latent attention": target.use_mla,
         "an encoder-decoder model": target.is_encoder_decoder,
         "a pooling model": target.runner_type == "pooling",
         "sliding-window attention": target.get_sliding_window() is not None,
+        "chunked local attention": target.attention_chunk_size is not None,
         "position ids with several axes": target.uses_mrope,
+        "quantised weights": target.quantization is not None,
     }
     for what, found in unsupported.items():
         if found:
@@ -171,46 +174,48 @@ def refuse_models(config: SpecConfig, vllm_config: VllmConfig) -> None:
                 f"remove speculative_config"
             )
     check_weights(config)
-    draft = get_config(config.model, trust_remote_code=target.trust_remote_code)
-    check_vocabulary(config, target.get_vocab_size(), draft.vocab_size)
-    if draft.max_position_embeddings < target.max_model_len:
-        raise SpecConfigError(
-            f"speculative_config 'model': {config.model} reads at most "
-            f"{draft.max_position_embeddings} positions and max_model_len is "
-            f"{target.max_model_len}; pass --max-model-len "
-            f"{draft.max_position_embeddings} or less"
-        )
+    for model in config.models:
+        draft = get_config(model, trust_remote_code=target.trust_remote_code)
+        check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
+        if draft.max_position_embeddings < target.max_model_len:
+            raise SpecConfigError(
+                f"speculative_config 'model': {model} reads at most "
+                f"{draft.max_position_embeddings} positions and max_model_len is "
+                f"{target.max_model_len}; pass --max-model-len "
+                f"{draft.max_position_embeddings} or less"
+            )
 
 
-def check_weights(config: SpecConfig) -> None:
-    """Check that a draft model given as a folder is complete.
+def check_weights(config: MethodConfig) -> None:
+    """Check that draft models given as folders are complete.
 
     Raises:
         SpecConfigError: naming the missing file.
 
     """
-    folder = Path(config.model)
-    if not folder.exists():
-        if folder.is_absolute() or config.model.startswith((".", "~")):
+    for model in config.models:
+        folder = Path(model)
+        if not folder.exists():
+            if folder.is_absolute() or model.startswith((".", "~")):
+                raise SpecConfigError(
+                    f"speculative_config 'model': there is no folder {model}; "
+                    f"`treespec assets` prints where the shipped draft models lie"
+                )
+            continue
+        if not (folder / "config.json").is_file():
             raise SpecConfigError(
-                f"speculative_config 'model': there is no folder {config.model}; "
-                f"`treespec assets` prints where the shipped draft models lie"
+                f"speculative_config 'model': {folder} holds no config.json; name the "
+                f"folder of a model in Hugging Face format"
             )
-        return
-    if not (folder / "config.json").is_file():
-        raise SpecConfigError(
-            f"speculative_config 'model': {folder} holds no config.json; name the "
-            f"folder of a model in Hugging Face format"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise SpecConfigError(
-            f"speculative_config 'model': {folder} holds no *.safetensors weights; "
-            f"convert them with save_pretrained(..., safe_serialization=True)"
-        )
+        if not any(folder.glob("*.safetensors")):
+            raise SpecConfigError(
+                f"speculative_config 'model': {folder} holds no *.safetensors weights; "
+                f"convert them with save_pretrained(..., safe_serialization=True)"
+            )
 
 
-def check_vocabulary(config: SpecConfig, target_size: int, draft_size: int) -> None:
-    """Check that both models speak of the same tokens.
+def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
+    """Check that target and draft model speak of the same tokens.
 
     Raises:
         SpecConfigError: naming both sizes.
@@ -218,7 +223,7 @@ def check_vocabulary(config: SpecConfig, target_size: int, draft_size: int) -> N
     """
     if target_size != draft_size:
         raise SpecConfigError(
-            f"speculative_config 'model': the vocabulary of {config.model} has "
+            f"speculative_config 'model': the vocabulary of {model} has "
             f"{draft_size} tokens, the target's {target_size}; use a draft model "
             f"trained for this target (treespec train draft)"
         )

@@ -1,15 +1,36 @@
 """Runs one vLLM engine in a process of its own: jobs in as JSON, results out as JSON.
 
 Used as ``python child.py REQUEST.json RESULT.json``. A job holds prompts (token ids),
-sampling parameters (one dict, or one per prompt) and how many run at once.
+sampling parameters (one dict, or one per prompt) and how many run at once. It may
+also say, per prompt: ``priorities``, ``lora`` (whether the adapter of the request file
+is on) and ``abort_after`` (tokens after which the request is aborted, or null); and
+how its prompts run: ``"run": "generate"`` (the default), ``"stream"``, ``"beams"`` or
+``"refused"`` (the answer is the error's message).
 """
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import (
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    StructuredOutputsParams,
+)
+
+# Parameters that JSON cannot hold as they are.
+FROM_JSON: dict[str, Callable[[dict], object]] = {
+    "structured_outputs": lambda value: StructuredOutputsParams(**value),
+    "repetition_detection": lambda value: RepetitionDetectionParams(**value),
+    "logit_bias": lambda value: {int(token): bias for token, bias in value.items()},
+}
 
 
 def runner_of(llm: LLM) -> Any:
@@ -40,45 +61,169 @@ def capture_kv(runner: Any, num_blocks: int) -> list:
     return found
 
 
-def run_job(llm: LLM, job: dict) -> list[dict]:
-    """Generate for every prompt of a job, ``at_once`` at a time."""
-    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+def logprobs_as_json(steps: Any) -> list[dict[str, float]]:
+    """Log probabilities, one dict per token."""
+    return [{str(t): lp.logprob for t, lp in (s or {}).items()} for s in steps or []]
+
+
+def answer_as_json(out: Any, answer: Any) -> dict[str, Any]:
+    """One answer of a request."""
+    return {
+        "token_ids": list(answer.token_ids),
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "logprobs": logprobs_as_json(answer.logprobs),
+        "prompt_logprobs": logprobs_as_json(out.prompt_logprobs),
+        "num_cached_tokens": out.num_cached_tokens,
+    }
+
+
+def output_as_json(out: Any) -> dict[str, Any]:
+    """A request's first answer, with the others (n > 1) beside it."""
+    first, *others = [answer_as_json(out, answer) for answer in out.outputs]
+    return {**first, "others": others} if others else first
+
+
+def sampling_params(job: dict) -> list[SamplingParams]:
+    """The job's parameters, one per prompt."""
     params = job["params"]
     if isinstance(params, dict):
-        params = [params] * len(prompts)
-    sampling = [SamplingParams(**p) for p in params]
+        params = [params] * len(job["prompts"])
+    return [
+        SamplingParams(
+            **{k: FROM_JSON[k](v) if k in FROM_JSON else v for k, v in p.items()}
+        )
+        for p in params
+    ]
+
+
+def per_prompt(job: dict, key: str, default: Any) -> list:
+    """What a job says for each of its prompts."""
+    return job.get(key) or [default] * len(job["prompts"])
+
+
+def generate(llm: LLM, job: dict, adapter: LoRARequest | None) -> list[dict]:
+    """Generate for every prompt of a job, ``at_once`` at a time."""
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in job["prompts"]]
+    params = sampling_params(job)
+    priorities = per_prompt(job, "priorities", 0)
+    lora = [adapter if on else None for on in per_prompt(job, "lora", False)]
     results = []
     for start in range(0, len(prompts), job["at_once"]):
         part = slice(start, start + job["at_once"])
-        for out in llm.generate(prompts[part], sampling[part], use_tqdm=False):
-            (answer,) = out.outputs
-            results.append(
-                {
-                    "token_ids": list(answer.token_ids),
-                    "finish_reason": answer.finish_reason,
-                    "logprobs": [
-                        {str(t): lp.logprob for t, lp in step.items()}
-                        for step in answer.logprobs or []
-                    ],
-                }
-            )
+        outputs = llm.generate(
+            prompts[part],
+            params[part],
+            use_tqdm=False,
+            lora_request=lora[part],
+            priority=priorities[part],
+        )
+        results += [output_as_json(out) for out in outputs]
     return results
+
+
+def stream(llm: LLM, job: dict) -> list[dict]:
+    """Put the pieces of streamed answers together; abort where the job says so."""
+    engine = llm.llm_engine
+    results: list[dict] = [
+        {"token_ids": [], "text": "", "finish_reason": None, "pieces": 0}
+        for _ in job["prompts"]
+    ]
+    abort_after = per_prompt(job, "abort_after", None)
+    names: dict[str, int] = {}
+    for i, (prompt, params) in enumerate(
+        zip(job["prompts"], sampling_params(job), strict=True)
+    ):
+        params.output_kind = RequestOutputKind.DELTA
+        names[f"stream-{i}"] = i
+        engine.add_request(f"stream-{i}", TokensPrompt(prompt_token_ids=prompt), params)
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            i = names[out.request_id]
+            (piece,) = out.outputs
+            results[i]["token_ids"] += list(piece.token_ids)
+            results[i]["text"] += piece.text
+            results[i]["finish_reason"] = piece.finish_reason
+            results[i]["pieces"] += 1
+            limit = abort_after[i]
+            if limit is not None and len(results[i]["token_ids"]) >= limit:
+                engine.abort_request([out.request_id])
+    return results
+
+
+def beams(llm: LLM, job: dict) -> list[dict]:
+    """Beam search; the job's params are those of ``BeamSearchParams``."""
+    prompts: Any = [TokensPrompt(prompt_token_ids=ids) for ids in job["prompts"]]
+    outputs = llm.beam_search(prompts, BeamSearchParams(**job["params"]))
+    return [
+        {
+            "token_ids": out.sequences[0].tokens,
+            "others": [{"token_ids": s.tokens} for s in out.sequences[1:]],
+        }
+        for out in outputs
+    ]
+
+
+def refused(llm: LLM, job: dict) -> list[dict]:
+    """Return the message with which vLLM refuses each request."""
+    results: list[dict] = []
+    for prompt, params in zip(job["prompts"], sampling_params(job), strict=True):
+        try:
+            llm.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
+            results.append({"message": None})
+        except (ValueError, VLLMValidationError) as error:
+            results.append({"message": str(error)})
+    return results
+
+
+def run_job(llm: LLM, job: dict, adapter: LoRARequest | None) -> list[dict]:
+    """Run one job the way it says."""
+    how = job.get("run", "generate")
+    if how == "generate":
+        return generate(llm, job, adapter)
+    return {"stream": stream, "beams": beams, "refused": refused}[how](llm, job)
+
+
+def count_preemptions(llm: LLM) -> list[str]:
+    """Note the id of each request that the scheduler preempts from now on."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+    found: list[str] = []
+
+    def noting(request: Any, *args: Any, **options: Any) -> Any:
+        found.append(request.request_id)
+        return preempt(request, *args, **options)
+
+    scheduler._preempt_request = noting
+    return found
 
 
 def main() -> None:
     """Run the jobs of the request file."""
     request = json.loads(Path(sys.argv[1]).read_text())
     llm = LLM(**request["llm"])
-    result: dict[str, Any] = {}
+    adapter = None
+    if "adapter" in request:
+        adapter = LoRARequest("adapter", 1, request["adapter"])
+    result: dict[str, Any] = {"jobs": [], "trees": [], "preemptions": []}
+    trees = bool(request["llm"].get("speculative_config"))
     if "capture_kv" in request:
         import torch
 
         found = capture_kv(runner_of(llm), request["capture_kv"]["num_blocks"])
-    result["jobs"] = [run_job(llm, job) for job in request["jobs"]]
+    preempted = count_preemptions(llm)
+    before = 0
+    for job in request["jobs"]:
+        preempted.clear()
+        result["jobs"].append(run_job(llm, job, adapter))
+        result["preemptions"].append(len(preempted))
+        if trees:
+            result["stats"] = llm.collective_rpc("treespec_stats")[0]
+            result["trees"].append(result["stats"]["trees"] - before)
+            before = result["stats"]["trees"]
     if "capture_kv" in request:
         torch.save(found, request["capture_kv"]["file"])
-    if request["llm"].get("speculative_config"):
-        result["stats"] = llm.collective_rpc("treespec_stats")[0]
     Path(sys.argv[2]).write_text(json.dumps(result))
 
 

@@ -62,13 +62,19 @@ def run_engine(
             "max_logprobs": 64,
         }
         if method is not None:
-            llm["speculative_config"] = {**SPECS[method], "model": draft}
+            llm["speculative_config"] = {
+                "model": draft,
+                "schedule": "fixed",
+                **SPECS[method],
+            }
         request: dict = {"llm": {**llm, **options}, "jobs": jobs}
         if "capture_kv" in request["llm"]:
             request["capture_kv"] = {
                 "num_blocks": request["llm"].pop("capture_kv"),
                 "file": str(folder / "kv.pt"),
             }
+        if "adapter" in request["llm"]:
+            request["adapter"] = request["llm"].pop("adapter")
         (folder / "request.json").write_text(json.dumps(request))
         child = Path(__file__).parent / "child.py"
         done = subprocess.run(

@@ -18,11 +18,13 @@ from tests.fast.languages import (
 from vllm_treespec.proposers import ProposerInputs, RsdC, RsdS
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
-from vllm_treespec.tree import TreeBatch, first_draw, next_draw
+from vllm_treespec.scorers.one_law import Judge
+from vllm_treespec.tree import TreeBatch, first_draw, next_draw, num_draws
 
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 
 ALMOST_ONE = 1 - 2.0**-53
+STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,16 @@ class LawMeter:
         self._add_emitted(branches, reached, num_tokens)
         return language.joint_law(reached, num_tokens)
 
+    def first_accepted(self) -> float:
+        """Probability that a draw below the root is accepted."""
+        branches, mass = self._start(), 0.0
+        while len(branches.mass):
+            branches = branches.select((branches.candidate >= 0) & (branches.node == 0))
+            if len(branches.mass):
+                branches = self._decide(branches)
+                mass += float(branches.mass[branches.node > 0].sum())
+        return mass
+
     def _run(self, trees: Tensor, uniforms: Tensor) -> ScorerOutput:
         tree = self.tree.select(trees)
         logits = self.target.target_logits(tree, self.sampling(len(trees)))
@@ -242,13 +254,13 @@ class LawMeter:
         trees, tried, column = at.trees, at.candidate, 1 + at.candidate[:, None]
         child = self.draws.nodes[trees, tried]
         token = self.tree.token_ids[trees, child][:, None]
-        guess = at.residual.gather(1, token) / at.draft.gather(1, token)
+        guess, residual = self._expected(at, token)
 
         def accepts(uniforms: Tensor) -> Tensor:
             forced = at.uniforms.scatter(1, column, uniforms[:, None])
             return (self._run(trees, forced).path == child[:, None]).any(1)
 
-        threshold = bracketed(accepts, guess[:, 0].nan_to_num(), self.width)
+        threshold = bracketed(accepts, guess.nan_to_num(), self.width)
         won = Branches(
             trees=trees,
             uniforms=at.uniforms.scatter(1, column, 0.0),
@@ -265,11 +277,16 @@ class LawMeter:
             at,
             mass=at.mass * (1 - threshold),
             candidate=following,
-            residual=normalised((at.residual - at.draft).clamp(min=0)),
+            residual=residual,
             draft=torch.where(rest, left, self._draft(trees, following)),
         )
         accepted = won.select(threshold > self.width)
         return accepted.joined(lost.select(threshold < 1 - self.width))
+
+    def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Chance of the tried draws and the residual without them; only to guess."""
+        chance = at.residual.gather(1, token) / at.draft.gather(1, token)
+        return chance[:, 0], normalised((at.residual - at.draft).clamp(min=0))
 
     def _add_emitted(self, ended: Branches, reached: Tensor, num_tokens: int) -> None:
         """Add what ended walks emit to ``reached``, cut to ``num_tokens`` tokens."""
@@ -293,9 +310,35 @@ class LawMeter:
             below = above
 
 
-def law_error(scorer: Scorer, drawn: Weighted, target: Language) -> float:
-    """Largest error of the first tokens' joint law."""
-    law = LawMeter(scorer, drawn, target).law(NUM_TOKENS)
+class JudgeMeter(LawMeter):
+    """Guesses from a rule for independent draws; a wrong guess only costs time."""
+
+    def __init__(
+        self, scorer: Scorer, drawn: Weighted, target: Language, judge: Judge
+    ) -> None:
+        super().__init__(scorer, drawn, target)
+        self.judge, self.counts = judge, num_draws(drawn.tree)
+
+    def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
+        first, count = self.first[at.trees, at.node], self.counts[at.trees, at.node]
+        drawn = first[:, None] + torch.arange(int(count.max()))
+        drawn = drawn.clamp(max=self.draws.nodes.shape[1] - 1)
+        children = self.draws.nodes[at.trees[:, None], drawn]
+        tokens = self.tree.token_ids[at.trees[:, None], children]
+        probs = self.target_probs[self.prefixes[at.trees, at.node]]
+        chances, rest = self.judge(at.draft, probs, tokens, count)
+        return chances.gather(1, (at.candidate - first)[:, None])[:, 0], rest
+
+
+def law_error(
+    scorer: Scorer, drawn: Weighted, target: Language, judge: Judge | None = None
+) -> float:
+    """Largest error of the first tokens' joint law; ``judge`` as in JudgeMeter."""
+    if judge is None:
+        meter = LawMeter(scorer, drawn, target)
+    else:
+        meter = JudgeMeter(scorer, drawn, target, judge)
+    law = meter.law(NUM_TOKENS)
     return float((law - target.true_law(NUM_TOKENS)).abs().max())
 
 
@@ -311,3 +354,36 @@ def first_tokens(prefixes: Tensor, vocab_size: int, num_tokens: int) -> Tensor:
             prefixes >= limit, (prefixes - 1) // vocab_size, prefixes
         )
     return prefixes
+
+
+def grid_target(vocab_size: int = 3) -> Language:
+    """A language whose probabilities are multiples of 1 / STEPS."""
+    generator = torch.Generator().manual_seed(0)
+    num_prefixes = sum(vocab_size**depth for depth in range(NUM_TOKENS))
+    balls = torch.randint(vocab_size, (num_prefixes, STEPS), generator=generator)
+    counts = torch.nn.functional.one_hot(balls, vocab_size).sum(1)
+    return Language(counts.double() / STEPS)
+
+
+def grid_law_error(scorer: Scorer, drawn: Weighted, target: Language) -> float:
+    """Largest error of the law under a rule with one uniform a visited node.
+
+    Args:
+        scorer: uses column i of its uniforms at node i.
+        drawn: trees of at most two levels.
+        target: its probabilities are multiples of 1 / STEPS, so that the middles of
+            STEPS equal intervals draw its tokens exactly as often as they should.
+
+    """
+    tree, num_trees = drawn.tree, drawn.tree.num_reqs
+    middles = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
+    reached = target.no_mass()
+    logits = target.target_logits(tree, plain_sampling(num_trees))
+    prefixes = target.prefixes(tree)
+    for by_depth in torch.cartesian_prod(*[middles] * NUM_TOKENS):
+        output = scorer(tree, logits, by_depth[tree.depths])
+        above = prefixes.gather(1, output.last_node()[:, None])[:, 0]
+        emitted = above * target.vocab_size + 1 + output.next_token_ids
+        reached.index_add_(0, emitted, drawn.weights / STEPS**NUM_TOKENS)
+    law = target.joint_law(reached, NUM_TOKENS)
+    return float((law - target.true_law(NUM_TOKENS)).abs().max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +15,18 @@ from torch import Tensor
 from tests.fast.enumeration import Scorer
 from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.sampling import SamplingTensors, draw
-from vllm_treespec.scorers import ScorerOutput, TargetLogits, recursive_rejection
-from vllm_treespec.tree import Draws, TreeBatch, first_child
+from vllm_treespec.scorers import (
+    ScorerOutput,
+    TargetLogits,
+    k_seq,
+    multi_round,
+    recursive_rejection,
+    target_draw,
+)
+from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
+from vllm_treespec.scorers.one_law import Judge, walk
+from vllm_treespec.scorers.optimal_transport import judge as transport_judge
+from vllm_treespec.tree import Draws, TreeBatch, first_child, next_draw
 
 # The package exports the function under the name of its module.
 WALK = importlib.import_module("vllm_treespec.scorers.recursive_rejection")
@@ -116,3 +127,167 @@ def siblings_by_probability(
     tokens, exists = draw_children(probs, count, uniforms, sampling)
     order = probs.gather(-1, tokens).argsort(dim=-1, descending=True)
     return tokens.gather(-1, order), exists.gather(-1, order)
+
+
+def drops_repeats(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Tries every token once, however often it was drawn."""
+    return multi_round(without_repeats(tree), target, uniforms)
+
+
+def without_repeats(tree: TreeBatch) -> TreeBatch:
+    """The tree without the draws that hit a node again."""
+    draws = draws_of(tree)
+    equal = draws.nodes[:, :, None] == draws.nodes[:, None]
+    repeat = equal.int().argmax(2) < torch.arange(draws.nodes.shape[1])
+    order = repeat.int().argsort(dim=1, stable=True)
+    return replace(
+        tree,
+        draws=Draws(
+            nodes=draws.nodes.masked_fill(repeat, 0).gather(1, order),
+            rows=draws.rows.gather(1, order),
+            from_rest=draws.from_rest.gather(1, order),
+            probs=draws.probs,
+        ),
+    )
+
+
+def independent_as_rest(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Treats draws with replacement as draws without replacement."""
+    draws, following = draws_of(tree), next_draw(tree)
+    reqs = torch.arange(tree.num_reqs)[:, None]
+    from_rest = torch.zeros_like(draws.from_rest)
+    from_rest = torch.nn.functional.pad(from_rest, (0, 1))
+    from_rest[reqs, following] = True
+    draws = replace(draws, from_rest=from_rest[:, :-1])
+    return multi_round(replace(tree, draws=draws), target, uniforms)
+
+
+def first_model_for_all(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Judges the draws of every model by the first model's distribution."""
+    draws = draws_of(tree)
+    rows = draws.rows % (draws.probs.shape[1] // 2)
+    draws = replace(draws, rows=rows)
+    return multi_round(replace(tree, draws=draws), target, uniforms)
+
+
+WRONG_MULTI_ROUND: dict[str, Scorer] = {
+    "repeats dropped": drops_repeats,
+    "independent as rest": independent_as_rest,
+    "first model for all": first_model_for_all,
+    "recovered from target": recovers_from_target,
+    "residual is the target": patched("subtract", lambda q, p: q),
+}
+
+
+def divided_by(factor: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Scorer:
+    """K-SEQ with another division factor."""
+    return partial(k_seq, division_factor=factor)
+
+
+def judged(wrong: Callable[[Judge], Judge], judge: Judge) -> Scorer:
+    """The walk over independent draws with a spoilt judge."""
+
+    def score(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
+        return walk(tree, target, uniforms, wrong(judge))
+
+    return score
+
+
+def rest_is_target(judge: Judge) -> Judge:
+    """Recovers from the target."""
+
+    def wrong(
+        draft: Tensor, target: Tensor, tokens: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return judge(draft, target, tokens, counts)[0], target
+
+    return wrong
+
+
+def rest_of_one_draw(judge: Judge) -> Judge:
+    """Recovers as after one draw."""
+
+    def wrong(
+        draft: Tensor, target: Tensor, tokens: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rest = judge(draft, target, tokens[:, :1], torch.ones_like(counts))[1]
+        return judge(draft, target, tokens, counts)[0], rest
+
+    return wrong
+
+
+def forgets_order(judge: Judge) -> Judge:
+    """Judges the draws as if they had come the other way round."""
+
+    def wrong(
+        draft: Tensor, target: Tensor, tokens: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return judge(draft, target, tokens.flip(1), counts)
+
+    return wrong
+
+
+K_SEQ_JUDGE = judge_with(optimal_division_factor)
+WRONG_K_SEQ: dict[str, Scorer] = {
+    "division factor 1": divided_by(lambda p, q, m: torch.ones_like(p[:, 0])),
+    "division factor too small": divided_by(
+        lambda p, q, m: (0.9 * optimal_division_factor(p, q, m)).clamp(min=1)
+    ),
+    "recovered from target": judged(rest_is_target, K_SEQ_JUDGE),
+    "residual of one draw": judged(rest_of_one_draw, K_SEQ_JUDGE),
+    "repeats dropped": lambda tree, target, uniforms: k_seq(
+        without_repeats(tree), target, uniforms
+    ),
+}
+WRONG_TRANSPORT: dict[str, Scorer] = {
+    "recovered from target": judged(rest_is_target, transport_judge),
+    "residual of one draw": judged(rest_of_one_draw, transport_judge),
+    "draws judged in reverse": judged(forgets_order, transport_judge),
+}
+
+
+def one_uniform_for_all(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Draws the token after every node with the same number."""
+    return target_draw(tree, target, uniforms[:, :1].expand_as(uniforms))
+
+
+def bonus_is_greedy(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Emits the likeliest token where the tree ends."""
+    output = target_draw(tree, target, uniforms)
+    reqs, last = torch.arange(tree.num_reqs), output.last_node()
+    leaf = first_child(tree)[reqs, last] < 0
+    tokens = torch.where(leaf, target.argmax(reqs, last), output.next_token_ids)
+    return replace(output, next_token_ids=tokens)
+
+
+def draws_again(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Draws again, three times at most, while no child of the root has the token."""
+    output = target_draw(tree, target, uniforms)
+    for turn in (0.25, 0.5, 0.75):
+        other = target_draw(tree, target, (uniforms + turn) % 1)
+        missed = output.num_accepted == 0
+        output = ScorerOutput(
+            torch.where(missed[:, None], other.path, output.path),
+            torch.where(missed, other.num_accepted, output.num_accepted),
+            torch.where(missed, other.next_token_ids, output.next_token_ids),
+        )
+    return output
+
+
+WRONG_TARGET_DRAW: dict[str, Scorer] = {
+    "one uniform for all nodes": one_uniform_for_all,
+    "greedy bonus token": bonus_is_greedy,
+    "draws again": draws_again,
+}

@@ -24,20 +24,23 @@ from vllm_treespec.engine.stats import StepStats
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """The committed tokens that a draft model reads at the start of a step.
+    """The committed tokens that draft models read before they draft.
 
-    For every request the tokens from ``first`` to ``end`` (exclusive): those whose
-    KV the target computed in this step, and, for requests that draft, the new root.
+    For each reading request the tokens from ``first`` to ``end`` (exclusive): what
+    the target has computed and the draft models have not read, and, for requests that
+    draft, the new root.
     """
 
-    # int64 [num_reqs, max_len], the requests' tokens by position
+    # int64 [batch size, max_len], the requests' tokens by position
     token_ids: np.ndarray
-    # int64 [num_reqs]
+    # int64 [num_reading], rows of ``token_ids``
+    reqs: np.ndarray
+    # int64 [num_reading]
     first: np.ndarray
     end: np.ndarray
-    # int64 [num_drafting], the requests that draft, ascending
+    # int64 [num_drafting], which of the reading requests draft, ascending
     drafting: np.ndarray
-    # int32 [num_reqs, max_blocks] and the filled columns, int32 [num_reqs]
+    # int32 [num_reading, max_blocks] and the filled columns, int32 [num_reading]
     block_table: Tensor
     num_blocks: np.ndarray
 
@@ -46,7 +49,7 @@ class PagedDraftModel:
     """One draft model; implements ``proposers.DraftModel`` for a running step.
 
     Its layers' KV joins the target's cache: same blocks, same block table. The
-    committed part is written once, chunk by chunk, with the target's. Nodes of a
+    committed part is written once, with the target's or later. Nodes of a
     tree only ever live in fork blocks, one fork for each node of the level that is
     being read; their KV is written anew when their tokens are committed.
     """
@@ -112,7 +115,7 @@ class PagedDraftModel:
         self.forks = forks
 
     def start(self, committed: CommittedTokens) -> None:
-        """Read the committed tokens of all requests in one forward."""
+        """Read the committed tokens of the reading requests in one forward."""
         lens = committed.end - committed.first
         num_reqs, num_tokens = len(lens), int(lens.sum())
         reqs = np.repeat(np.arange(num_reqs), lens)
@@ -127,7 +130,9 @@ class PagedDraftModel:
         rows = torch.from_numpy(reqs).to(self.device)
         block = table[rows, place // self.forks.block_size].long()
         hidden = self._forward(
-            torch.from_numpy(committed.token_ids[reqs, positions]).to(self.device),
+            torch.from_numpy(committed.token_ids[committed.reqs[reqs], positions]).to(
+                self.device
+            ),
             place,
             block * self.forks.block_size + place % self.forks.block_size,
             np.concatenate([[0], np.cumsum(lens)]),

@@ -1,7 +1,8 @@
-"""The object behind vLLM's ``custom_class`` method: proposer and draft models."""
+"""The object behind vLLM's ``custom_class`` method: proposers and draft models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,9 @@ from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.draft_model import CommittedTokens, PagedDraftModel
 from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.sampling import SamplingTensors
-from vllm_treespec.tree import TreeBatch
+from vllm_treespec.schedule import AdaptiveSchedule
+from vllm_treespec.scorers import SCORERS, Rule, TypicalAcceptance
+from vllm_treespec.tree import TreeBatch, first_paths
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,10 @@ class Proposal:
     """The trees drawn in one step, and the drafts as the scheduler saw them."""
 
     tree: TreeBatch
+    # bool [num_trees]: reduced to a chain, scored without its draws
+    is_chain: Tensor
+    # index of the schedule's tree they were drawn as
+    scheduled: int
     # request id -> row of the tree
     rows: dict[str, int]
     # per row, the tokens of the draft nodes
@@ -41,24 +47,39 @@ class TreeDrafter:
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Read our settings, which travel in vLLM's ``additional_config``."""
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
-        self.proposer = self.config.proposer()
+        self.schedule = AdaptiveSchedule(self.config.scheduled())
+        self.proposers = [tree.config.proposer() for tree in self.schedule.trees]
         self.stats = StepStats()
         self.draft_models = [
-            PagedDraftModel(vllm_config, self.config.model, "draft_model", self.stats)
+            PagedDraftModel(vllm_config, model, f"draft_model_{index}", self.stats)
+            for index, model in enumerate(self.config.models)
         ]
+        self.max_depth = max(p.max_depth for p in self.proposers)
+        self.max_draws = max(p.max_draws for p in self.proposers)
+        self.branching = max(p.max_leaves for p in self.proposers) > 1
+
+    @property
+    def rule(self) -> Rule:
+        """How sampled requests' trees are verified."""
+        typical = self.config.lossy_typical_acceptance
+        if typical is not None:
+            return TypicalAcceptance(typical.epsilon, typical.delta)
+        return SCORERS[self.config.rule]
 
     @property
     def forks_per_tree(self) -> int:
         """Forks one tree may need, while it is drawn or while it is scored."""
-        return max(self.proposer.max_width + 1, self.proposer.max_leaves - 1)
+        forks = max(p.max_leaves for p in self.proposers) - 1
+        if self.draft_models:
+            forks = max(forks, *(p.max_width + 1 for p in self.proposers))
+        return forks
 
     def fork_space(self, first_block: int, block_size: int) -> ForkSpace:
         """Fork blocks for ``max_trees`` trees from ``first_block`` on."""
         return ForkSpace(
             first_block=first_block,
             forks_per_tree=self.forks_per_tree,
-            blocks_per_fork=(block_size - 1 + self.proposer.max_depth) // block_size
-            + 1,
+            blocks_per_fork=(block_size - 1 + self.max_depth) // block_size + 1,
             block_size=block_size,
         )
 
@@ -73,26 +94,35 @@ class TreeDrafter:
             draft_model.load()
 
     def read(self, committed: CommittedTokens) -> None:
-        """Let the draft models read the step's committed tokens."""
+        """Let the draft models read committed tokens."""
         for draft_model in self.draft_models:
             draft_model.start(committed)
 
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Tell the proposers which requests are finished."""
+        for proposer in self.proposers:
+            proposer.forget(req_ids)
+
     def propose(
         self,
+        scheduled: int,
         req_ids: list[str],
-        root_token_ids: Tensor,
-        sampling: SamplingTensors,
-        uniforms: Tensor,
+        is_chain: Tensor,
+        inputs: ProposerInputs,
     ) -> Proposal:
-        """Draw one tree for each request whose root was just read."""
-        tree = self.proposer.propose(
-            ProposerInputs(
-                root_token_ids=root_token_ids,
-                sampling=sampling,
-                uniforms=uniforms,
-                draft_models=self.draft_models,
-            )
-        )
+        """Draw one tree for each request whose root was just read.
+
+        Args:
+            scheduled: index of the schedule's tree to draw.
+            req_ids: the requests.
+            is_chain: bool [num_reqs], which of them get a chain.
+            inputs: of the requests.
+
+        """
+        tree = self.proposers[scheduled].propose(inputs)
+        if bool(is_chain.any()):
+            tree = first_paths(tree, is_chain)
         tokens, lens = tree.token_ids.tolist(), tree.num_nodes.tolist()
         drafts = [row[1:n] for row, n in zip(tokens, lens, strict=True)]
-        return Proposal(tree, {r: i for i, r in enumerate(req_ids)}, drafts)
+        rows = {req_id: row for row, req_id in enumerate(req_ids)}
+        return Proposal(tree, is_chain, scheduled, rows, drafts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
@@ -12,13 +14,22 @@ from vllm_treespec.sampling import SamplingTensors
 GREEDY_BELOW = 1e-5
 
 
-def may_draft(params: SamplingParams) -> bool:
-    """Whether a request gets drafts; otherwise it decodes plainly, token by token.
+class Drafting(Enum):
+    """What a request's steps draft."""
+
+    TREE = "a tree"
+    CHAIN = "a chain"
+    NONE = "nothing"
+
+
+def drafting(params: SamplingParams) -> Drafting:
+    """What a request drafts: a tree, a chain, or nothing (it decodes plainly).
 
     A request whose distribution depends on more than temperature, top-k and top-p
-    (penalties, masks, a grammar) would need that per node.
+    would need that per node. vLLM masks a grammar's tokens after each token of a
+    chain; penalties and other masks it works out for the last token alone.
     """
-    return not (
+    if (
         params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
@@ -27,10 +38,16 @@ def may_draft(params: SamplingParams) -> bool:
         or params.logit_bias
         or params.bad_words
         or params.allowed_token_ids
-        or params.structured_outputs
         or params.logprob_token_ids
         or params.thinking_token_budget is not None
-    )
+    ):
+        return Drafting.NONE
+    return Drafting.CHAIN if params.structured_outputs else Drafting.TREE
+
+
+def may_draft(params: SamplingParams) -> bool:
+    """Whether a request gets a draft tree."""
+    return drafting(params) is Drafting.TREE
 
 
 def sampling_tensors(metadata: SamplingMetadata, reqs: Tensor) -> SamplingTensors:

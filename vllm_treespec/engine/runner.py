@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +21,11 @@ from vllm_treespec.engine.branches import (
 from vllm_treespec.engine.draft_model import CommittedTokens
 from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.kv_cache import BlockCopier, with_fork_blocks
-from vllm_treespec.engine.requests import may_draft, sampling_tensors
+from vllm_treespec.engine.reading import ReadingPlan, ReadMarks
+from vllm_treespec.engine.requests import Drafting, drafting, sampling_tensors
 from vllm_treespec.engine.scoring import score_trees, with_plain_samples
-from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.tree import TreeBatch
 from vllm_treespec.uniforms import DRAFTING, SCORING, UniformSource
 
@@ -38,6 +40,10 @@ class TreeStep:
     # int64 [num_trees], batch index of each tree's request, ascending
     reqs: Tensor
     tree: TreeBatch
+    # bool [num_trees], which are reduced to a chain and scored without their draws
+    is_chain: Tensor
+    # index of the schedule's tree that they were drawn as
+    scheduled: int
     layout: BatchLayout
     # None when every tree is a chain
     plan: BranchPlan | None = None
@@ -61,6 +67,7 @@ class TreeRunnerMixin:
         self.branches = BranchSwitch()
         self.uniforms = UniformSource(runner.model_config.seed)
         self.stats = self.drafter.stats
+        self.stats.share(runner.vllm_config)
         self.tree_step: TreeStep | None = None
         self.proposal: Proposal | None = None
         self._reached_forward = 0.0
@@ -91,6 +98,9 @@ class TreeRunnerMixin:
         for draft_model in self.drafter.draft_models:
             draft_model.bind(kv_caches, groups, self.forks)
             ours.update(draft_model.layer_names)
+        self.marks = ReadMarks(
+            kv_cache_config.num_blocks * per_block, kernel_block_sizes[0]
+        )
         self.target_blocks = BlockCopier(
             cache for name, cache in kv_caches.items() if name not in ours
         )
@@ -120,7 +130,7 @@ class TreeRunnerMixin:
         with self.stats.stage("tree_build"):
             self.branches.plan = None
             self.tree_step = step = self._match_trees(scheduler_output)
-            if step is not None and self.drafter.proposer.max_leaves > 1:
+            if step is not None and self.drafter.branching:
                 logits_indices, metadata, _ = prepared
                 self._put_in_branch_order(step, logits_indices, metadata)
         self._reached_forward = time.perf_counter()
@@ -160,14 +170,17 @@ class TreeRunnerMixin:
         if self.proposal is None:
             return None
         found: list[tuple[int, int, int]] = []
+        limits = self._node_limits(scheduler_output)
         for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
             row = self.proposal.find(req_id, drafts)
             if row is not None:
                 index = runner.input_batch.req_id_to_index[req_id]
-                found.append((index, row, len(drafts) + 1))
+                whole = len(drafts) == len(self.proposal.drafts[row])
+                limit = limits[req_id] if whole else len(drafts) + 1
+                found.append((index, row, limit))
         if not found:
             return None
-        reqs, rows, num_nodes = torch.tensor(sorted(found), device=runner.device).T
+        reqs, rows, limit = torch.tensor(sorted(found), device=runner.device).T
         num_reqs = runner.input_batch.num_reqs
         num_tokens = scheduler_output.total_num_scheduled_tokens
         table = runner.input_batch.block_table[0]
@@ -177,34 +190,57 @@ class TreeRunnerMixin:
             block_table=table.get_device_tensor(num_reqs),
             slot_mapping=table.slot_mapping.gpu[:num_tokens].clone(),
         )
-        tree = self.proposal.tree
+        tree, is_chain = self.proposal.tree, self.proposal.is_chain
         if rows.tolist() != list(range(tree.num_reqs)):
-            tree = tree.select(rows)
-        return TreeStep(reqs, tree.cut(num_nodes), layout)
+            tree, is_chain = tree.select(rows), is_chain[rows]
+        return TreeStep(
+            reqs, tree.cut(limit), is_chain, self.proposal.scheduled, layout
+        )
+
+    def _node_limits(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
+        """How many tokens the scheduler had room for, by request.
+
+        Draws that repeat a token take no room, but whether they count must not depend
+        on that. So a whole tree is cut, too, to what the scheduler would have taken.
+        """
+        runner: Any = self
+        limits = {}
+        left = runner.scheduler_config.max_num_scheduled_tokens
+        if left is None:
+            left = runner.max_num_tokens
+        for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            computed = runner.requests[req_id].num_computed_tokens
+            limits[req_id] = min(left, runner.max_model_len - 1 - computed)
+            left -= num_tokens
+        return limits
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
         """Score the trees; requests without one are sampled as by stock vLLM."""
         runner: Any = self
         if logits is None or spec_decode_metadata is None:
             return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        self.stats.seconds["forward"] += time.perf_counter() - self._reached_forward
+        self.stats.spent("forward", time.perf_counter() - self._reached_forward)
         with self.stats.stage("score"):
             first = first_rows(spec_decode_metadata.cu_num_sampled_tokens)
             step = self.tree_step
             metadata = runner.input_batch.sampling_metadata
             if step is None:
                 return runner.sampler(logits=logits[first], sampling_metadata=metadata)
+            sampling = sampling_tensors(metadata, step.reqs)
             step.scored = score_trees(
                 step.tree,
-                logits,
-                first[step.reqs],
-                sampling_tensors(metadata, step.reqs),
+                step.is_chain,
+                TargetLogits(logits, first[step.reqs], sampling),
                 self._uniforms(
                     step.reqs.tolist(),
                     step.layout.context_lens[step.reqs].tolist(),
-                    1 + self.drafter.proposer.max_draws,
+                    1 + self.drafter.max_draws,
                     SCORING,
                 ),
+                self.drafter.rule,
+            )
+            self.drafter.schedule.observe(
+                step.scheduled, step.scored.num_accepted[~step.is_chain].tolist()
             )
             self.stats.observe(
                 step.tree.num_nodes.tolist(), step.scored.num_accepted.tolist()
@@ -246,35 +282,80 @@ class TreeRunnerMixin:
     ) -> list[list[int]]:
         """Draw the next tree of every request that may have one."""
         runner: Any = self
+        batch = runner.input_batch
+        schedule = self.drafter.schedule
         with self.stats.stage("draft"):
-            self.stats.steps += 1
-            batch = runner.input_batch
-            committed = self._committed_tokens(sampled_token_ids)
-            drafting = committed.drafting.tolist()
-            self.drafter.read(committed)
-            drafts: list[list[int]] = [[] for _ in range(batch.num_reqs)]
+            scheduled = schedule.choose(batch.num_reqs)
+            self.stats.mode(
+                "plain" if scheduled is None else schedule.trees[scheduled].name
+            )
             self.proposal = None
-            if not drafting:
+            self.drafter.forget(scheduler_output.finished_req_ids)
+            drafts: list[list[int]] = [[] for _ in range(batch.num_reqs)]
+            committed = self._committed_tokens(sampled_token_ids, scheduled)
+            if not len(committed.reqs):
                 return drafts
-            roots = committed.end[drafting] - 1
-            root_ids = torch.from_numpy(batch.token_ids_cpu[drafting, roots])
+            self.drafter.read(committed)
+            drafting = committed.reqs[committed.drafting].tolist()
+            if scheduled is None or not drafting:
+                return drafts
+            roots = committed.end[committed.drafting] - 1
+            req_ids = [batch.req_ids[r] for r in drafting]
             self.proposal = self.drafter.propose(
-                [batch.req_ids[r] for r in drafting],
-                root_ids.long().to(runner.device),
-                sampling_tensors(sampling_metadata, torch.tensor(drafting)),
-                self._uniforms(
-                    drafting,
-                    roots.tolist(),
-                    self.drafter.proposer.num_uniforms,
-                    DRAFTING,
+                scheduled,
+                req_ids,
+                torch.tensor(
+                    [self._drafting(r) is Drafting.CHAIN for r in req_ids],
+                    device=runner.device,
                 ),
+                self._proposer_inputs(scheduled, drafting, roots, sampling_metadata),
             )
             for r, row in zip(drafting, self.proposal.drafts, strict=True):
                 drafts[r] = row
             return drafts
 
-    def _committed_tokens(self, sampled_token_ids: list[list[int]]) -> CommittedTokens:
-        """What the draft models have to read, and which requests draft."""
+    def _drafting(self, req_id: str) -> Drafting:
+        """What a request drafts."""
+        runner: Any = self
+        return drafting(runner.requests[req_id].sampling_params)
+
+    def _proposer_inputs(
+        self,
+        scheduled: int,
+        reqs: list[int],
+        roots: np.ndarray,
+        sampling_metadata: Any,
+    ) -> ProposerInputs:
+        """What the proposer may draw from, for the drafting requests."""
+        runner: Any = self
+        batch, proposer = runner.input_batch, self.drafter.proposers[scheduled]
+        inputs = ProposerInputs(
+            root_token_ids=torch.from_numpy(batch.token_ids_cpu[reqs, roots])
+            .long()
+            .to(runner.device),
+            sampling=sampling_tensors(sampling_metadata, torch.tensor(reqs)),
+            uniforms=self._uniforms(
+                reqs, roots.tolist(), proposer.num_uniforms, DRAFTING
+            ),
+            draft_models=self.drafter.draft_models,
+        )
+        if not proposer.needs_token_ids:
+            return inputs
+        longest = int(roots.max()) + 1
+        return replace(
+            inputs,
+            token_ids=torch.from_numpy(batch.token_ids_cpu[reqs, :longest]).long(),
+            num_tokens=torch.from_numpy(roots + 1),
+            req_ids=[batch.req_ids[r] for r in reqs],
+        )
+
+    def _committed_tokens(
+        self, sampled_token_ids: list[list[int]], scheduled: int | None
+    ) -> CommittedTokens:
+        """What the draft models have to read, and which requests draft.
+
+        Without a tree to draw, nothing is read; what the target wrote is noted.
+        """
         runner: Any = self
         batch = runner.input_batch
         num_reqs = batch.num_reqs
@@ -282,24 +363,30 @@ class TreeRunnerMixin:
         chunk_end = first + runner.num_scheduled_tokens.np[:num_reqs]
         root = batch.num_tokens_no_spec[:num_reqs].astype(np.int64) - 1
         sampled = np.fromiter((len(s) > 0 for s in sampled_token_ids), bool, num_reqs)
-        room = root + self.drafter.proposer.max_depth + 1 < runner.max_model_len
-        wanted = np.fromiter(
-            (may_draft(runner.requests[r].sampling_params) for r in batch.req_ids),
-            bool,
-            num_reqs,
-        )
-        drafting = np.flatnonzero(sampled & room & wanted)
-        drafting = drafting[: self.drafter.config.max_trees]
         end = np.where(sampled, root, chunk_end)
-        end[drafting] += 1
         table = batch.block_table[0]
+        blocks = table.block_table.np[:num_reqs]
+        self.marks.written(blocks, first, end)
+
+        plan = ReadingPlan(
+            self.marks, runner.max_num_tokens, self.drafter.config.max_trees
+        )
+        if scheduled is not None:
+            depth = self.drafter.proposers[scheduled].max_depth
+            for r in range(num_reqs):
+                if self._drafting(batch.req_ids[r]) is not Drafting.NONE:
+                    fits = root[r] + depth + 1 < runner.max_model_len
+                    plan.add(r, blocks[r], int(end[r]), bool(sampled[r] and fits))
+        reqs = np.array(plan.reqs, dtype=np.int64)
+        plan.mark(blocks[reqs])
         return CommittedTokens(
             token_ids=batch.token_ids_cpu,
-            first=first,
-            end=end,
-            drafting=drafting,
-            block_table=table.get_device_tensor(num_reqs),
-            num_blocks=table.num_blocks_per_row,
+            reqs=reqs,
+            first=np.array(plan.first, dtype=np.int64),
+            end=np.array(plan.end, dtype=np.int64),
+            drafting=np.array(plan.drafting, dtype=np.int64),
+            block_table=table.get_device_tensor(num_reqs)[reqs],
+            num_blocks=table.num_blocks_per_row[reqs],
         )
 
     def _uniforms(

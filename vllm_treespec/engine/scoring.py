@@ -10,39 +10,65 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import (
+    Rule,
     ScorerOutput,
     TargetLogits,
     greedy_matching,
-    recursive_rejection,
+    target_draw,
 )
 from vllm_treespec.tree import TreeBatch
 
 
 def score_trees(
     tree: TreeBatch,
-    logits: Tensor,
-    first_row: Tensor,
-    sampling: SamplingTensors,
+    is_chain: Tensor,
+    target: TargetLogits,
     uniforms: Tensor,
+    rule: Rule,
 ) -> ScorerOutput:
-    """Score greedy requests by greedy matching, the others by recursive rejection."""
-    if sampling.all_greedy:
-        return greedy_matching(tree, TargetLogits(logits, first_row, sampling))
-    if sampling.all_random:
-        return recursive_rejection(
-            tree, TargetLogits(logits, first_row, sampling), uniforms
-        )
+    """Score each tree by the rule that suits its request.
+
+    Args:
+        tree: the trees.
+        is_chain: bool [num_trees], whose drafts may have been cut because of what they
+            are, so that only target draw is lossless.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_trees, at least 1 + max_draws] in [0, 1).
+        rule: for sampled requests; greedy ones follow the target's likeliest tokens.
+
+    """
+    greedy = target.sampling.greedy
+    if target.sampling.all_greedy:
+        return greedy_matching(tree, target)
+    if target.sampling.all_random and not bool(is_chain.any()):
+        return rule(tree, target, uniforms)
     path = torch.full_like(tree.parents, -1)
     num_accepted = torch.zeros_like(tree.num_nodes)
     next_token_ids = torch.zeros_like(tree.num_nodes)
-    for greedy in (True, False):
-        rows = (sampling.greedy == greedy).nonzero()[:, 0]
-        part = replace(sampling.select(rows), all_greedy=greedy, all_random=not greedy)
-        scored = score_trees(
-            tree.select(rows), logits, first_row[rows], part, uniforms[rows]
+    groups = (
+        (None, greedy),
+        (target_draw, ~greedy & is_chain),
+        (rule, ~greedy & ~is_chain),
+    )
+    for scorer, mask in groups:
+        rows = mask.nonzero()[:, 0]
+        if not len(rows):
+            continue
+        part = replace(
+            target,
+            first_row=target.first_row[rows],
+            sampling=replace(
+                target.sampling.select(rows),
+                all_greedy=scorer is None,
+                all_random=scorer is not None,
+            ),
         )
+        chosen = tree.select(rows)
+        if scorer is None:
+            scored = greedy_matching(chosen, part)
+        else:
+            scored = scorer(chosen, part, uniforms[rows])
         path[rows, : scored.path.shape[1]] = scored.path
         num_accepted[rows] = scored.num_accepted
         next_token_ids[rows] = scored.next_token_ids

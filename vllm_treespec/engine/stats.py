@@ -2,37 +2,131 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # In the order of a step. "draft_forward", also counted, is the part of "draft" that the
 # draft models' forwards take.
 STAGES = ("tree_build", "forward", "score", "commit", "draft")
+DRAFT_FORWARD = "draft_forward"
+
+# A file system in memory, so that no step waits for a disk.
+SHARED_FOLDER = Path("/dev/shm")
+_NUM_ROWS = 64
+_ROW = np.dtype([("name", "S56"), ("total", "f8")])
+
+
+def shared_file(vllm_config: Any, engine_index: int) -> Path:
+    """File of the totals that an engine's first worker shares with the front-end.
+
+    vLLM gives each launch an ``instance_id``, which its processes receive with the
+    config.
+    """
+    return SHARED_FOLDER / f"treespec_{vllm_config.instance_id}_{engine_index}"
+
+
+class SharedTotals:
+    """Named float64 totals in shared memory that one process adds to and one reads.
+
+    Rows are taken in the order in which names are first seen and keep their place. A
+    reader may see a step's totals half added; it never sees half a number.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Open an existing file for reading."""
+        self._rows = np.memmap(file, dtype=_ROW, mode="r+", shape=(_NUM_ROWS,))
+        self._row_of: dict[str, int] = {}
+
+    @classmethod
+    def create(cls, file: Path) -> SharedTotals:
+        """Make a file, readable for this user only, and open it for adding.
+
+        Raises:
+            FileExistsError: when there is such a file.
+
+        """
+        descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        os.ftruncate(descriptor, _NUM_ROWS * _ROW.itemsize)
+        os.close(descriptor)
+        return cls(file)
+
+    def add(self, name: str, amount: float) -> None:
+        """Add to a total; the name has at most 56 bytes."""
+        row = self._row_of.setdefault(name, len(self._row_of))
+        if not self._rows["name"][row]:
+            self._rows["name"][row] = name.encode()
+        self._rows["total"][row] += amount
+
+    def read(self) -> dict[str, float]:
+        """All totals, by name."""
+        totals = {}
+        for name, total in self._rows.tolist():
+            if not name:
+                break
+            totals[name.decode()] = total
+        return totals
 
 
 class StepStats:
-    """Running totals of one worker since it started or was last reset."""
+    """Running totals of one worker since it started or was last reset.
+
+    Once shared, seconds and modes are also added to totals that the front-end reads
+    (:mod:`vllm_treespec.metrics`); those are never reset.
+    """
 
     def __init__(self) -> None:
+        self._shared: SharedTotals | None = None
         self.reset()
 
     def reset(self) -> None:
         """Start counting anew."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.steps = 0
+        self.modes: Counter[str] = Counter()
         self.trees = 0
         self.nodes = 0
         self.accepted: Counter[int] = Counter()
+
+    @property
+    def steps(self) -> int:
+        """Steps, whatever their mode."""
+        return self.modes.total()
+
+    def share(self, vllm_config: Any) -> None:
+        """Let the front-end read seconds and modes; does nothing but on rank 0."""
+        parallel = vllm_config.parallel_config
+        if parallel.rank != 0:
+            return
+        file = shared_file(vllm_config, parallel.data_parallel_index)
+        self._shared = SharedTotals.create(file)
+        # The reader removes the file when it has opened it; nobody may read it.
+        Finalize(self, file.unlink, kwargs={"missing_ok": True}, exitpriority=0)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Add the time spent inside to a stage."""
         start = time.perf_counter()
         yield
-        self.seconds[name] += time.perf_counter() - start
+        self.spent(name, time.perf_counter() - start)
+
+    def spent(self, stage: str, seconds: float) -> None:
+        """Add time to a stage."""
+        self.seconds[stage] += seconds
+        if self._shared is not None:
+            self._shared.add(f"stage:{stage}", seconds)
+
+    def mode(self, name: str) -> None:
+        """Count a step, by what it drafts with: a tree's name or "plain"."""
+        self.modes[name] += 1
+        if self._shared is not None:
+            self._shared.add(f"mode:{name}", 1)
 
     def observe(self, num_nodes: list[int], num_accepted: list[int]) -> None:
         """Count the scored trees of a step."""
@@ -41,10 +135,11 @@ class StepStats:
         self.accepted.update(num_accepted)
 
     def as_dict(self) -> dict[str, Any]:
-        """Totals: seconds per stage, steps, trees, nodes, accepted-length counts."""
+        """Totals: seconds per stage, steps, modes, trees, nodes, accepted lengths."""
         return {
             "seconds": dict(self.seconds),
             "steps": self.steps,
+            "modes": dict(self.modes),
             "trees": self.trees,
             "nodes": self.nodes,
             "accepted": dict(self.accepted),

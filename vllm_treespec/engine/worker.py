@@ -37,6 +37,14 @@ class TreeWorkerMixin:
             worker.model_runner.stats.reset()
         return totals
 
+    def treespec_use(self, shape: dict[str, Any] | None) -> None:
+        """Draw the schedule's tree of this shape in every step; None: the schedule's.
+
+        For benchmarks and tests, through ``LLM.collective_rpc``.
+        """
+        worker: Any = self
+        worker.model_runner.drafter.schedule.use_always(shape)
+
 
 class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
     """vLLM's CPU worker with draft trees."""

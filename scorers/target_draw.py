@@ -1,0 +1,34 @@
+"""Target draw: follow tokens drawn from the target down the tree."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_treespec.sampling import draw
+from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
+from vllm_treespec.scorers.following import follow
+from vllm_treespec.tree import TreeBatch
+
+
+def target_draw(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Accept the longest path that plain sampling would have produced.
+
+    Lossless for every tree, whatever it was made from (prompt, beam search, draws, cut
+    by value), as long as ``uniforms`` are independent of it: each emitted token is
+    drawn from the target before the tree is looked at. At each node it accepts the
+    mass that the target gives to the children: no rule accepts more of fixed drafts.
+
+    Args:
+        tree: drafts; ``draws`` is not looked at.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_reqs, at least max_nodes] in [0, 1): column i draws the
+            token after node i, so that no number is used twice.
+
+    """
+
+    def next_token(reqs: Tensor, nodes: Tensor) -> Tensor:
+        return draw(target.probs(reqs, nodes), uniforms[reqs, nodes])
+
+    return follow(tree, next_token)

@@ -1,0 +1,68 @@
+"""One level of drafts for many requests, and a chi-square test of what is emitted."""
+
+from __future__ import annotations
+
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from tests.fast.enumeration import Scorer
+from tests.fast.languages import plain_sampling
+from vllm_treespec.sampling import draw_without_replacement
+from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.tree import TreeBatch, from_draws, from_levels
+
+
+def drawn_level(draft: Tensor, uniforms: Tensor, with_replacement: bool) -> TreeBatch:
+    """A tree of one level for each row of uniforms.
+
+    Args:
+        draft: float32 [vocab_size].
+        uniforms: float64 [num_reqs, num_draws].
+        with_replacement: whether the draws are independent.
+
+    """
+    num_reqs = len(uniforms)
+    roots = torch.zeros(num_reqs, dtype=torch.int64)
+    above = torch.zeros_like(uniforms, dtype=torch.int64)
+    probs = draft.expand(num_reqs, 1, -1)
+    if with_replacement:
+        cumulative = draft.double().cumsum(0)
+        tokens = torch.searchsorted(cumulative, uniforms * cumulative[-1], right=True)
+        return from_draws(roots, [tokens], [above], [above], probs)
+    tokens, valid = draw_without_replacement(draft.expand(num_reqs, -1), uniforms)
+    return from_levels(roots, [tokens], [above], [valid], probs)
+
+
+def first_tokens(
+    rule: Scorer, tree: TreeBatch, target: Tensor, uniforms: Tensor
+) -> Tensor:
+    """First emitted token of each request, int64 [num_reqs].
+
+    Args:
+        rule: the scorer.
+        tree: one level.
+        target: float32 [vocab_size], the same after every node.
+        uniforms: float64 [num_reqs, 1 + max_draws].
+
+    """
+    logits = TargetLogits(
+        target.expand(tree.max_nodes, -1),
+        torch.zeros(tree.num_reqs, dtype=torch.int64),
+        plain_sampling(tree.num_reqs),
+    )
+    return rule(tree, logits, uniforms).emitted(tree)[:, 0]
+
+
+def p_value(tokens: Tensor, target: Tensor) -> float:
+    """Chi-square p-value of tokens; those expected less than 5 times are one bin."""
+    expected = target.double() * len(tokens)
+    found = tokens.bincount(minlength=len(target)).double()
+    rare = expected < 5
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    found = torch.cat([found[~rare], found[rare].sum()[None]])
+    kept = expected > 0
+    if bool((found[~kept] > 0).any()):
+        return 0.0
+    expected = expected[kept] * (found.sum() / expected[kept].sum())
+    return float(chisquare(found[kept].numpy(), expected.numpy()).pvalue)

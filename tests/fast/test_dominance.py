@@ -1,0 +1,99 @@
+"""Acceptance rates at one level: as enumerated, and which rule beats which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fast.drawn_trees import Plan, Planned, drawn_trees, independent
+from tests.fast.enumeration import JudgeMeter, LawMeter
+from tests.fast.languages import Language
+from tests.fast.wrong_scorers import K_SEQ_JUDGE
+from vllm_treespec.scorers import k_seq, multi_round, recursive_rejection
+from vllm_treespec.scorers.acceptance_rate import RATES, acceptance_rate
+from vllm_treespec.scorers.optimal_transport import judge, optimal_transport
+
+ROUNDING = 1e-9
+
+
+def random_pair(seed: int, vocab_size: int) -> tuple[Language, Language]:
+    """A draft and a target of one prefix, from flat to peaked."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, 1, vocab_size)
+    mass = torch.rand(shape, generator=generator, dtype=torch.float64) ** (
+        1 + 5 * torch.rand((2, 1, 1), generator=generator, dtype=torch.float64)
+    )
+    draft, target = mass / mass.sum(2, keepdim=True)
+    return Language(draft), Language(target)
+
+
+def without_replacement(num_draws: int) -> Plan:
+    """One level of draws without replacement."""
+    return [[Planned()] + [Planned(from_rest=True)] * (num_draws - 1)]
+
+
+@pytest.mark.parametrize("rule_name", RATES)
+@pytest.mark.parametrize(("vocab_size", "num_draws"), [(2, 2), (3, 2), (3, 3), (4, 2)])
+def test_rates_are_those_of_the_rules(
+    rule_name: str, vocab_size: int, num_draws: int
+) -> None:
+    """Red when a plotted rate is not what the rule does, branch by branch."""
+    for seed in range(2):
+        draft, target = random_pair(seed, vocab_size)
+        plan = independent(num_draws)
+        if rule_name == "recursive_rejection":
+            plan = without_replacement(num_draws)
+        # Prefixes of one token, so that leaves have a row; what it says is not used.
+        drawn = drawn_trees([draft], plan)
+        below = Language(target.table.expand(1 + vocab_size, -1))
+        meter = {
+            "multi_round": lambda d, t: LawMeter(multi_round, d, t),
+            "recursive_rejection": lambda d, t: LawMeter(recursive_rejection, d, t),
+            "k_seq": lambda d, t: JudgeMeter(k_seq, d, t, K_SEQ_JUDGE),
+            "optimal_transport": lambda d, t: JudgeMeter(
+                optimal_transport, d, t, judge
+            ),
+        }[rule_name](drawn, below)
+        rate = acceptance_rate(rule_name, draft.table[0], target.table[0], num_draws)
+        # The rule's division factor is at most 2**-20 too large; the plot's is exact.
+        tolerance = 3e-6 if rule_name == "k_seq" else ROUNDING
+        assert meter.first_accepted() == pytest.approx(rate, abs=tolerance)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 3, 4])
+@pytest.mark.parametrize("num_draws", [2, 3])
+def test_rules_dominate_each_other(vocab_size: int, num_draws: int) -> None:
+    """Red when a better rule accepts less than a worse one for the same draws."""
+    for seed in range(25):
+        draft, target = (side.table[0] for side in random_pair(seed, vocab_size))
+        rate = {name: acceptance_rate(name, draft, target, num_draws) for name in RATES}
+        one_draw = acceptance_rate("multi_round", draft, target, 1)
+        assert rate["recursive_rejection"] >= rate["multi_round"] - ROUNDING
+        assert rate["optimal_transport"] >= rate["k_seq"] - ROUNDING
+        assert rate["k_seq"] >= rate["multi_round"] - ROUNDING
+        assert rate["multi_round"] >= one_draw - ROUNDING
+
+
+@pytest.mark.parametrize("rule_name", RATES)
+def test_one_draw_is_speculative_decoding(rule_name: str) -> None:
+    """Red when a rule with one draw is not plain speculative decoding."""
+    draft, target = (side.table[0] for side in random_pair(0, 4))
+    expected = float(torch.minimum(draft, target).sum())
+    rate = acceptance_rate(rule_name, draft, target, 1)
+    assert rate == pytest.approx(expected, abs=1e-12)
+
+
+def test_two_draws_of_two_tokens_are_always_accepted() -> None:
+    """Red when recursive rejection loses the toy example of arXiv 2402.14160."""
+    for p, q in [(0.1, 0.9), (0.5, 0.5), (0.99, 0.01)]:
+        draft, target = torch.tensor([p, 1 - p]), torch.tensor([q, 1 - q])
+        rate = acceptance_rate("recursive_rejection", draft, target, 2)
+        assert rate == pytest.approx(1, abs=1e-6)
+
+
+def test_recursive_rejection_does_not_dominate_optimal_transport() -> None:
+    """Red when the limit of the ranking is forgotten: more draws can be distinct."""
+    draft = torch.tensor([0.2202, 0.3272, 0.3767, 0.0759], dtype=torch.float64)
+    target = torch.tensor([0.3989, 0.1473, 0.3841, 0.0697], dtype=torch.float64)
+    recursive = acceptance_rate("recursive_rejection", draft, target, 2)
+    assert recursive < acceptance_rate("optimal_transport", draft, target, 2) - 0.1

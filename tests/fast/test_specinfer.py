@@ -1,0 +1,223 @@
+"""SpecInfer: each model's draws, how trees merge, and what is emitted from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.enumeration import Weighted, law_error
+from tests.fast.independent_draws import all_trees, grid, in_eighths, propose
+from tests.fast.languages import Language, random_tables
+from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.proposers import SpecInfer
+from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.scorers import SCORERS, multi_round
+from vllm_treespec.tree import draw_parents
+
+EXACT = 1e-12
+NOTICEABLE = 1e-3
+# vocabulary, branching factors of each draft model
+SHAPES: list[tuple[int, list[tuple[int, ...]]]] = [
+    (4, [(2, 1)]),
+    (4, [(1,), (1,)]),
+    (3, [(2,), (1, 1)]),
+    (3, [(1, 1), (1, 1)]),
+    (2, [(2, 2), (1, 2)]),
+    (2, [(1, 1), (1,), (2, 1)]),
+]
+
+
+def two_models(kind: str, vocab_size: int, num_models: int = 2) -> list[Language]:
+    """Draft models that speak different languages, two levels deep."""
+    return [random_tables(kind, vocab_size, 2, seed)[0] for seed in range(num_models)]
+
+
+@pytest.mark.parametrize(
+    ("branching_factors", "num_draws", "width", "leaves"),
+    [
+        ([(2, 2)], 6, 4, 4),
+        ([(2, 2), (1, 1, 1)], 9, 5, 5),
+        ([(3,), (2, 2)], 9, 5, 7),
+    ],
+)
+def test_limits(
+    branching_factors: list[tuple[int, ...]], num_draws: int, width: int, leaves: int
+) -> None:
+    """Red when a tree may outgrow what the engine makes room for."""
+    proposer = SpecInfer(branching_factors)
+    assert proposer.num_draft_models == len(branching_factors)
+    assert proposer.max_nodes == 1 + num_draws
+    assert proposer.max_draws == proposer.num_uniforms == num_draws
+    assert (proposer.max_width, proposer.max_leaves) == (width, leaves)
+    assert proposer.max_depth == max(map(len, branching_factors))
+    models = [Language(torch.randn(400, 7)) for _ in branching_factors]
+    for temperature in (0.0, 1.0):
+        sampling = SamplingTensors(
+            torch.full((64,), temperature),
+            all_greedy=not temperature,
+            all_random=bool(temperature),
+        )
+        uniforms = torch.rand(64, num_draws, dtype=torch.float64)
+        tree = propose(proposer, models, uniforms, sampling)
+        assert tree.max_nodes == proposer.max_nodes
+        assert int(tree.num_nodes.max()) <= proposer.max_nodes
+        assert int(tree.depths.max()) == proposer.max_depth
+
+
+def test_every_models_draws_follow_its_own_law() -> None:
+    """Red when models share random numbers, mix up rows, or draw without replacement.
+
+    Every number of the grid has the same weight, so that the law is a count.
+    """
+    one, other = in_eighths(3, 1, seed=5), in_eighths(3, 1, seed=6)
+    tree = propose(SpecInfer([(2,), (1, 1)]), [one, other], grid(4))
+    assert tree.draws is not None
+    tokens = tree.token_ids.gather(1, tree.draws.nodes)
+    # The first model's two draws, then the second model's path.
+    number = (tokens * torch.tensor([27, 9, 3, 1])).sum(1)
+    found = number.bincount(minlength=81).double() / len(tokens)
+    first = one.table[0]
+    path = other.table[0][:, None] * other.table[1:4]
+    assert found.view(3, 3, 3, 3).allclose(
+        first[:, None, None, None] * first[:, None, None] * path, atol=EXACT
+    )
+
+
+@pytest.mark.parametrize(("vocab_size", "branching_factors"), SHAPES)
+def test_rows_belong_to_the_drawing_model(
+    vocab_size: int, branching_factors: list[tuple[int, ...]]
+) -> None:
+    """Red when a draw points to another model's distribution, or to another node's."""
+    models = two_models("random", vocab_size, len(branching_factors))
+    tree = all_trees(SpecInfer(branching_factors), models).tree
+    draws, prefixes = tree.draws, models[0].prefixes(tree)
+    assert draws is not None
+    assert not bool(draws.from_rest.any())
+    above = prefixes.gather(1, draw_parents(tree))
+    reqs = torch.arange(tree.num_reqs)[:, None]
+    drawn_from = draws.probs[reqs, draws.rows]
+    laws = torch.stack([model.table[above] for model in models])
+    author = (laws == drawn_from).all(-1).int()
+    assert author.sum(0).eq(1).all()
+    # Below each node the models come in their order.
+    author = author.argmax(0)
+    together = draw_parents(tree)[:, 1:] == draw_parents(tree)[:, :-1]
+    assert bool((author[:, 1:] >= author[:, :-1])[together].all())
+    counts = [factors[0] for factors in branching_factors]
+    first = author[:, : sum(counts)].flatten().bincount().tolist()
+    assert first == [count * tree.num_reqs for count in counts]
+
+
+def test_merged_node_has_the_draws_of_both_models() -> None:
+    """Red when a node drawn by two models loses one model's draws below it."""
+    one = Language(torch.tensor([[1.0, 0], [1, 0], [1, 0]]).double())
+    other = Language(torch.tensor([[1.0, 0], [0, 1], [0, 1]]).double())
+    uniforms = torch.full((1, 5), 0.5, dtype=torch.float64)
+    tree = propose(SpecInfer([(1, 2), (1, 1)]), [one, other], uniforms)
+    assert tree.draws is not None
+    assert tree.num_nodes.tolist() == [4]
+    assert tree.token_ids.tolist() == [[0, 0, 0, 1, 0, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 1, -1, -1]]
+    assert tree.draws.nodes.tolist() == [[1, 1, 2, 2, 3]]
+    # Rows: the first model's two levels, then the second model's.
+    assert tree.draws.rows.tolist() == [[0, 2, 1, 1, 3]]
+
+
+@pytest.mark.parametrize(("vocab_size", "branching_factors"), SHAPES)
+@pytest.mark.parametrize("kind", ["random", "zeros", "disjoint", "peaked"])
+def test_emitted_law_is_the_targets(
+    kind: str, vocab_size: int, branching_factors: list[tuple[int, ...]]
+) -> None:
+    """Red when draws of several models no longer fit multi-round rejection."""
+    models = two_models(kind, vocab_size, len(branching_factors))
+    _, target = random_tables(kind, vocab_size, 2, seed=9)
+    drawn = all_trees(SpecInfer(branching_factors), models)
+    assert float(drawn.weights.sum()) == pytest.approx(1, abs=EXACT)
+    assert law_error(multi_round, drawn, target) < EXACT
+
+
+def test_another_models_rows_are_noticed() -> None:
+    """Red when swapped draft distributions would pass for lossless."""
+    _, target = random_tables("random", 3, 2, seed=9)
+    drawn = all_trees(SpecInfer([(1,), (1,)]), two_models("random", 3))
+    draws = drawn.tree.draws
+    assert draws is not None
+    tree = replace(drawn.tree, draws=replace(draws, rows=1 - draws.rows))
+    error = law_error(multi_round, Weighted(tree, drawn.weights), target)
+    assert error > NOTICEABLE
+
+
+# Greedy
+
+
+def greedy_tree(top_k: Tensor | None = None) -> list[list[list[int]]]:
+    """Tokens and parents of a tree that two models propose at temperature 0."""
+    one, other = torch.zeros(31, 5), torch.zeros(31, 5)
+    one[:, [3, 1]] = torch.tensor([2.0, 1.0])
+    other[:, [3, 4]] = torch.tensor([2.0, 1.0])
+    sampling = SamplingTensors(torch.zeros(1), top_k=top_k, all_greedy=True)
+    uniforms = torch.zeros(1, 8, dtype=torch.float64)
+    tree = propose(
+        SpecInfer([(2, 1), (2, 1)]),
+        [Language(one), Language(other)],
+        uniforms,
+        sampling,
+    )
+    assert tree.draws is None
+    size = int(tree.num_nodes)
+    return [tree.token_ids[0, :size].tolist(), tree.parents[0, :size].tolist()]
+
+
+def test_greedy_trees_merge_the_likeliest_tokens() -> None:
+    """Red when temperature 0 stops to take every model's top tokens."""
+    assert greedy_tree() == [[0, 3, 1, 4, 3, 3, 3], [-1, 0, 0, 0, 1, 2, 3]]
+
+
+def test_greedy_trees_leave_out_tokens_without_mass() -> None:
+    """Red when top-k below the branching factor drafts tokens without mass."""
+    assert greedy_tree(torch.tensor([1])) == [[0, 3, 3], [-1, 0, 1]]
+
+
+# Spec-config
+
+DRAFTS = [
+    {"model": "one", "branching_factors": [2, 2]},
+    {"model": "other", "branching_factors": [1, 1, 1]},
+]
+
+
+def test_spec_config() -> None:
+    """Red when a draft model does not get the branching factors written beside it."""
+    config = parse_spec_config({"method": "specinfer", "drafts": DRAFTS})
+    assert (config.models, config.rule) == (("one", "other"), "multi_round")
+    assert config.rule in SCORERS
+    proposer = config.proposer()
+    assert isinstance(proposer, SpecInfer)
+    assert proposer.branching_factors == [(2, 2), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({}, "'drafts' is missing; add it"),
+        ({"drafts": []}, "'drafts' is []"),
+        ({"drafts": [{"model": "d"}]}, "'drafts.0.branching_factors' is missing"),
+        ({"drafts": DRAFTS, "model": "d"}, "'model' is not a key of this method"),
+        (
+            {"drafts": [{"model": "d", "branching_factors": [8, 8]}]},
+            "72 draft tokens and at most 63 fit; lower drafts",
+        ),
+        (
+            {"drafts": DRAFTS, "schedule": [{"batch_size": 1, "drafts": DRAFTS[:1]}]},
+            "write ['one', 'other'], only the branching factors may differ",
+        ),
+    ],
+)
+def test_refusals_name_key_and_remedy(spec: dict, says: str) -> None:
+    """Red when bad input is accepted, or refused without naming the key."""
+    with pytest.raises(SpecConfigError) as error:
+        parse_spec_config({"method": "specinfer", **spec})
+    assert says in str(error.value)

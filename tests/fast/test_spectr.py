@@ -1,0 +1,267 @@
+"""SpecTr: the law of its paths, their tree, and what both rules emit from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.enumeration import Weighted, law_error
+from tests.fast.independent_draws import all_trees, grid, in_eighths, propose
+from tests.fast.languages import (
+    Language,
+    LanguageDraft,
+    plain_sampling,
+    random_tables,
+)
+from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.proposers import ProposerInputs, SpecTr
+from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.scorers import SCORERS, k_seq, multi_round
+from vllm_treespec.tree import draw_parents, num_draws
+
+EXACT = 1e-12
+NOTICEABLE = 1e-3
+SHAPES = [(3, 1, 3), (4, 3, 1), (3, 2, 2), (2, 3, 2), (2, 2, 3)]
+
+
+@pytest.mark.parametrize(("num_paths", "depth"), [(1, 1), (4, 1), (1, 5), (4, 5)])
+def test_limits(num_paths: int, depth: int) -> None:
+    """Red when a tree outgrows what the engine makes room for."""
+    proposer = SpecTr(num_paths, depth)
+    assert proposer.max_nodes == 1 + num_paths * depth
+    assert proposer.max_draws == proposer.num_uniforms == num_paths * depth
+    assert proposer.max_width == proposer.max_leaves == num_paths
+    assert proposer.max_depth == depth
+    assert proposer.num_draft_models == 1
+    uniforms = torch.linspace(0, 0.999, num_paths * depth, dtype=torch.float64)
+    tree = proposer.propose(
+        ProposerInputs(
+            root_token_ids=torch.zeros(1, dtype=torch.int64),
+            sampling=plain_sampling(1),
+            uniforms=uniforms[None],
+            draft_models=[EvenDraft()],
+        )
+    )
+    assert tree.num_nodes.tolist() == [proposer.max_nodes]
+    assert tree.depths[0].bincount().tolist() == [1] + [num_paths] * depth
+
+
+class EvenDraft:
+    """A draft model to which a thousand tokens are always equally likely."""
+
+    def root_logits(self) -> Tensor:
+        return torch.full((1, 1000), 1e-3, dtype=torch.float64)
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        return self.root_logits().expand(*token_ids.shape, 1000)
+
+
+def test_paths_are_independent() -> None:
+    """Red when the paths' joint law stops being the product of the draft's laws.
+
+    Every number of the grid has the same weight, so that the law is a count.
+    """
+    draft = in_eighths(3, 1, seed=3)
+    proposer = SpecTr(2, 2)
+    tree = propose(proposer, [draft], grid(4))
+    assert tree.draws is not None
+    ends = draft.prefixes(tree).gather(1, tree.draws.nodes[:, 2:]) - 4
+    found = Counter(tuple(sorted(pair)) for pair in ends.tolist())
+    law = draft.joint_law(start(draft), 2)
+    for i in range(9):
+        for j in range(i, 9):
+            mass = float(law[i] * law[j]) * (1 if i == j else 2)
+            assert found[i, j] / len(ends) == pytest.approx(mass, abs=EXACT)
+
+
+def start(draft: Language) -> Tensor:
+    reached = draft.no_mass()
+    reached[0] = 1
+    return reached
+
+
+@pytest.mark.parametrize(("vocab_size", "num_paths", "depth"), SHAPES)
+def test_equal_prefixes_are_one_node_and_every_path_a_draw(
+    vocab_size: int, num_paths: int, depth: int
+) -> None:
+    """Red when merging loses a path or keeps a prefix twice."""
+    draft, _ = random_tables("random", vocab_size, depth)
+    tree = all_trees(SpecTr(num_paths, depth), [draft]).tree
+    draws, prefixes = tree.draws, draft.prefixes(tree)
+    assert draws is not None
+    assert not bool(draws.from_rest.any())
+    assert bool((draws.nodes > 0).all())
+    hits = torch.zeros_like(tree.parents)
+    hits.scatter_add_(1, draws.nodes, torch.ones_like(draws.nodes))
+    inner = tree.is_node() & (tree.depths < depth)
+    hits[:, 0] = num_paths
+    assert num_draws(tree)[inner].equal(hits[inner])
+    for row, size in zip(prefixes.tolist(), tree.num_nodes.tolist(), strict=True):
+        assert len(set(row[:size])) == size
+    # Whatever was drawn below a node was drawn from the draft's law after it.
+    above = prefixes.gather(1, draw_parents(tree))
+    reqs = torch.arange(tree.num_reqs)[:, None]
+    assert draws.probs[reqs, draws.rows].equal(draft.table[above])
+
+
+class PlaceDraft(LanguageDraft):
+    """A draft model that after any level gives place ``i`` of it token ``i``."""
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        probs = super().extend(token_ids, parents)
+        return torch.eye(*probs.shape[1:], dtype=probs.dtype).expand_as(probs)
+
+
+def test_equal_prefixes_share_one_distribution() -> None:
+    """Red when rounding in a forward gives the draws of one node several laws."""
+    draft, target = random_tables("random", 3, 3)
+    uniforms = torch.rand(
+        (50, 9), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    sampling = plain_sampling(50)
+    tree = SpecTr(3, 3).propose(
+        ProposerInputs(
+            root_token_ids=torch.zeros(50, dtype=torch.int64),
+            sampling=sampling,
+            uniforms=uniforms,
+            draft_models=[PlaceDraft(draft, 50)],
+        )
+    )
+    draws, parents = tree.draws, draw_parents(tree)
+    assert draws is not None
+    together = parents[:, 1:] == parents[:, :-1]
+    assert bool(together[:, 3:].any())
+    assert draws.rows[:, 1:][together].equal(draws.rows[:, :-1][together])
+    probs = draws.probs[torch.arange(50)[:, None], draws.rows]
+    tokens = tree.token_ids.gather(1, draws.nodes)
+    assert bool((probs.gather(2, tokens[..., None]) > 0).all())
+    k_seq(tree, target.target_logits(tree, sampling), uniforms.repeat(1, 2))
+
+
+@pytest.mark.parametrize(("vocab_size", "num_paths", "depth"), SHAPES)
+@pytest.mark.parametrize("kind", ["random", "zeros", "equal", "two_tokens", "peaked"])
+def test_multi_round_emits_the_targets_law(
+    kind: str, vocab_size: int, num_paths: int, depth: int
+) -> None:
+    """Red when draws, their order or their rows stop to fit multi-round rejection."""
+    draft, target = random_tables(kind, vocab_size, depth)
+    drawn = all_trees(SpecTr(num_paths, depth), [draft])
+    assert float(drawn.weights.sum()) == pytest.approx(1, abs=EXACT)
+    assert law_error(multi_round, drawn, target) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "num_paths", "depth"),
+    [("random", 4, 3, 1), ("zeros", 3, 2, 2), ("random", 2, 2, 2)],
+)
+def test_k_seq_emits_the_targets_law(
+    kind: str, vocab_size: int, num_paths: int, depth: int
+) -> None:
+    """Red when the paths through a node stop to be draws from its one law."""
+    draft, target = random_tables(kind, vocab_size, depth)
+    drawn = all_trees(SpecTr(num_paths, depth), [draft])
+    assert law_error(k_seq, drawn, target) < EXACT
+
+
+def test_forgotten_repeats_are_noticed() -> None:
+    """Red when dropping the draws that repeat a token would pass for lossless."""
+    draft, target = random_tables("random", 3, 1)
+    drawn = all_trees(SpecTr(2, 1), [draft])
+    draws = drawn.tree.draws
+    assert draws is not None
+    nodes = draws.nodes.clone()
+    nodes[nodes[:, 0] == nodes[:, 1], 1] = 0
+    tree = replace(drawn.tree, draws=replace(draws, nodes=nodes))
+    error = law_error(multi_round, Weighted(tree, drawn.weights), target)
+    assert error > NOTICEABLE
+
+
+# Greedy
+
+
+def bigrams(size: int) -> Language:
+    """Logits of a language in which only the last token matters, two tokens deep."""
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn((size + 1, size), generator=generator)
+    last = torch.cat([torch.zeros(1), 1 + torch.arange(size + size**2) % size])
+    return Language(table[last.long()])
+
+
+def test_greedy_paths_start_with_the_likeliest_tokens() -> None:
+    """Red when temperature 0 draws one chain, or anything but greedy paths."""
+    draft = bigrams(9)
+    sampling = SamplingTensors(torch.zeros(1), all_greedy=True)
+    tree = propose(SpecTr(3, 3), [draft], torch.zeros(1, 9).double(), sampling)
+    assert tree.draws is None
+    assert tree.num_nodes.tolist() == [10]
+    first = draft.table[0].topk(3).indices
+    second = draft.table[1 + first].argmax(1)
+    third = draft.table[1 + second].argmax(1)
+    assert tree.token_ids[0, 1:].tolist() == [*first, *second, *third]
+    assert tree.parents[0].tolist() == [-1, 0, 0, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_greedy_paths_of_a_one_token_distribution_are_one_chain() -> None:
+    """Red when top-k below the number of paths drafts tokens without mass."""
+    sampling = SamplingTensors(
+        torch.zeros(2), top_k=torch.tensor([1, 2]), all_greedy=True
+    )
+    uniforms = torch.zeros(2, 6).double()
+    tree = propose(SpecTr(3, 2), [bigrams(9)], uniforms, sampling)
+    assert tree.num_nodes.tolist() == [3, 5]
+
+
+def test_mixed_batch_equals_its_parts() -> None:
+    """Red when greedy and sampled requests disturb each other."""
+    draft, proposer = bigrams(9), SpecTr(3, 3)
+    uniforms = torch.rand(
+        (4, 9), generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    temperature = torch.tensor([0.0, 1.0, 0.0, 0.5])
+    mixed = propose(proposer, [draft], uniforms, SamplingTensors(temperature))
+    assert mixed.draws is not None
+    for greedy in (True, False):
+        rows = ((temperature == 0) == greedy).nonzero()[:, 0]
+        part = SamplingTensors(
+            temperature[rows], all_greedy=greedy, all_random=not greedy
+        )
+        alone = propose(proposer, [draft], uniforms[rows], part)
+        kept = mixed.select(rows)
+        assert alone.token_ids.equal(kept.token_ids)
+        assert alone.parents.equal(kept.parents)
+        assert alone.num_nodes.equal(kept.num_nodes)
+
+
+# Spec-config
+
+
+def test_spec_config() -> None:
+    """Red when a key does not reach the proposer, or the default rule changes."""
+    spec = {"method": "spectr", "model": "draft", "num_paths": 4, "depth": 5}
+    config = parse_spec_config(spec)
+    assert (config.models, config.rule) == (("draft",), "k_seq")
+    proposer = config.proposer()
+    assert isinstance(proposer, SpecTr)
+    assert (proposer.num_paths, proposer.max_depth) == (4, 5)
+    other = parse_spec_config({**spec, "scorer": "multi_round"})
+    assert other.rule == "multi_round"
+    assert {config.rule, other.rule} < SCORERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"depth": 2}, "'num_paths' is missing; add it"),
+        ({"num_paths": 8, "depth": 8}, "64 draft tokens and at most 63 fit; lower num"),
+        ({"num_paths": 2, "depth": 2, "scorer": "sd"}, "'scorer' is 'sd'"),
+    ],
+)
+def test_refusals_name_key_and_remedy(keys: dict, says: str) -> None:
+    """Red when bad input is accepted, or refused without naming the key."""
+    with pytest.raises(SpecConfigError) as error:
+        parse_spec_config({"method": "spectr", "model": "d", **keys})
+    assert says in str(error.value)

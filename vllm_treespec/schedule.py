@@ -1,0 +1,85 @@
+"""Which tree a step draws: by batch size, and by what was accepted so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_treespec.config import ScheduledTree
+
+# Scored trees after which a measured acceptance length counts, and over which it runs.
+TRIAL_TREES = 64
+MEMORY_TREES = 512
+# Steps for which a tree that was given up is left out.
+REST_STEPS = 2048
+
+
+@dataclass
+class Measured:
+    """What one tree of the schedule has brought lately."""
+
+    trees: float = 0.0
+    emitted: float = 0.0
+    rests_until: int = 0
+
+
+class AdaptiveSchedule:
+    """Chooses the tree of every step; ``None`` stands for plain decoding.
+
+    The first tree of the schedule whose batch size is large enough is drawn, unless
+    it was given up: its mean acceptance length over the last trees fell below its
+    ``min_acceptance_length``. Such a tree is tried again after a while. The choice
+    depends on past steps alone and is the same on every rank; it changes what
+    drafting costs, never what is emitted.
+    """
+
+    def __init__(self, trees: Sequence[ScheduledTree]) -> None:
+        """Take the schedule's trees in their order."""
+        self.trees = trees
+        self.measured = [Measured() for _ in trees]
+        self.step = 0
+        self.always: int | None = None
+
+    def choose(self, num_reqs: int) -> int | None:
+        """Index of the tree for a step of ``num_reqs`` requests; None = plain."""
+        self.step += 1
+        if self.always is not None:
+            return self.always
+        for index, tree in enumerate(self.trees):
+            if (
+                num_reqs <= tree.batch_size
+                and self.step >= self.measured[index].rests_until
+            ):
+                return index
+        return None
+
+    def observe(self, index: int, num_accepted: Sequence[int]) -> None:
+        """Count scored trees; gives a tree up whose drafts are not worth it."""
+        measured = self.measured[index]
+        measured.trees += len(num_accepted)
+        measured.emitted += len(num_accepted) + sum(num_accepted)
+        if measured.trees < TRIAL_TREES:
+            return
+        acceptance_length = measured.emitted / measured.trees
+        if acceptance_length < self.trees[index].min_acceptance_length:
+            self.measured[index] = Measured(rests_until=self.step + REST_STEPS)
+        elif measured.trees > MEMORY_TREES:
+            measured.trees /= 2
+            measured.emitted /= 2
+
+    def use_always(self, shape: dict[str, object] | None) -> None:
+        """Draw the tree of this shape in every step; None: follow the schedule.
+
+        Raises:
+            ValueError: when the schedule has no such tree.
+
+        """
+        if shape is None:
+            self.always = None
+            return
+        for index, tree in enumerate(self.trees):
+            if tree.config == tree.config.with_shape(shape):
+                self.always = index
+                return
+        known = ", ".join(tree.name for tree in self.trees)
+        raise ValueError(f"the schedule has no tree {shape}; it has {known}")
