@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_treespec.soak.cli import soak
+
 app = typer.Typer(
     name="treespec",
     help="Lossless tree speculative decoding through stock vLLM.",
@@ -92,6 +94,9 @@ def train(context: typer.Context) -> None:
     from vllm_treespec.train import cli
 
     typer.main.get_group(cli.app).main(args=context.args, prog_name="treespec train")
+
+
+app.command()(soak)
 
 
 @app.command()

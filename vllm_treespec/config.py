@@ -163,13 +163,17 @@ class ScheduledTree:
 
     @property
     def name(self) -> str:
-        """Method and shape, for metrics: ``rsd_s 3x2``."""
-        parts = []
-        for value in self.config.shape.values():
-            parts.append(
-                ".".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            )
-        return " ".join([self.config.name, "x".join(parts)]).strip()
+        """Method and shape, for metrics: ``rsd_s 3x2``, ``rsd_c 3.2.1``."""
+        shape = "x".join(_short(value) for value in self.config.shape.values())
+        return f"{self.config.name} {shape}"
+
+
+def _short(value: Any) -> str:
+    """A number, or branching factors of one or several draft models."""
+    if not isinstance(value, tuple):
+        return str(value)
+    separator = "+" if isinstance(value[0], tuple) else "."
+    return separator.join(_short(part) for part in value)
 
 
 class DraftModelConfig(MethodConfig):

@@ -125,6 +125,7 @@ def refuse_arguments(args: EngineArgs) -> None:
         "decode_context_parallel_size": args.decode_context_parallel_size > 1,
         "enable_dbo": args.enable_dbo,
         "kv_transfer_config": args.kv_transfer_config is not None,
+        "kv_offloading_size": args.kv_offloading_size is not None,
         "logits_processors": bool(args.logits_processors),
         "async_scheduling": bool(args.async_scheduling),
         "kv_cache_dtype": args.kv_cache_dtype not in ("auto", "bfloat16", "float16"),

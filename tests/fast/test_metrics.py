@@ -93,7 +93,7 @@ def started(vllm_config: Any, engines: list[int] | None = None) -> TreeStatLogge
 def test_vllm_counters_on_trees() -> None:
     """Red when vLLM counts other things than trees, drafted nodes and depths."""
     prom = SpecDecodingProm(
-        SimpleNamespace(num_speculative_tokens=MAX_DRAFTS),  # type: ignore[arg-type]
+        SimpleNamespace(num_speculative_tokens=MAX_DRAFTS),
         ["model_name", "engine"],
         {0: [MODEL, "0"]},
     )
@@ -257,13 +257,13 @@ def test_attached_offline() -> None:
         manager = object.__new__(StatLoggerManager)
         manager.engine_indexes, manager.stat_loggers = [0], []
         engine = SimpleNamespace(vllm_config=vllm_config, logger_manager=manager)
-        attach(SimpleNamespace(llm_engine=engine))  # type: ignore[arg-type]
+        attach(SimpleNamespace(llm_engine=engine))
         manager.record(scheduler_stats(TREES), None)
         shown = {m.name: m.value for m in get_metrics_snapshot() if type(m) is Counter}
         assert shown["vllm:treespec_num_nodes_wasted"] == 22
     silent = SimpleNamespace(llm_engine=SimpleNamespace(logger_manager=None))
     with pytest.raises(ValueError, match="disable_log_stats=False"):
-        attach(silent)  # type: ignore[arg-type]
+        attach(silent)
 
 
 def test_step_costs_microseconds(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ def p_of_tokens(law: list[float], seed: int) -> float:
     """p-value for a sample of this law against one of a fixed law."""
     first, second = tokens(law, 30, 2 * seed), tokens([0.5, 0.3, 0.2], 10, 2 * seed + 1)
     draws = np.random.default_rng(seed)
-    return token_chi_square(first, second, draws, PERMUTATIONS)
+    p_value = token_chi_square(first, second, draws, PERMUTATIONS)
+    assert p_value is not None
+    return p_value
 
 
 def test_other_tokens_are_noticed_and_equal_ones_are_not() -> None:
@@ -75,3 +77,9 @@ def test_chi_square_is_pearsons() -> None:
     mine = chi_square(indicator([*first, *second]), labels)[0] * (1 + 20 / 30)
     table = [[12, 8], [9, 21]]
     assert mine == pytest.approx(chi2_contingency(table, correction=False).statistic)
+
+
+def test_too_few_tokens_give_no_p_value() -> None:
+    """Red when tokens seen once or twice are taken for evidence."""
+    draws = np.random.default_rng(0)
+    assert token_chi_square([[[1], [1]]], [[[1], [2]]], draws) is None

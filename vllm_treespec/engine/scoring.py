@@ -116,26 +116,28 @@ def with_plain_samples(
         is_plain[tree_reqs] = False
         tokens[is_plain, 0] = plain.sampled_token_ids[is_plain, 0].long()
     logprobs = None
-    if metadata.max_num_logprobs is not None:
+    if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
         rows = first_row[:, None].repeat(1, tokens.shape[1])
         rows[tree_reqs, 1:] += scored.path.clamp(min=0)
-        logprobs = emitted_logprobs(
-            sampler, logits, rows, tokens, metadata.max_num_logprobs
-        )
+        logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)
 
 
 def emitted_logprobs(
-    sampler: Any, logits: Tensor, rows: Tensor, tokens: Tensor, num_logprobs: int
+    sampler: Any,
+    metadata: SamplingMetadata,
+    logits: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
 ) -> LogprobsTensors:
     """Log probabilities of emitted tokens, each at the node it was emitted after.
 
     Args:
         sampler: vLLM's sampler.
+        metadata: how many top tokens, or which tokens, to report besides.
         logits: [num_rows, vocab_size].
         rows: int64 [num_reqs, max_emitted], logits row of each emitted token.
         tokens: int64 [num_reqs, max_emitted], padded with -1.
-        num_logprobs: how many top tokens to report besides.
 
     """
     used = logits[rows.flatten()]
@@ -143,4 +145,10 @@ def emitted_logprobs(
         values = used.to(torch.float32)
     else:
         values = sampler.compute_logprobs(used)
-    return sampler.gather_logprobs(values, num_logprobs, tokens.flatten().clamp(min=0))
+    emitted = tokens.flatten().clamp(min=0)
+    if metadata.logprob_token_ids:
+        # Like vLLM, for the whole batch. Such requests emit one token a step.
+        width = tokens.shape[1]
+        chosen = {req * width: ids for req, ids in metadata.logprob_token_ids.items()}
+        return sampler.gather_specific_token_logprobs(values, chosen, emitted)
+    return sampler.gather_logprobs(values, metadata.max_num_logprobs, emitted)

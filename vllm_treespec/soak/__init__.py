@@ -1,0 +1,1 @@
+"""Random requests over everything a request can carry, through one engine."""
