@@ -218,8 +218,9 @@ def tree_side(spec: dict[str, Any], eager: bool) -> Side:
     spec = {"schedule": "fixed", **spec}
     config = parse_spec_config(spec)
     (tree, *_) = config.scheduled()
+    name = tree.name.replace(" ", "-")
     return Side(
-        name=tree.name.replace(" ", "-"),
+        name=name if config.schedule == "fixed" else f"{name}-adaptive",
         family=spec["method"],
         engine={"enforce_eager": eager, "speculative_config": spec},
         budget=config.proposer().max_nodes - 1,

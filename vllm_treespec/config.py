@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from math import prod
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -14,177 +14,14 @@ from pydantic import (
     PositiveInt,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
-from vllm_treespec.proposers import PROPOSERS, Proposer, Suffix
-from vllm_treespec.tree import MAX_NODES
-
-MAX_DRAFTS = MAX_NODES - 1
-NO_LIMIT = 2**31
+from vllm_treespec.method_config import MAX_DRAFTS, DraftModelConfig, MethodConfig
+from vllm_treespec.proposers import Proposer, Suffix
 
 
 class SpecConfigError(ValueError):
     """A spec-config that cannot work; the message names the key and the remedy."""
-
-
-class TypicalAcceptanceConfig(BaseModel):
-    """Typical acceptance: faster, and *not* the target's distribution."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    epsilon: float = Field(gt=0, lt=1, description="highest acceptance threshold")
-    delta: float = Field(gt=0, description="threshold times exp(-entropy)")
-
-
-class ScheduleEntry(BaseModel):
-    """A tree for steps of up to ``batch_size`` requests.
-
-    Besides the keys here it takes those that shape the method's tree; without them
-    it stands for the tree of the spec-config itself.
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    batch_size: PositiveInt = Field(description="most running requests in a step")
-    min_acceptance_length: float = Field(
-        default=1.0, ge=1.0, description="give this tree up when less is measured"
-    )
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """The keys that shape the tree."""
-        return dict(self.model_extra or {})
-
-
-class MethodConfig(BaseModel):
-    """What all methods share."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
-
-    # keys that shape the tree, and may stand in a schedule
-    SHAPE: ClassVar[tuple[str, ...]] = ()
-
-    max_trees: PositiveInt = Field(
-        default=16, description="requests that may carry a tree in one step"
-    )
-    schedule: tuple[ScheduleEntry, ...] | Literal["default", "fixed"] = Field(
-        default="default", description="trees by batch size; fixed: always the same"
-    )
-    lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
-        default=None, description="give up the target's distribution for speed"
-    )
-
-    @property
-    def name(self) -> str:
-        """The method's name."""
-        return str(self.model_dump()["method"])
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Folders or hub ids of the draft models, in the proposer's order."""
-        return ()
-
-    @property
-    def rule(self) -> str:
-        """Name of the verification rule for sampled requests."""
-        return "recursive_rejection"
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """The keys that shape the tree."""
-        return self.model_dump(include=set(self.SHAPE))
-
-    def proposer(self) -> Proposer:
-        """Make the proposer that this spec-config describes."""
-        return PROPOSERS[self.name](**self.shape)
-
-    def with_shape(self, shape: Mapping[str, Any]) -> Self:
-        """Make a spec-config of this method with another tree, used at any batch size.
-
-        Raises:
-            ValueError: when a key does not shape this method's tree.
-
-        """
-        for key in shape:
-            if key not in self.SHAPE:
-                raise ValueError(
-                    f"'schedule' has an entry with '{key}', which does not shape a "
-                    f"{self.name} tree; write {', '.join(self.SHAPE) or 'no such key'}"
-                )
-        changed = {**self.model_dump(), "schedule": "fixed", **shape}
-        try:
-            return type(self).model_validate(changed)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(str(part) for part in problem["loc"]) or "the tree"
-            raise ValueError(
-                f"'schedule' has an entry in which {where} is wrong: {problem['msg']}"
-            ) from None
-
-    def scheduled(self) -> list[ScheduledTree]:
-        """Every tree of the schedule with its limits, in the schedule's order."""
-        if self.schedule == "fixed":
-            return [ScheduledTree(self, NO_LIMIT, 1.0)]
-        entries = self.schedule
-        if not isinstance(entries, tuple):
-            entries = default_schedule(self)
-        return [
-            ScheduledTree(
-                self.with_shape(entry.shape),
-                entry.batch_size,
-                entry.min_acceptance_length,
-            )
-            for entry in entries
-        ]
-
-    @model_validator(mode="after")
-    def _tree_fits(self) -> MethodConfig:
-        num_drafts = self.proposer().max_nodes - 1
-        if num_drafts > MAX_DRAFTS:
-            raise ValueError(
-                f"the tree has {num_drafts} draft tokens and at most {MAX_DRAFTS} fit; "
-                f"lower {', '.join(self.SHAPE)}"
-            )
-        if self.schedule == ():
-            raise ValueError("'schedule' is empty; remove it, or write 'fixed'")
-        self.scheduled()
-        return self
-
-
-@dataclass(frozen=True)
-class ScheduledTree:
-    """One tree of a schedule."""
-
-    config: MethodConfig
-    # most running requests in a step
-    batch_size: int
-    min_acceptance_length: float
-
-    @property
-    def name(self) -> str:
-        """Method and shape, for metrics: ``rsd_s 3x2``, ``rsd_c 3.2.1``."""
-        shape = "x".join(_short(value) for value in self.config.shape.values())
-        return f"{self.config.name} {shape}"
-
-
-def _short(value: Any) -> str:
-    """A number, or branching factors of one or several draft models."""
-    if not isinstance(value, tuple):
-        return str(value)
-    separator = "+" if isinstance(value[0], tuple) else "."
-    return separator.join(_short(part) for part in value)
-
-
-class DraftModelConfig(MethodConfig):
-    """What all methods with one draft model share."""
-
-    model: str = Field(min_length=1, description="folder or hub id of the draft model")
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The one draft model."""
-        return (self.model,)
 
 
 class SdConfig(DraftModelConfig):
@@ -194,6 +31,10 @@ class SdConfig(DraftModelConfig):
 
     method: Literal["sd"]
     depth: PositiveInt = Field(le=MAX_DRAFTS, description="draft tokens")
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """One draft token."""
+        return [({"depth": 1}, 2)]
 
 
 class RsdCConfig(DraftModelConfig):
@@ -206,6 +47,14 @@ class RsdCConfig(DraftModelConfig):
         min_length=1, max_length=MAX_DRAFTS, description="children per node, by level"
     )
 
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """One level of four draft tokens, then of two."""
+        width = prod(self.branching_factors)
+        return [
+            ({"branching_factors": (min(4, width),)}, 1),
+            ({"branching_factors": (min(2, width),)}, 2),
+        ]
+
 
 class RsdSConfig(DraftModelConfig):
     """A tree drawn by stochastic beam search."""
@@ -215,6 +64,13 @@ class RsdSConfig(DraftModelConfig):
     method: Literal["rsd_s"]
     beam_width: PositiveInt = Field(le=MAX_DRAFTS, description="nodes per level")
     depth: PositiveInt = Field(le=MAX_DRAFTS, description="levels below the root")
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """One level of four draft tokens, then of two."""
+        return [
+            ({"beam_width": min(4, self.beam_width), "depth": 1}, 1),
+            ({"beam_width": min(2, self.beam_width), "depth": 1}, 2),
+        ]
 
 
 class SpecTrConfig(DraftModelConfig):
@@ -233,6 +89,13 @@ class SpecTrConfig(DraftModelConfig):
     def rule(self) -> str:
         """The rule that the spec-config names."""
         return self.scorer
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """One level of four draft tokens, then of two."""
+        return [
+            ({"num_paths": min(4, self.num_paths), "depth": 1}, 1),
+            ({"num_paths": min(2, self.num_paths), "depth": 1}, 2),
+        ]
 
 
 class SpecInferDraft(BaseModel):
@@ -302,6 +165,13 @@ class SuffixConfig(MethodConfig):
         """Drafts that were not drawn have no distribution to reject by."""
         return "target_draw"
 
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Four draft tokens, then two."""
+        return [
+            ({"num_drafts": min(4, self.num_drafts)}, 2),
+            ({"num_drafts": min(2, self.num_drafts)}, 4),
+        ]
+
     def proposer(self) -> Proposer:
         """Make the proposer, with an empty cache."""
         return Suffix(
@@ -325,14 +195,6 @@ METHODS: dict[str, type[MethodConfig]] = {
 _ADAPTER: TypeAdapter[SpecConfig] = TypeAdapter(
     Annotated[SpecConfig, Field(discriminator="method")]
 )
-
-
-def default_schedule(config: MethodConfig) -> tuple[ScheduleEntry, ...]:
-    """The schedule of a spec-config that gives none: its tree up to a batch of two.
-
-    Measured on two CPU cores with a 135M target (docs/adaptive.md).
-    """
-    return (ScheduleEntry(batch_size=2, min_acceptance_length=1.3),)
 
 
 def parse_spec_config(spec: Mapping[str, Any]) -> MethodConfig:

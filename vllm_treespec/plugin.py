@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_treespec.config import (
     METHODS,
-    MethodConfig,
     SpecConfigError,
     parse_spec_config,
 )
+from vllm_treespec.method_config import MethodConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -5,10 +5,22 @@ import pytest
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
 
+MODEL = {"model": "draft"}
 GOOD: dict[str, tuple[dict, int]] = {
-    "sd": ({"depth": 4}, 5),
-    "rsd_c": ({"branching_factors": [2, 2, 1]}, 11),
-    "rsd_s": ({"beam_width": 4, "depth": 4}, 17),
+    "sd": ({**MODEL, "depth": 4}, 5),
+    "rsd_c": ({**MODEL, "branching_factors": [2, 2, 1]}, 11),
+    "rsd_s": ({**MODEL, "beam_width": 4, "depth": 4}, 17),
+    "spectr": ({**MODEL, "num_paths": 3, "depth": 2}, 7),
+    "specinfer": (
+        {
+            "drafts": [
+                {"model": "one", "branching_factors": [2, 1]},
+                {"model": "two", "branching_factors": [3]},
+            ]
+        },
+        8,
+    ),
+    "suffix": ({"num_drafts": 8, "depth": 4}, 9),
 }
 
 
@@ -21,7 +33,7 @@ def test_every_method_is_covered() -> None:
 def test_spec_config_makes_its_proposer(method: str) -> None:
     """Turns red when a key is not handed to the proposer it is for."""
     keys, num_nodes = GOOD[method]
-    config = parse_spec_config({"method": method, "model": "draft", **keys})
+    config = parse_spec_config({"method": method, **keys})
     assert config.max_trees == 16
     proposer = config.proposer()
     assert proposer.name == method

@@ -271,12 +271,12 @@ def test_step_costs_microseconds(tmp_path: Path) -> None:
     vllm_config = config({"treespec": {}})
     worker = StepStats()
     worker.share(vllm_config)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(1000):
         for stage in metrics.ALL_STAGES:
             worker.spent(stage, 0.001)
         worker.mode("rsd_s")
-    assert time.perf_counter() - start < 1000 * 50e-6
+    assert time.process_time() - start < 1000 * 50e-6
 
 
 def test_names_are_documented() -> None:

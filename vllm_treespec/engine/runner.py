@@ -33,6 +33,16 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+@dataclass(frozen=True)
+class WrittenTokens:
+    """How far the target has computed each request of the batch."""
+
+    # int64 [num_reqs]: all tokens before it; a sampled request's root lies there
+    end: np.ndarray
+    # bool [num_reqs]: got new tokens in this step
+    sampled: np.ndarray
+
+
 @dataclass
 class TreeStep:
     """The trees that the target scores in the running step."""
@@ -292,12 +302,15 @@ class TreeRunnerMixin:
             self.proposal = None
             self.drafter.forget(scheduler_output.finished_req_ids)
             drafts: list[list[int]] = [[] for _ in range(batch.num_reqs)]
-            committed = self._committed_tokens(sampled_token_ids, scheduled)
+            written = self._written_tokens(sampled_token_ids)
+            if scheduled is None:
+                return drafts
+            committed = self._committed_tokens(written, scheduled)
             if not len(committed.reqs):
                 return drafts
             self.drafter.read(committed)
             drafting = committed.reqs[committed.drafting].tolist()
-            if scheduled is None or not drafting:
+            if not drafting:
                 return drafts
             roots = committed.end[committed.drafting] - 1
             req_ids = [batch.req_ids[r] for r in drafting]
@@ -349,13 +362,8 @@ class TreeRunnerMixin:
             req_ids=[batch.req_ids[r] for r in reqs],
         )
 
-    def _committed_tokens(
-        self, sampled_token_ids: list[list[int]], scheduled: int | None
-    ) -> CommittedTokens:
-        """What the draft models have to read, and which requests draft.
-
-        Without a tree to draw, nothing is read; what the target wrote is noted.
-        """
+    def _written_tokens(self, sampled_token_ids: list[list[int]]) -> WrittenTokens:
+        """Note what the target computed in this step, which nobody has read yet."""
         runner: Any = self
         batch = runner.input_batch
         num_reqs = batch.num_reqs
@@ -364,19 +372,26 @@ class TreeRunnerMixin:
         root = batch.num_tokens_no_spec[:num_reqs].astype(np.int64) - 1
         sampled = np.fromiter((len(s) > 0 for s in sampled_token_ids), bool, num_reqs)
         end = np.where(sampled, root, chunk_end)
-        table = batch.block_table[0]
-        blocks = table.block_table.np[:num_reqs]
-        self.marks.written(blocks, first, end)
+        self.marks.written(batch.block_table[0].block_table.np, first, end)
+        return WrittenTokens(end, sampled)
 
+    def _committed_tokens(
+        self, written: WrittenTokens, scheduled: int
+    ) -> CommittedTokens:
+        """What the draft models have to read, and which requests draft."""
+        runner: Any = self
+        batch = runner.input_batch
+        table = batch.block_table[0]
+        blocks = table.block_table.np
+        depth = self.drafter.proposers[scheduled].max_depth
         plan = ReadingPlan(
             self.marks, runner.max_num_tokens, self.drafter.config.max_trees
         )
-        if scheduled is not None:
-            depth = self.drafter.proposers[scheduled].max_depth
-            for r in range(num_reqs):
-                if self._drafting(batch.req_ids[r]) is not Drafting.NONE:
-                    fits = root[r] + depth + 1 < runner.max_model_len
-                    plan.add(r, blocks[r], int(end[r]), bool(sampled[r] and fits))
+        for r, req_id in enumerate(batch.req_ids):
+            if self._drafting(req_id) is not Drafting.NONE:
+                end = int(written.end[r])
+                fits = end + depth + 1 < runner.max_model_len
+                plan.add(r, blocks[r], end, bool(written.sampled[r]) and fits)
         reqs = np.array(plan.reqs, dtype=np.int64)
         plan.mark(blocks[reqs])
         return CommittedTokens(
@@ -385,7 +400,7 @@ class TreeRunnerMixin:
             first=np.array(plan.first, dtype=np.int64),
             end=np.array(plan.end, dtype=np.int64),
             drafting=np.array(plan.drafting, dtype=np.int64),
-            block_table=table.get_device_tensor(num_reqs)[reqs],
+            block_table=table.get_device_tensor(batch.num_reqs)[reqs],
             num_blocks=table.num_blocks_per_row[reqs],
         )
 

@@ -42,7 +42,10 @@ class SharedTotals:
 
     def __init__(self, file: Path) -> None:
         """Open an existing file for reading."""
-        self._rows = np.memmap(file, dtype=_ROW, mode="r+", shape=(_NUM_ROWS,))
+        mapped = np.memmap(file, dtype=_ROW, mode="r+", shape=(_NUM_ROWS,))
+        # Plain arrays: a step indexes them several times, and memmap's is slow.
+        self._rows = mapped.view(np.ndarray)
+        self._totals = self._rows["total"]
         self._row_of: dict[str, int] = {}
 
     @classmethod
@@ -60,10 +63,11 @@ class SharedTotals:
 
     def add(self, name: str, amount: float) -> None:
         """Add to a total; the name has at most 56 bytes."""
-        row = self._row_of.setdefault(name, len(self._row_of))
-        if not self._rows["name"][row]:
+        row = self._row_of.get(name)
+        if row is None:
+            row = self._row_of[name] = len(self._row_of)
             self._rows["name"][row] = name.encode()
-        self._rows["total"][row] += amount
+        self._totals[row] += amount
 
     def read(self) -> dict[str, float]:
         """All totals, by name."""

@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.reader import Counter
 
 from vllm_treespec.compare import Acceptance
+from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.soak.records import Answer, Completion, End, SoakJob
 from vllm_treespec.soak.requests import SoakRequest
 
@@ -168,7 +169,7 @@ class SoakEngine:
         runner = self.core.model_executor.driver_worker.worker.model_runner
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         processor = self.engine.output_processor
-        places = {
+        places: dict[str, Iterable[str]] = {
             "scheduler": scheduler.requests,
             "scheduler's running list": [r.request_id for r in scheduler.running],
             "KV cache manager": [r for m in managers for r in m.req_to_blocks],
@@ -176,6 +177,13 @@ class SoakEngine:
             "input batch": runner.input_batch.req_id_to_index,
             "output processor": [*processor.request_states, *processor.parent_requests],
         }
+        if self.job.has_trees:
+            places["suffix index"] = [
+                request
+                for proposer in runner.drafter.proposers
+                if isinstance(proposer, Suffix)
+                for request in proposer.cache.running
+            ]
         return {place: list(ids) for place, ids in places.items() if ids}
 
 

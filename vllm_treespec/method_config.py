@@ -1,0 +1,203 @@
+"""What the spec-configs of all methods share: schedule, draft models, trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from vllm_treespec.proposers import PROPOSERS, Proposer
+from vllm_treespec.tree import MAX_NODES
+
+MAX_DRAFTS = MAX_NODES - 1
+NO_LIMIT = 2**31
+
+
+class TypicalAcceptanceConfig(BaseModel):
+    """Typical acceptance: faster, and *not* the target's distribution."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epsilon: float = Field(gt=0, lt=1, description="highest acceptance threshold")
+    delta: float = Field(gt=0, description="threshold times exp(-entropy)")
+
+
+class ScheduleEntry(BaseModel):
+    """A tree for steps of up to ``batch_size`` requests.
+
+    Besides the keys here it takes those that shape the method's tree; without them
+    it stands for the tree of the spec-config itself.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    batch_size: PositiveInt = Field(description="most running requests in a step")
+    min_acceptance_length: float = Field(
+        default=1.0, ge=1.0, description="give this tree up when less is measured"
+    )
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The keys that shape the tree."""
+        return dict(self.model_extra or {})
+
+
+class MethodConfig(BaseModel):
+    """What all methods share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+    # keys that shape the tree, and may stand in a schedule
+    SHAPE: ClassVar[tuple[str, ...]] = ()
+
+    max_trees: PositiveInt = Field(
+        default=16, description="requests that may carry a tree in one step"
+    )
+    schedule: tuple[ScheduleEntry, ...] | Literal["default", "fixed"] = Field(
+        default="default", description="trees by batch size; fixed: always the same"
+    )
+    lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
+        default=None, description="give up the target's distribution for speed"
+    )
+
+    @property
+    def name(self) -> str:
+        """The method's name."""
+        return str(self.model_dump()["method"])
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Folders or hub ids of the draft models, in the proposer's order."""
+        return ()
+
+    @property
+    def rule(self) -> str:
+        """Name of the verification rule for sampled requests."""
+        return "recursive_rejection"
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The keys that shape the tree."""
+        return self.model_dump(include=set(self.SHAPE))
+
+    def proposer(self) -> Proposer:
+        """Make the proposer that this spec-config describes."""
+        return PROPOSERS[self.name](**self.shape)
+
+    def with_shape(self, shape: Mapping[str, Any]) -> Self:
+        """Make a spec-config of this method with another tree, used at any batch size.
+
+        Raises:
+            ValueError: when a key does not shape this method's tree.
+
+        """
+        for key in shape:
+            if key not in self.SHAPE:
+                raise ValueError(
+                    f"'schedule' has an entry with '{key}', which does not shape a "
+                    f"{self.name} tree; write {', '.join(self.SHAPE) or 'no such key'}"
+                )
+        changed = {**self.model_dump(), "schedule": "fixed", **shape}
+        try:
+            return type(self).model_validate(changed)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"]) or "the tree"
+            raise ValueError(
+                f"'schedule' has an entry in which {where} is wrong: {problem['msg']}"
+            ) from None
+
+    def scheduled(self) -> list[ScheduledTree]:
+        """Every tree of the schedule with its limits, in the schedule's order."""
+        if self.schedule == "fixed":
+            return [ScheduledTree(self, NO_LIMIT, 1.0)]
+        if isinstance(self.schedule, tuple):
+            return [
+                ScheduledTree(
+                    self.with_shape(entry.shape),
+                    entry.batch_size,
+                    entry.min_acceptance_length,
+                )
+                for entry in self.schedule
+            ]
+        whole = (self.with_shape({}), 1)
+        smaller = [(self.with_shape(s), n) for s, n in self.smaller_shapes()]
+        trees = [whole, *(tree for tree in smaller if tree != whole)]
+        return [
+            ScheduledTree(tree, batch_size, tree.break_even(batch_size))
+            for tree, batch_size in trees
+        ]
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Smaller trees for the default schedule, with their batch sizes."""
+        return []
+
+    def break_even(self, batch_size: int) -> float:
+        """Acceptance length at which this tree is worth its cost, measured.
+
+        The cost of a step relative to a plain one, for a 135M target and a draft
+        model of 3 layers on two CPU cores: 0.16 for tree and scoring, 0.18 a draft
+        level, 0.045 for each row of the target's forward from the seventh on
+        (docs/adaptive.md).
+        """
+        proposer = self.proposer()
+        levels = proposer.max_depth * len(self.models)
+        extra_rows = max(batch_size * proposer.max_nodes - 6, 0)
+        return round(1.16 + 0.18 * levels + 0.045 * extra_rows, 2)
+
+    @model_validator(mode="after")
+    def _tree_fits(self) -> MethodConfig:
+        num_drafts = self.proposer().max_nodes - 1
+        if num_drafts > MAX_DRAFTS:
+            raise ValueError(
+                f"the tree has {num_drafts} draft tokens and at most {MAX_DRAFTS} fit; "
+                f"lower {', '.join(self.SHAPE)}"
+            )
+        if self.schedule == ():
+            raise ValueError("'schedule' is empty; remove it, or write 'fixed'")
+        self.scheduled()
+        return self
+
+
+@dataclass(frozen=True)
+class ScheduledTree:
+    """One tree of a schedule."""
+
+    config: MethodConfig
+    # most running requests in a step
+    batch_size: int
+    min_acceptance_length: float
+
+    @property
+    def name(self) -> str:
+        """Method and shape, for metrics: ``rsd_s 3x2``, ``rsd_c 3.2.1``."""
+        shape = "x".join(_short(value) for value in self.config.shape.values())
+        return f"{self.config.name} {shape}"
+
+
+def _short(value: Any) -> str:
+    """A number, or branching factors of one or several draft models."""
+    if not isinstance(value, tuple):
+        return str(value)
+    separator = "+" if isinstance(value[0], tuple) else "."
+    return separator.join(_short(part) for part in value)
+
+
+class DraftModelConfig(MethodConfig):
+    """What all methods with one draft model share."""
+
+    model: str = Field(min_length=1, description="folder or hub id of the draft model")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The one draft model."""
+        return (self.model,)
