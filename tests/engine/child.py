@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -202,12 +203,15 @@ def count_preemptions(llm: LLM) -> list[str]:
 def main() -> None:
     """Run the jobs of the request file."""
     request = json.loads(Path(sys.argv[1]).read_text())
-    llm = LLM(**request["llm"])
+    arguments = request["llm"]
+    if "reasoning_config" in arguments:
+        arguments["reasoning_config"] = ReasoningConfig(**arguments["reasoning_config"])
+    llm = LLM(**arguments)
     adapter = None
     if "adapter" in request:
         adapter = LoRARequest("adapter", 1, request["adapter"])
     result: dict[str, Any] = {"jobs": [], "trees": [], "preemptions": []}
-    trees = bool(request["llm"].get("speculative_config"))
+    trees = bool(arguments.get("speculative_config"))
     if "capture_kv" in request:
         import torch
 

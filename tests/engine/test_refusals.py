@@ -49,12 +49,6 @@ CHAIN = {"method": "sd", "depth": 3}
             "64 draft tokens and at most 63 fit; lower beam_width, depth",
         ),
         ({**CHAIN, "model": "/nowhere/draft"}, {}, "no folder /nowhere/draft"),
-        (CHAIN, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        (CHAIN, {"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        (CHAIN, {"enable_lora": True}, "enable_lora=True"),
-        (CHAIN, {"async_scheduling": True}, "async_scheduling=True"),
-        (CHAIN, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-        (CHAIN, {"logprobs_mode": "processed_logprobs"}, "logprobs_mode="),
     ],
 )
 def test_bad_input_is_named(

@@ -175,6 +175,7 @@ def test_gap_is_read_where_the_answers_part() -> None:
         ({"free_blocks": 38}, check.BLOCKS),
         ({"leftovers": {"runner": ["a"]}}, check.LEFTOVERS),
         ({"preemptions": 0}, check.PREEMPTED),
+        ({"trees": 3}, check.DRAFTED),
         ({"memory": [1000.0 + 4 * i for i in range(200)]}, check.MEMORY),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,29 +18,18 @@ from vllm_treespec.engine.branches import (
     commit_copies,
     plan_branches,
 )
-from vllm_treespec.engine.draft_model import CommittedTokens
 from vllm_treespec.engine.drafter import Proposal, TreeDrafter
+from vllm_treespec.engine.drafting import DraftingMixin
 from vllm_treespec.engine.kv_cache import BlockCopier, with_fork_blocks
-from vllm_treespec.engine.reading import ReadingPlan, ReadMarks
-from vllm_treespec.engine.requests import Drafting, drafting, sampling_tensors
+from vllm_treespec.engine.reading import ReadMarks
+from vllm_treespec.engine.requests import sampling_tensors
 from vllm_treespec.engine.scoring import score_trees, with_plain_samples
-from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.tree import TreeBatch
-from vllm_treespec.uniforms import DRAFTING, SCORING, UniformSource
+from vllm_treespec.uniforms import SCORING, UniformSource
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-
-@dataclass(frozen=True)
-class WrittenTokens:
-    """How far the target has computed each request of the batch."""
-
-    # int64 [num_reqs]: all tokens before it; a sampled request's root lies there
-    end: np.ndarray
-    # bool [num_reqs]: got new tokens in this step
-    sampled: np.ndarray
 
 
 @dataclass
@@ -60,7 +49,7 @@ class TreeStep:
     scored: ScorerOutput | None = None
 
 
-class TreeRunnerMixin:
+class TreeRunnerMixin(DraftingMixin):
     """Overrides the steps of vLLM's V1 runner in which a tree is not a chain.
 
     In the order of a step: ``_prepare_inputs`` puts the nodes of each tree in branch
@@ -282,137 +271,6 @@ class TreeRunnerMixin:
                 step.plan, last, depth, step.reqs, step.layout, self.forks
             )
             self.target_blocks.copy_apart(*copies)
-
-    def propose_draft_token_ids(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampled_token_ids: list[list[int]],
-        sampling_metadata: Any,
-        *_: Any,
-    ) -> list[list[int]]:
-        """Draw the next tree of every request that may have one."""
-        runner: Any = self
-        batch = runner.input_batch
-        schedule = self.drafter.schedule
-        with self.stats.stage("draft"):
-            scheduled = schedule.choose(batch.num_reqs)
-            self.stats.mode(
-                "plain" if scheduled is None else schedule.trees[scheduled].name
-            )
-            self.proposal = None
-            self.drafter.forget(scheduler_output.finished_req_ids)
-            drafts: list[list[int]] = [[] for _ in range(batch.num_reqs)]
-            written = self._written_tokens(sampled_token_ids)
-            if scheduled is None:
-                return drafts
-            committed = self._committed_tokens(written, scheduled)
-            if not len(committed.reqs):
-                return drafts
-            self.drafter.read(committed)
-            drafting = committed.reqs[committed.drafting].tolist()
-            if not drafting:
-                return drafts
-            roots = committed.end[committed.drafting] - 1
-            req_ids = [batch.req_ids[r] for r in drafting]
-            self.proposal = self.drafter.propose(
-                scheduled,
-                req_ids,
-                torch.tensor(
-                    [self._drafting(r) is Drafting.CHAIN for r in req_ids],
-                    device=runner.device,
-                ),
-                self._proposer_inputs(scheduled, drafting, roots, sampling_metadata),
-            )
-            for r, row in zip(drafting, self.proposal.drafts, strict=True):
-                drafts[r] = row
-            return drafts
-
-    def _drafting(self, req_id: str) -> Drafting:
-        """What a request drafts."""
-        runner: Any = self
-        return drafting(runner.requests[req_id].sampling_params)
-
-    def _proposer_inputs(
-        self,
-        scheduled: int,
-        reqs: list[int],
-        roots: np.ndarray,
-        sampling_metadata: Any,
-    ) -> ProposerInputs:
-        """What the proposer may draw from, for the drafting requests."""
-        runner: Any = self
-        batch, proposer = runner.input_batch, self.drafter.proposers[scheduled]
-        inputs = ProposerInputs(
-            root_token_ids=torch.from_numpy(batch.token_ids_cpu[reqs, roots])
-            .long()
-            .to(runner.device),
-            sampling=sampling_tensors(sampling_metadata, torch.tensor(reqs)),
-            uniforms=self._uniforms(
-                reqs, roots.tolist(), proposer.num_uniforms, DRAFTING
-            ),
-            draft_models=self.drafter.draft_models,
-        )
-        if not proposer.needs_token_ids:
-            return inputs
-        longest = int(roots.max()) + 1
-        return replace(
-            inputs,
-            token_ids=torch.from_numpy(batch.token_ids_cpu[reqs, :longest]).long(),
-            num_tokens=torch.from_numpy(roots + 1),
-            req_ids=[batch.req_ids[r] for r in reqs],
-        )
-
-    def _written_tokens(self, sampled_token_ids: list[list[int]]) -> WrittenTokens:
-        """Note what the target computed in this step, which nobody has read yet."""
-        runner: Any = self
-        batch = runner.input_batch
-        num_reqs = batch.num_reqs
-        first = batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
-        chunk_end = first + runner.num_scheduled_tokens.np[:num_reqs]
-        root = batch.num_tokens_no_spec[:num_reqs].astype(np.int64) - 1
-        sampled = np.fromiter((len(s) > 0 for s in sampled_token_ids), bool, num_reqs)
-        end = np.where(sampled, root, chunk_end)
-        self.marks.written(batch.block_table[0].block_table.np, first, end)
-        return WrittenTokens(end, sampled)
-
-    def _committed_tokens(
-        self, written: WrittenTokens, scheduled: int
-    ) -> CommittedTokens:
-        """What the draft models have to read, and which requests draft."""
-        runner: Any = self
-        batch = runner.input_batch
-        table = batch.block_table[0]
-        blocks = table.block_table.np
-        depth = self.drafter.proposers[scheduled].max_depth
-        plan = ReadingPlan(
-            self.marks, runner.max_num_tokens, self.drafter.config.max_trees
-        )
-        for r, req_id in enumerate(batch.req_ids):
-            if self._drafting(req_id) is not Drafting.NONE:
-                end = int(written.end[r])
-                fits = end + depth + 1 < runner.max_model_len
-                plan.add(r, blocks[r], end, bool(written.sampled[r]) and fits)
-        reqs = np.array(plan.reqs, dtype=np.int64)
-        plan.mark(blocks[reqs])
-        return CommittedTokens(
-            token_ids=batch.token_ids_cpu,
-            reqs=reqs,
-            first=np.array(plan.first, dtype=np.int64),
-            end=np.array(plan.end, dtype=np.int64),
-            drafting=np.array(plan.drafting, dtype=np.int64),
-            block_table=table.get_device_tensor(batch.num_reqs)[reqs],
-            num_blocks=table.num_blocks_per_row[reqs],
-        )
-
-    def _uniforms(
-        self, reqs: list[int], positions: list[int], count: int, purpose: int
-    ) -> Tensor:
-        """Uniform numbers for some requests of the batch, on the device."""
-        runner: Any = self
-        ids = runner.input_batch.req_ids
-        seeds = [runner.requests[ids[r]].sampling_params.seed for r in reqs]
-        drawn = self.uniforms.draw(seeds, positions, count, purpose)
-        return drawn.to(runner.device)
 
 
 def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ SEAMS = (
     Seam("vllm.forward_context", "set_forward_context", "draft model forwards"),
     Seam("vllm.model_executor.model_loader", "get_model", "loading the draft model"),
     Seam("vllm.v1.sample.sampler", "Sampler.gather_logprobs", "logprobs of drafts"),
+    Seam("vllm.v1.metrics.loggers", "AggregateStatLoggerBase", "our metrics"),
 )
 
 

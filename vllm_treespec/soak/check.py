@@ -29,7 +29,11 @@ BLOCKS = "every KV block free"
 LEFTOVERS = "no request left in the engine"
 MEMORY = f"memory grew less than {MAX_GROWTH_MIB:.0f} MiB"
 PREEMPTED = "preemption happened"
-CHECKS = (ANSWERED, PROMISES, GREEDY, LOGPROBS, BLOCKS, LEFTOVERS, MEMORY, PREEMPTED)
+DRAFTED = "trees were drafted all the time"
+CHECKS = (
+    *(ANSWERED, PROMISES, GREEDY, LOGPROBS),
+    *(BLOCKS, LEFTOVERS, MEMORY, PREEMPTED, DRAFTED),
+)
 
 
 class Problem(BaseModel):
@@ -67,6 +71,7 @@ def check_engine(requests: Sequence[SoakRequest], run: EngineRun) -> list[Proble
         *check_answered(requests, run.answers),
         *check_promises(requests, run),
         *check_end(run.end),
+        *check_drafted(requests, run.end),
     ]
     return [Problem(side=run.job.side, **problem) for problem in found]
 
@@ -187,6 +192,15 @@ def check_end(end: End) -> Iterator[dict[str, Any]]:
     if end.preemptions == 0:
         detail = "no request was preempted: lower --kv-blocks"
         yield {"check": PREEMPTED, "detail": detail}
+
+
+def check_drafted(
+    requests: Sequence[SoakRequest], end: End
+) -> Iterator[dict[str, Any]]:
+    """Find an engine that hardly drafted, whose other checks then prove nothing."""
+    if end.trees is not None and end.trees < 2 * len(requests):
+        detail = f"{end.trees} trees verified; is the spec-config's schedule 'fixed'?"
+        yield {"check": DRAFTED, "detail": detail}
 
 
 def memory_growth(samples: Sequence[float]) -> float | None:

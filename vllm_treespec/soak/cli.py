@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
     from vllm_treespec.soak.run import Report
 
-DEFAULT_TREE = {"method": "rsd_s", "beam_width": 3, "depth": 3}
+# at any batch size: else nothing drafts while many requests run
+DEFAULT_TREE = {
+    "method": "rsd_s",
+    "beam_width": 3,
+    "depth": 3,
+    "schedule": "fixed",
+}
 SHOWN = 10
 ANSWERS = {True: "yes", False: "NO", None: "run too short to tell"}
 
@@ -172,6 +178,9 @@ def summary(report: Report) -> Table:
         "prompt tokens from the prefix cache": [
             f"{side.end.prefix_hits / max(side.end.prefix_queries, 1):.0%}"
             for side in sides
+        ],
+        "trees verified": [
+            "–" if side.end.trees is None else f"{side.end.trees}" for side in sides
         ],
         "acceptance length": [optional(side.end.acceptance_length) for side in sides],
         "memory growth, second half, MiB": [

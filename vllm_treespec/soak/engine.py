@@ -139,6 +139,7 @@ class SoakEngine:
             for metric in self.llm.get_metrics()
             if isinstance(metric, Counter)
         }
+        found = self.acceptance()
         pool = self.core.scheduler.kv_cache_manager.block_pool
         return End(
             seconds=seconds,
@@ -146,22 +147,21 @@ class SoakEngine:
             preemptions=counts[PREEMPTIONS],
             prefix_queries=counts[PREFIX_QUERIES],
             prefix_hits=counts[PREFIX_HITS],
-            acceptance_length=self.acceptance_length(),
+            trees=found.trees if found else None,
+            acceptance_length=found.length if found and found.trees else None,
             num_blocks=pool.num_gpu_blocks - 1,
             free_blocks=pool.get_num_free_blocks(),
             leftovers=self.leftovers(),
             memory=self.memory,
         )
 
-    def acceptance_length(self) -> float | None:
-        """Mean emitted tokens per tree, None for a plain engine."""
+    def acceptance(self) -> Acceptance | None:
+        """What the target accepted, None for a plain engine."""
         if not self.job.has_trees:
             return None
         totals = self.llm.collective_rpc("treespec_stats")[0]
         accepted = {int(d): count for d, count in totals["accepted"].items()}
-        return Acceptance.from_histogram(
-            totals["trees"], totals["nodes"], accepted
-        ).length
+        return Acceptance.from_histogram(totals["trees"], totals["nodes"], accepted)
 
     def leftovers(self) -> dict[str, list[str]]:
         """Where a request is still held after all have gone."""

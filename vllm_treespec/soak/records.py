@@ -56,6 +56,8 @@ class End(BaseModel):
     # prompt tokens looked up in the prefix cache, and found there
     prefix_queries: int
     prefix_hits: int
+    # trees verified; None for a plain engine
+    trees: int | None = None
     acceptance_length: float | None = None
     # the scheduler's KV blocks without the null block, and how many are free
     num_blocks: int

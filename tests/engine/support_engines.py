@@ -1,0 +1,280 @@
+"""Rows of the support matrix about the engine and its models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engine.support_checks import (
+    HERE,
+    TEXTS,
+    Arguments,
+    Model,
+    Outcome,
+    Own,
+    Row,
+    Same,
+)
+
+TREE, REFUSED = Outcome.TREE, Outcome.REFUSED
+ENGINE = (
+    Row(
+        "prefix caching",
+        TREE,
+        Own(
+            f"{HERE}::test_prefix_cache",
+            "same answers as without trees, from cached blocks",
+        ),
+    ),
+    Row(
+        "chunked prefill",
+        TREE,
+        Same(
+            ({}, {"max_tokens": 40}, {"max_tokens": 40}),
+            (280, TEXTS[1], TEXTS[2]),
+            alone=True,
+        ),
+    ),
+    Row(
+        "preemption",
+        TREE,
+        Own(
+            f"{HERE}::test_preemption",
+            "same answers as without trees, KV cache too small",
+        ),
+    ),
+    Row(
+        "priority scheduling",
+        TREE,
+        Same(
+            ({"max_tokens": 30},) * 3,
+            job={"priorities": [2, 1, 0]},
+            engine="tight",
+            alone=True,
+        ),
+    ),
+    Row(
+        "LoRA on the target",
+        TREE,
+        Own(
+            f"{HERE}::test_lora",
+            "same answers as without trees, adapter on and off in one batch",
+        ),
+        "the draft model runs without the adapter",
+    ),
+    Row(
+        "async scheduling",
+        REFUSED,
+        Arguments({"async_scheduling": True}, "async_scheduling=True"),
+        "vLLM's default is off for this kind of drafter",
+    ),
+    Row(
+        "prompt embeddings",
+        REFUSED,
+        Arguments({"enable_prompt_embeds": True}, "enable_prompt_embeds=True"),
+    ),
+    Row(
+        "quantised KV cache",
+        REFUSED,
+        Arguments({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+    ),
+    Row(
+        "KV connectors",
+        REFUSED,
+        Arguments(
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                }
+            },
+            "kv_transfer_config=",
+        ),
+    ),
+    Row(
+        "KV offloading",
+        REFUSED,
+        Arguments({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
+    ),
+    Row(
+        "tensor parallel",
+        REFUSED,
+        Arguments({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+    ),
+    Row(
+        "pipeline parallel",
+        REFUSED,
+        Arguments({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+    ),
+    Row(
+        "data parallel",
+        REFUSED,
+        Arguments({"data_parallel_size": 2}, "data_parallel_size=2"),
+    ),
+    Row(
+        "prefill context parallel",
+        REFUSED,
+        Arguments({"prefill_context_parallel_size": 2}, "prefill_context_parallel"),
+    ),
+    Row(
+        "decode context parallel",
+        REFUSED,
+        Arguments({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+    ),
+    Row(
+        "dual batch overlap",
+        REFUSED,
+        Arguments({"enable_dbo": True}, "enable_dbo=True"),
+    ),
+    Row(
+        "another worker class",
+        REFUSED,
+        Arguments({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
+    ),
+    Row(
+        "other keys in speculative_config",
+        REFUSED,
+        Arguments(
+            {"speculative_config": {"num_speculative_tokens": 5}},
+            "'num_speculative_tokens' is not a key of this method",
+        ),
+    ),
+)
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 49152,
+}
+
+
+def small(model_type: str, architecture: str, **config: object) -> dict[str, Any]:
+    """The config.json of a small model of some architecture."""
+    return {
+        **_SMALL,
+        "model_type": model_type,
+        "architectures": [architecture],
+        **config,
+    }
+
+
+MODELS = (
+    Row(
+        "multi-head latent attention (MLA)",
+        REFUSED,
+        Model(
+            small(
+                "deepseek_v2",
+                "DeepseekV2ForCausalLM",
+                kv_lora_rank=16,
+                q_lora_rank=None,
+                qk_nope_head_dim=16,
+                qk_rope_head_dim=16,
+                v_head_dim=16,
+            ),
+            "multi-head latent attention",
+        ),
+    ),
+    Row(
+        "state-space models (Mamba)",
+        REFUSED,
+        Model(
+            small("mamba", "MambaForCausalLM", state_size=16),
+            "a hybrid or state-space model",
+        ),
+    ),
+    Row(
+        "hybrid models",
+        REFUSED,
+        Model(
+            small(
+                "falcon_h1",
+                "FalconH1ForCausalLM",
+                mamba_d_ssm=64,
+                mamba_n_heads=4,
+                mamba_d_head=16,
+                mamba_d_state=16,
+            ),
+            "a hybrid or state-space model",
+        ),
+    ),
+    Row(
+        "sliding-window attention",
+        REFUSED,
+        Model(
+            small("mistral", "MistralForCausalLM", sliding_window=64),
+            "sliding-window attention",
+        ),
+    ),
+    Row(
+        "chunked local attention",
+        REFUSED,
+        Model(
+            small(
+                "llama4_text",
+                "Llama4ForCausalLM",
+                head_dim=16,
+                intermediate_size_mlp=64,
+                num_local_experts=2,
+                attention_chunk_size=64,
+            ),
+            "chunked local attention",
+        ),
+    ),
+    Row(
+        "multimodal models",
+        REFUSED,
+        Model(
+            {
+                "model_type": "whisper",
+                "architectures": ["WhisperForConditionalGeneration"],
+                "d_model": 64,
+                "vocab_size": 49152,
+            },
+            "a multimodal model",
+        ),
+    ),
+    Row(
+        "encoder-decoder models",
+        REFUSED,
+        Model(
+            {
+                "model_type": "bart",
+                "architectures": ["BartForConditionalGeneration"],
+                "d_model": 64,
+                "vocab_size": 49152,
+            },
+            "an encoder-decoder model",
+        ),
+    ),
+    Row(
+        "pooling models",
+        REFUSED,
+        Model(
+            small("llama", "LlamaForCausalLM"),
+            "a pooling model",
+            {"runner": "pooling", "convert": "embed"},
+        ),
+    ),
+    Row(
+        "quantised target weights",
+        REFUSED,
+        Model(
+            small(
+                "llama",
+                "LlamaForCausalLM",
+                quantization_config={
+                    "quant_method": "gptq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "desc_act": False,
+                    "sym": True,
+                },
+            ),
+            "quantised weights",
+        ),
+    ),
+)

@@ -1,0 +1,182 @@
+"""vLLM's counters, ours and the worker's own, in an engine with a process of its own.
+
+As a script, ``python test_metrics.py REQUEST.json RESULT.json``, this file runs that
+engine: ``AsyncLLM``, which is what ``vllm serve`` runs.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+import pytest
+
+from vllm_treespec.engine.stats import shared_file
+
+
+async def run_engine(request: dict) -> dict[str, Any]:
+    """Generate all prompts at once; return what was counted and logged."""
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**request["engine"]))
+    logging.getLogger("vllm").addHandler(handler)
+
+    async def generate(number: int, prompt: list[int], params: dict) -> None:
+        async for _ in engine.generate(
+            {"prompt_token_ids": prompt}, SamplingParams(**params), str(number)
+        ):
+            pass
+
+    try:
+        await asyncio.gather(
+            *(generate(i, *job) for i, job in enumerate(request["jobs"]))
+        )
+        (worker,) = await engine.collective_rpc("treespec_stats")
+        await engine.do_log_stats()
+        return {
+            "worker": worker,
+            "metrics": prometheus_client.generate_latest().decode(),
+            "lines": lines,
+            "left": shared_file(engine.vllm_config, 0).exists(),
+        }
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def counted(
+    target: str, draft: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What an engine counted in which trees differ and not every request has one."""
+    folder = tmp_path_factory.mktemp("metrics")
+    spec = {
+        "method": "rsd_s",
+        "beam_width": 3,
+        "depth": 3,
+        "max_trees": 3,
+        "schedule": [
+            {"batch_size": 3},
+            {"batch_size": 5, "beam_width": 2, "depth": 2},
+        ],
+    }
+    prompts = [[504, 3575, 282, 4649, 314], [1, 9690, 198], [28, 339, 416] * 20]
+    params: list[dict] = [
+        {"temperature": 0.8, "max_tokens": 17, "ignore_eos": True},
+        {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True},
+        {"temperature": 1.0, "top_k": 2, "max_tokens": 50, "ignore_eos": True},
+        # The last to start: they run among few.
+        {"temperature": 0, "max_tokens": 64, "ignore_eos": True},
+    ]
+    request = {
+        "engine": {
+            "model": target,
+            "dtype": "float32",
+            # Reached by the longest prompt: its last trees do not fit.
+            "max_model_len": 80,
+            "max_num_seqs": 6,
+            # Prompts and trees do not always fit: the scheduler cuts trees.
+            "max_num_batched_tokens": 44,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 2**29,
+            "disable_log_stats": False,
+            "speculative_config": {**spec, "model": draft},
+        },
+        "jobs": [(prompt, p) for p in params for prompt in prompts],
+    }
+    (folder / "request.json").write_text(json.dumps(request))
+    done = subprocess.run(
+        [sys.executable, __file__, folder / "request.json", folder / "result.json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+def samples(counted: dict[str, Any], name: str, label: str = "engine") -> dict:
+    """Values of a counter, by one of its labels."""
+    pattern = rf'^vllm:{name}_total{{.*\b{label}="([^"]*)".*}} (\S+)$'
+    found = re.findall(pattern, counted["metrics"], re.MULTILINE)
+    return {key: float(value) for key, value in found}
+
+
+def test_vllm_counts_what_the_worker_scored(counted: dict[str, Any]) -> None:
+    """Red when a tree, node or accepted token is missing from vLLM's counters."""
+    worker = counted["worker"]
+    accepted = {int(n): count for n, count in worker["accepted"].items()}
+    assert worker["nodes"] < 10 * worker["trees"], "no tree was smaller than others"
+    assert samples(counted, "spec_decode_num_drafts") == {"0": worker["trees"]}
+    assert samples(counted, "spec_decode_num_draft_tokens") == {
+        "0": worker["nodes"] - worker["trees"]
+    }
+    assert samples(counted, "spec_decode_num_accepted_tokens") == {
+        "0": sum(n * count for n, count in accepted.items())
+    }
+    by_depth = samples(counted, "spec_decode_num_accepted_tokens_per_pos", "position")
+    assert by_depth == {
+        str(position): sum(c for n, c in accepted.items() if n > position)
+        for position in range(9)
+    }
+    assert by_depth["1"] > 0
+
+
+def test_ours_agree(counted: dict[str, Any]) -> None:
+    """Red when ours differ from vLLM's counters or from the worker's own totals."""
+    worker = counted["worker"]
+    drafted = samples(counted, "spec_decode_num_draft_tokens")["0"]
+    accepted = samples(counted, "spec_decode_num_accepted_tokens")["0"]
+    assert samples(counted, "treespec_num_nodes_verified") == {"0": worker["nodes"]}
+    assert samples(counted, "treespec_num_nodes_wasted") == {"0": drafted - accepted}
+    positions = samples(counted, "spec_decode_num_accepted_tokens_per_pos", "position")
+    assert samples(counted, "treespec_num_accepted_tokens_per_depth", "depth") == {
+        str(int(position) + 1): count for position, count in positions.items() if count
+    }
+    assert samples(counted, "treespec_num_steps", "mode") == worker["modes"]
+    assert worker["steps"] == sum(worker["modes"].values())
+    assert len(worker["modes"]) == 3, "two trees and plain"
+    assert worker["modes"]["plain"] > 0
+    seconds = samples(counted, "treespec_stage_seconds", "stage")
+    assert seconds == pytest.approx(worker["seconds"], rel=1e-6)
+    assert all(seconds.values())
+
+
+def test_lines_stand_together(counted: dict[str, Any]) -> None:
+    """Red when our line no longer comes with vLLM's, or their rates differ."""
+    lines = {
+        name: [line for line in counted["lines"] if f"{name} metrics:" in line]
+        for name in ("SpecDecoding", "TreeSpec")
+    }
+    (stock,), (ours,) = lines["SpecDecoding"], lines["TreeSpec"]
+    rates = re.search(r"Accepted by depth: ([0-9., ]+), Nodes", ours)
+    assert rates is not None
+    assert f"Per-position acceptance rate: {rates[1]}, 0.000, 0.000" in stock
+    assert f"Nodes verified: {counted['worker']['nodes']}," in ours
+    modes = counted["worker"]["modes"]
+    assert f"Steps: {', '.join(f'{m} {modes[m]}' for m in sorted(modes))}," in ours
+
+
+def test_nothing_stays_in_shared_memory(counted: dict[str, Any]) -> None:
+    """Red when the file of the totals keeps its name, and so may outlive the engine."""
+    assert not counted["left"]
+
+
+def main() -> None:
+    """Run the engine of the request file."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    result = asyncio.run(run_engine(request))
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The soak in its short form: every check of the long one on 48 requests."""
+
+from pathlib import Path
+
+from vllm_treespec.compare import shipped_drafter
+from vllm_treespec.prompts import SHIPPED, load_prompts
+from vllm_treespec.soak import run
+from vllm_treespec.soak.cli import DEFAULT_TREE
+from vllm_treespec.soak.requests import make_requests
+
+
+def test_short_soak_passes(target: str, tmp_path: Path) -> None:
+    """Red when trees lose a request, change a greedy answer or keep a KV block."""
+    settings = run.Settings(
+        target=target,
+        spec={**DEFAULT_TREE, "model": shipped_drafter()},
+        requests=48,
+        kv_blocks=16,
+    )
+    length = settings.max_model_len
+    material = run.material(target, load_prompts(SHIPPED), length)
+    requests = make_requests(settings.requests, settings.seed, material, length)
+    report = run.soak(settings, requests, tmp_path, lambda side, event: None)
+    assert not report.problems
+    assert report.passed
+    for side in (report.plain, report.trees):
+        assert side.aborted > 0
+        assert side.end.prefix_hits > 0
+    assert report.trees.end.acceptance_length is not None
+    assert report.trees.end.acceptance_length > 1.2
