@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
-from vllm_treespec.engine.reading import ReadingPlan, ReadMarks  # noqa: E402
+from vllm_treespec.engine.reading import ReadingPlan, ReadMarks
 
 BLOCK = 4
 
