@@ -89,7 +89,7 @@ class Acceptance(BaseModel):
     @property
     def length(self) -> float:
         """Mean emitted tokens per target step of a request, bonus included."""
-        return 1 + sum(self.at_least) / self.trees
+        return 1 + sum(self.at_least) / self.trees if self.trees else 1.0
 
     @classmethod
     def from_histogram(

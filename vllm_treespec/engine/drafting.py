@@ -57,7 +57,6 @@ class DraftingMixin:
                 "plain" if scheduled is None else schedule.trees[scheduled].name
             )
             self.proposal = None
-            self.drafter.forget(scheduler_output.finished_req_ids)
             drafts: list[list[int]] = [[] for _ in range(batch.num_reqs)]
             written = self._written_tokens(sampled_token_ids)
             if scheduled is None:

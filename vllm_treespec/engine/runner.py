@@ -117,6 +117,11 @@ class TreeRunnerMixin(DraftingMixin):
         for draft_model in self.drafter.draft_models:
             draft_model.warm_up()
 
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """Take in what the scheduler says, finished requests too."""
+        self.drafter.forget(scheduler_output.finished_req_ids)
+        return super()._update_states(scheduler_output)  # type: ignore[misc]
+
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Whether to call the drafter: it looks at each request on its own."""
         return common_attn_metadata is not None
@@ -279,4 +284,26 @@ def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
-    """vLLM's CPU model runner with draft trees."""
+    """vLLM's CPU model runner with draft trees.
+
+    It also mends what kills stock vLLM 0.32 on CPU: a token is drawn for a prompt that
+    is not complete, too, and then the generator of its seeded request is set back by an
+    offset, which CPU generators do not have. Here they are set aside meanwhile.
+    """
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+        """Sample without the generators of incomplete prompts."""
+        batch = self.input_batch
+        incomplete = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
+        self._set_aside = {
+            r: batch.generators.pop(r)
+            for r in incomplete.tolist()
+            if r in batch.generators
+        }
+        return super()._sample(logits, spec_decode_metadata)
+
+    def _bookkeeping_sync(self, *args: Any) -> Any:
+        """Keep the books, then put the generators back."""
+        result = super()._bookkeeping_sync(*args)
+        self.input_batch.generators.update(self._set_aside)
+        return result

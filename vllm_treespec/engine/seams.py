@@ -63,7 +63,13 @@ SEAMS = (
         "fork blocks behind the scheduler's blocks",
     ),
     Seam(_RUNNER, "GPUModelRunner._prepare_inputs", "node order and tree positions"),
+    Seam(_RUNNER, "GPUModelRunner._update_states", "who is finished"),
     Seam(_RUNNER, "GPUModelRunner._sample", "scoring"),
+    Seam(
+        _RUNNER,
+        "GPUModelRunner._bookkeeping_sync",
+        "generators of seeded requests whose prompt is read in chunks, on CPU",
+    ),
     Seam(_RUNNER, "GPUModelRunner._update_states_after_model_execute", "commit of KV"),
     Seam(_RUNNER, "GPUModelRunner.propose_draft_token_ids", "the next draft trees"),
     Seam(
