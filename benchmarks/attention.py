@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_treespec.engine.branches import BatchLayout, ForkSpace, plan_branches
 from vllm_treespec.engine.kv_cache import BlockCopier
-from vllm_treespec.tree import from_parents
+from vllm_treespec.tree_builders import from_parents
 
 CHAIN = list(range(-1, 16))
 TREES = {

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from vllm_treespec.proposers.base import DraftModel
 from vllm_treespec.sampling import SamplingTensors
-from vllm_treespec.tree import TreeBatch, from_levels
+from vllm_treespec.tree import TreeBatch
+from vllm_treespec.tree_builders import from_levels
 
 
 def gumbel(uniforms: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
 from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.sampling import SamplingTensors, truncated_gumbel
-from vllm_treespec.tree import TreeBatch, from_levels
+from vllm_treespec.tree import TreeBatch
+from vllm_treespec.tree_builders import from_levels
 
 
 @register_proposer("rsd_s")

@@ -16,7 +16,8 @@ from vllm_treespec.proposers.base import (
     register_proposer,
 )
 from vllm_treespec.sampling import SamplingTensors, draw
-from vllm_treespec.tree import TreeBatch, from_draws
+from vllm_treespec.tree import TreeBatch
+from vllm_treespec.tree_builders import from_draws
 
 
 @register_proposer("specinfer")

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from vllm_treespec.sampling import draw_without_replacement
-from vllm_treespec.tree import Draws, TreeBatch, from_parents
+from vllm_treespec.tree import Draws, TreeBatch
+from vllm_treespec.tree_builders import from_parents
 
 
 def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:

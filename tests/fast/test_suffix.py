@@ -17,7 +17,8 @@ from vllm_treespec.proposers import ProposerInputs, Suffix
 from vllm_treespec.proposers.suffix import END, MAX_OCCURRENCES, grow_tree, occurrences
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import SCORERS, target_draw
-from vllm_treespec.tree import TreeBatch, from_parents
+from vllm_treespec.tree import TreeBatch
+from vllm_treespec.tree_builders import from_parents
 
 SENTENCE = [1, 2, 3, 4, 5, 6, 7, 8]
 

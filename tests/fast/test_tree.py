@@ -16,14 +16,12 @@ from vllm_treespec.tree import (
     first_child,
     first_draw,
     first_paths,
-    from_draws,
-    from_levels,
-    from_parents,
     next_draw,
     next_sibling,
     num_draws,
     preorder,
 )
+from vllm_treespec.tree_builders import from_draws, from_levels, from_parents
 
 # The example of TreeBatch's docstring; letters are tokens.
 TOKENS = [ord(letter) for letter in "rabcde"]

@@ -1,0 +1,180 @@
+"""Draft trees from levels, from draws that may repeat, and from lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.tree import MAX_NODES, NO_NODE, Draws, TreeBatch
+
+
+def from_levels(
+    root_token_ids: Tensor,
+    token_ids: Sequence[Tensor],
+    parents: Sequence[Tensor],
+    valid: Sequence[Tensor],
+    draft_probs: Tensor | None,
+) -> TreeBatch:
+    """Build the trees from their levels, leaving out invalid nodes.
+
+    Args:
+        root_token_ids: int64 [num_reqs].
+        token_ids: per level below the root, int64 [num_reqs, width].
+        parents: per level, int64 [num_reqs, width]: index *within the level above*,
+            ascending along the row, so that siblings lie side by side.
+        valid: per level, bool [num_reqs, width]; a valid node has a valid parent.
+        draft_probs: float32 [num_reqs, num_rows, vocab_size]; row ``i`` belongs to
+            node ``i`` counted before invalid nodes are left out. None when the
+            drafts are deterministic.
+
+    """
+    num_reqs, device = root_token_ids.shape[0], root_token_ids.device
+    widths = [1] + [level.shape[1] for level in token_ids]
+    starts = [sum(widths[:depth]) for depth in range(len(token_ids))]
+    root_column = torch.full((num_reqs, 1), NO_NODE, device=device)
+    flat_tokens = torch.cat([root_token_ids[:, None], *token_ids], dim=1)
+    flat_parents = torch.cat(
+        [root_column] + [p + s for p, s in zip(parents, starts, strict=True)], dim=1
+    )
+    flat_valid = torch.cat([torch.ones_like(root_column, dtype=torch.bool), *valid], 1)
+    flat_depths = torch.repeat_interleave(
+        torch.arange(len(widths), device=device), torch.tensor(widths, device=device)
+    ).expand(num_reqs, -1)
+
+    order = torch.argsort(~flat_valid, dim=1, stable=True)
+    new_index = flat_valid.cumsum(1) - 1
+    kept = flat_valid.gather(1, order)
+    old_parents = flat_parents.clamp(min=0).gather(1, order)
+    new_parents = new_index.gather(1, old_parents).masked_fill(~kept, NO_NODE)
+    new_parents[:, 0] = NO_NODE
+    draws = None
+    if draft_probs is not None:
+        nodes = torch.arange(order.shape[1], device=device).expand_as(order)
+        draws = Draws(
+            nodes=nodes.masked_fill(~kept, 0)[:, 1:],
+            rows=old_parents[:, 1:].clamp(max=draft_probs.shape[1] - 1),
+            from_rest=new_parents[:, 1:] == new_parents[:, :-1],
+            probs=draft_probs,
+        )
+    return TreeBatch(
+        token_ids=flat_tokens.gather(1, order).masked_fill(~kept, 0),
+        parents=new_parents,
+        depths=flat_depths.gather(1, order).masked_fill(~kept, 0),
+        num_nodes=flat_valid.sum(1),
+        draws=draws,
+    )
+
+
+def from_draws(
+    root_token_ids: Tensor,
+    token_ids: Sequence[Tensor],
+    parents: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    probs: Tensor,
+) -> TreeBatch:
+    """Build the trees from independent draws: siblings that are equal are one node.
+
+    Args:
+        root_token_ids: int64 [num_reqs].
+        token_ids: per level below the root, int64 [num_reqs, width].
+        parents: per level, int64 [num_reqs, width]: index within the *draws* of the
+            level above (0 in the first level). Draws of one node are tried in the
+            order given here.
+        rows: per level, int64 [num_reqs, width], row of ``probs`` drawn from.
+        probs: float32 [num_reqs, num_rows, vocab_size].
+
+    """
+    num_reqs, device = root_token_ids.shape[0], root_token_ids.device
+    max_nodes = 1 + sum(level.shape[1] for level in token_ids)
+    tokens = torch.zeros((num_reqs, max_nodes), dtype=torch.int64, device=device)
+    tokens[:, 0] = root_token_ids
+    node_parents = torch.full_like(tokens, NO_NODE)
+    depths = torch.zeros_like(tokens)
+    num_nodes = torch.ones_like(root_token_ids)
+    above = torch.zeros_like(root_token_ids)[:, None]
+    draw_nodes, draw_rows = [], []
+    for depth, (drawn, parent, row) in enumerate(
+        zip(token_ids, parents, rows, strict=True), start=1
+    ):
+        parent_node, order = above.gather(1, parent).sort(dim=1, stable=True)
+        drawn, row = drawn.gather(1, order), row.gather(1, order)
+        node, is_new = merge_equal(parent_node, drawn, num_nodes)
+        num_nodes = num_nodes + is_new.sum(1)
+        tokens.scatter_(1, node, drawn)
+        node_parents.scatter_(1, node, parent_node)
+        depths.scatter_(1, node, depth)
+        draw_nodes.append(node)
+        draw_rows.append(row)
+        above = torch.zeros_like(node).scatter(1, order, node)
+    nodes = torch.cat(draw_nodes, dim=1)
+    draws = Draws(
+        nodes=nodes,
+        rows=torch.cat(draw_rows, dim=1),
+        from_rest=torch.zeros_like(nodes, dtype=torch.bool),
+        probs=probs,
+    )
+    return TreeBatch(tokens, node_parents, depths, num_nodes, draws)
+
+
+def merge_equal(
+    parents: Tensor, tokens: Tensor, num_nodes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Number the nodes of one level's draws, equal siblings alike.
+
+    Args:
+        parents: int64 [num_reqs, width], ascending.
+        tokens: int64 [num_reqs, width].
+        num_nodes: int64 [num_reqs], nodes above this level.
+
+    Returns:
+        the node of each draw, int64 [num_reqs, width], and whether the draw is the
+        first of its node, bool.
+
+    """
+    equal = (parents[:, :, None] == parents[:, None]) & (
+        tokens[:, :, None] == tokens[:, None]
+    )
+    first = equal.int().argmax(dim=2)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    is_new = first == columns
+    number = is_new.cumsum(1) - 1 + num_nodes[:, None]
+    return number.gather(1, first), is_new
+
+
+def from_parents(
+    token_ids: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+) -> TreeBatch:
+    """Build trees from per-request lists in level order; for tests and examples.
+
+    Raises:
+        ValueError: when a parent does not precede its child, siblings are not side
+            by side, or a tree has more than 64 nodes.
+
+    """
+    max_nodes = max(len(row) for row in parents)
+    if max_nodes > MAX_NODES:
+        raise ValueError(f"a tree has {max_nodes} nodes; at most {MAX_NODES} fit")
+    num_reqs = len(parents)
+    shape = (num_reqs, max_nodes)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    parent = torch.full(shape, NO_NODE, dtype=torch.int64)
+    depth = torch.zeros(shape, dtype=torch.int64)
+    for r, (row_tokens, row_parents) in enumerate(zip(token_ids, parents, strict=True)):
+        if row_parents[0] != NO_NODE or list(row_parents[1:]) != sorted(
+            row_parents[1:]
+        ):
+            raise ValueError(f"parents {list(row_parents)} are not in level order")
+        for i, p in enumerate(row_parents):
+            if i and not 0 <= p < i:
+                raise ValueError(f"node {i} has parent {p}; parents come first")
+            depth[r, i] = depth[r, p] + 1 if i else 0
+        tokens[r, : len(row_tokens)] = torch.tensor(row_tokens)
+        parent[r, : len(row_parents)] = torch.tensor(row_parents)
+    return TreeBatch(
+        token_ids=tokens,
+        parents=parent,
+        depths=depth,
+        num_nodes=torch.tensor([len(row) for row in parents]),
+    )
