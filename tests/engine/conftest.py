@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from vllm_treespec.assets import AssetError, drafters, ensure_target
 
@@ -17,6 +18,9 @@ SPECS: dict[str, dict[str, object]] = {
     "sd": {"method": "sd", "depth": 4},
     "rsd_c": {"method": "rsd_c", "branching_factors": [3, 2, 1]},
     "rsd_s": {"method": "rsd_s", "beam_width": 4, "depth": 4},
+    "spectr": {"method": "spectr", "num_paths": 3, "depth": 3},
+    "specinfer": {"method": "specinfer"},
+    "suffix": {"method": "suffix", "num_drafts": 8, "depth": 4},
 }
 
 
@@ -43,8 +47,35 @@ def draft() -> str:
 
 
 @pytest.fixture(scope="session")
+def second_draft(draft: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of another draft model: the shipped one without its last layer."""
+    folder = tmp_path_factory.mktemp("second_draft")
+    config = json.loads((Path(draft) / "config.json").read_text())
+    last = config["num_hidden_layers"] - 1
+    config["num_hidden_layers"] = last
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(Path(draft) / "model.safetensors")
+    kept = {k: w for k, w in weights.items() if f"layers.{last}." not in k}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def spec_config(method: str, draft: str, second_draft: str) -> dict[str, object]:
+    """The spec-config that tests use of a method."""
+    spec = {"schedule": "fixed", **SPECS[method]}
+    if method == "specinfer":
+        return spec | {
+            "drafts": [
+                {"model": draft, "branching_factors": [2, 1, 1]},
+                {"model": second_draft, "branching_factors": [2, 2]},
+            ]
+        }
+    return spec if method == "suffix" else spec | {"model": draft}
+
+
+@pytest.fixture(scope="session")
 def run_engine(
-    target: str, draft: str, tmp_path_factory: pytest.TempPathFactory
+    target: str, draft: str, second_draft: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict]:
     """Return a function that runs jobs through a fresh float32 engine."""
 
@@ -62,11 +93,7 @@ def run_engine(
             "max_logprobs": 64,
         }
         if method is not None:
-            llm["speculative_config"] = {
-                "model": draft,
-                "schedule": "fixed",
-                **SPECS[method],
-            }
+            llm["speculative_config"] = spec_config(method, draft, second_draft)
         request: dict = {"llm": {**llm, **options}, "jobs": jobs}
         if "capture_kv" in request["llm"]:
             request["capture_kv"] = {

@@ -37,21 +37,39 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
     return chisquare(observed, expected).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("method", ["rsd_s", "rsd_c"])
+@pytest.mark.parametrize(
+    ("method", "any_text"),
+    [("rsd_s", False), ("rsd_c", False), ("spectr", False), ("rsd_s", True)],
+    ids=["rsd_s", "rsd_c", "spectr", "chain"],
+)
 def test_tokens_follow_the_target(
-    method: str, run_engine: Callable[..., dict], prompt: list[int], greedy: dict
+    method: str,
+    any_text: bool,
+    run_engine: Callable[..., dict],
+    prompt: list[int],
+    greedy: dict,
 ) -> None:
     """Turns red when drafts, scores or their random numbers bend the law.
 
     The first token is drawn after the prompt, without a tree. The second one comes
-    from a tree: its law is known for the requests that began with the likeliest token.
+    from a tree, or from a chain where a grammar (of any text) is asked for: its law is
+    known for the requests that began with the likeliest token.
     """
+    grammar = {"structured_outputs": {"regex": r"(.|\n)*"}} if any_text else {}
     params = [
-        {"temperature": 1.0, "max_tokens": 2, "seed": seed, "ignore_eos": True}
+        {
+            "temperature": 1.0,
+            "max_tokens": 2,
+            "seed": seed,
+            "ignore_eos": True,
+            **grammar,
+        }
         for seed in range(NUM_SEEDS)
     ]
     job = {"prompts": [prompt] * NUM_SEEDS, "params": params, "at_once": 8}
-    answers = [a["token_ids"] for a in run_engine(method, [job])["jobs"][0]]
+    result = run_engine(method, [job])
+    assert result["trees"][0] > 0.9 * NUM_SEEDS
+    answers = [a["token_ids"] for a in result["jobs"][0]]
     assert follows([first for first, _ in answers], greedy["logprobs"][0])
     seconds = [second for first, second in answers if first == greedy["token_ids"][0]]
     assert len(seconds) > 50

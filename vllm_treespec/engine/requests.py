@@ -45,11 +45,6 @@ def drafting(params: SamplingParams) -> Drafting:
     return Drafting.CHAIN if params.structured_outputs else Drafting.TREE
 
 
-def may_draft(params: SamplingParams) -> bool:
-    """Whether a request gets a draft tree."""
-    return drafting(params) is Drafting.TREE
-
-
 def sampling_tensors(metadata: SamplingMetadata, reqs: Tensor) -> SamplingTensors:
     """Sampling parameters of some requests of a batch, ``reqs`` int64 [n]."""
     if metadata.all_greedy:

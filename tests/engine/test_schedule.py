@@ -1,0 +1,59 @@
+"""Trees that come and go with the batch size: same tokens, and drafts catch up."""
+
+from collections.abc import Callable
+
+import pytest
+
+SPEC = {
+    "method": "rsd_c",
+    "branching_factors": [3, 2],
+    "schedule": [{"batch_size": 2}, {"batch_size": 4, "branching_factors": [2]}],
+}
+TEXT = "The old lighthouse keeper climbed the stairs every evening. " * 9
+
+
+@pytest.fixture(scope="module")
+def jobs(tokenize: Callable[[str], list[int]]) -> list[dict]:
+    """Eight requests at once (plain), then the same one by one, then three at once."""
+    tokens = tokenize(TEXT)
+    prompts = [tokens[: 8 + 11 * i] for i in range(8)]
+    greedy = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+    return [
+        {"prompts": prompts, "params": greedy, "at_once": at_once}
+        for at_once in (8, 1, 3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def adaptive(run_engine: Callable[..., dict], draft: str, jobs: list[dict]) -> dict:
+    """What an engine answers whose trees follow the batch size."""
+    return run_engine(None, jobs, speculative_config={**SPEC, "model": draft})
+
+
+def test_tokens_equal_plain(
+    run_engine: Callable[..., dict], jobs: list[dict], adaptive: dict
+) -> None:
+    """Turns red when a change of trees between steps changes a token."""
+    plain = run_engine(None, jobs)
+    for expected, found in zip(plain["jobs"], adaptive["jobs"], strict=True):
+        assert [a["token_ids"] for a in found] == [a["token_ids"] for a in expected]
+
+
+def test_batch_size_chose_the_tree(adaptive: dict) -> None:
+    """Turns red when trees are drawn for a batch that is too large, or for none."""
+    assert adaptive["stats"]["modes"].keys() == {"plain", "rsd_c 3.2", "rsd_c 2"}
+    one_by_one = adaptive["trees"][1]
+    assert one_by_one > 8 * 10
+
+
+def test_draft_models_catch_up(
+    run_engine: Callable[..., dict], draft: str, jobs: list[dict], adaptive: dict
+) -> None:
+    """Turns red when drafts are drawn from a context that was read in part only.
+
+    The prompts came from the prefix cache, filled while nothing was drafted. An engine
+    that always read along needs as many trees for the same tokens.
+    """
+    fixed = {**SPEC, "model": draft, "schedule": "fixed"}
+    always = run_engine(None, jobs[1:2], speculative_config=fixed)
+    assert adaptive["trees"][1] == always["trees"][0]
