@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 DRAFTER = "vllm_treespec.engine.drafter.TreeDrafter"
 CPU_WORKER = "vllm_treespec.engine.worker.TreeCPUWorker"
+SCHEDULER = "vllm_treespec.engine.scheduler.TreeScheduler"
 # Fork blocks are copies of partly filled blocks; small blocks keep them small.
 CPU_BLOCK_SIZE = 32
 
@@ -71,6 +72,7 @@ def stock_arguments(config: MethodConfig, block_size: int | None) -> dict[str, A
             ),
         },
         "worker_cls": CPU_WORKER,
+        "scheduler_cls": SCHEDULER,
         "block_size": block_size or CPU_BLOCK_SIZE,
         "additional_config": {"treespec": config.model_dump(mode="json")},
     }
@@ -133,6 +135,7 @@ def refuse_arguments(args: EngineArgs) -> None:
         "enable_prompt_embeds": args.enable_prompt_embeds,
         "logprobs_mode": str(args.logprobs_mode).startswith("processed"),
         "worker_cls": args.worker_cls not in ("auto", CPU_WORKER),
+        "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
     }
     for name, asked in untested.items():
         if asked:

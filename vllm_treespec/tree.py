@@ -139,35 +139,6 @@ class TreeBatch:
         return replace(draws, nodes=draws.nodes.masked_fill(gone, 0))
 
 
-def first_paths(tree: TreeBatch, chosen: Tensor) -> TreeBatch:
-    """Reduce the chosen trees, bool [num_reqs], to the path of first children.
-
-    What is left of them has no draws: it has to be scored without.
-    """
-    first = first_child(tree)
-    node = torch.zeros_like(tree.num_nodes)[:, None]
-    path = [node]
-    for _ in range(1, tree.max_nodes):
-        node = torch.where(node < 0, NO_NODE, first.gather(1, node.clamp(min=0)))
-        path.append(node)
-    nodes = torch.cat(path, dim=1)
-    columns = torch.arange(tree.max_nodes, device=nodes.device).expand_as(nodes)
-    kept, row = nodes >= 0, chosen[:, None]
-    tokens = tree.token_ids.gather(1, nodes.clamp(min=0)).masked_fill(~kept, 0)
-    draws = tree.draws
-    if draws is not None:
-        draws = replace(draws, nodes=draws.nodes.masked_fill(row, 0))
-    return TreeBatch(
-        token_ids=torch.where(row, tokens, tree.token_ids),
-        parents=torch.where(
-            row, (columns - 1).masked_fill(~kept, NO_NODE), tree.parents
-        ),
-        depths=torch.where(row, columns.masked_fill(~kept, 0), tree.depths),
-        num_nodes=torch.where(chosen, kept.sum(1), tree.num_nodes),
-        draws=draws,
-    )
-
-
 def draw_parents(tree: TreeBatch) -> Tensor:
     """Parent of every draw, int64 [num_reqs, max_draws], -1 in unused entries."""
     assert tree.draws is not None

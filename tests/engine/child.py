@@ -210,22 +210,23 @@ def main() -> None:
     adapter = None
     if "adapter" in request:
         adapter = LoRARequest("adapter", 1, request["adapter"])
-    result: dict[str, Any] = {"jobs": [], "trees": [], "preemptions": []}
+    result: dict[str, Any] = {"jobs": [], "trees": [], "nodes": [], "preemptions": []}
     trees = bool(arguments.get("speculative_config"))
     if "capture_kv" in request:
         import torch
 
         found = capture_kv(runner_of(llm), request["capture_kv"]["num_blocks"])
     preempted = count_preemptions(llm)
-    before = 0
+    before = {"trees": 0, "nodes": 0}
     for job in request["jobs"]:
         preempted.clear()
         result["jobs"].append(run_job(llm, job, adapter))
         result["preemptions"].append(len(preempted))
         if trees:
-            result["stats"] = llm.collective_rpc("treespec_stats")[0]
-            result["trees"].append(result["stats"]["trees"] - before)
-            before = result["stats"]["trees"]
+            result["stats"] = stats = llm.collective_rpc("treespec_stats")[0]
+            for name in before:
+                result[name].append(stats[name] - before[name])
+                before[name] = stats[name]
     if "capture_kv" in request:
         torch.save(found, request["capture_kv"]["file"])
     Path(sys.argv[2]).write_text(json.dumps(result))

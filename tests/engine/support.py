@@ -27,7 +27,7 @@ What vLLM's features do together with draft trees. Each row is a test: the table
 written from the one that `tests/engine/test_support_matrix.py` runs, by
 `python -m tests.engine.support`.
 
-* **drafts trees**, **drafts a chain**: the request speculates.
+* **drafts trees**: the request speculates.
 * **decodes plainly**: the request gets no drafts and runs token by token, beside
   requests that do get drafts.
 * **refused at start-up**: the engine does not start; one message names the argument or

@@ -15,7 +15,6 @@ class Outcome(Enum):
     """What happens when somebody uses a feature and draft trees together."""
 
     TREE = "drafts trees"
-    CHAIN = "drafts a chain"
     PLAIN = "decodes plainly"
     REFUSED = "refused at start-up"
     REFUSED_BY_VLLM = "refused by vLLM"

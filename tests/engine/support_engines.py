@@ -131,6 +131,13 @@ ENGINE = (
         Arguments({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
     ),
     Row(
+        "another scheduler class",
+        REFUSED,
+        Arguments(
+            {"scheduler_cls": "some.Scheduler"}, "scheduler_cls='some.Scheduler'"
+        ),
+    ),
+    Row(
         "other keys in speculative_config",
         REFUSED,
         Arguments(

@@ -51,7 +51,7 @@ def usual_jobs(encode: Callable[[str | int], list[int]]) -> dict[str, dict]:
             "params": FREE,
             "at_once": 1,
         },
-        "chains": {
+        "grammars": {
             "prompts": [encode(ASK)] * 4,
             "params": [
                 {"temperature": t, "seed": 1 + i, **STRUCTURED}

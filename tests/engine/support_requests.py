@@ -17,7 +17,7 @@ from tests.engine.support_checks import (
     Same,
 )
 
-TREE, CHAIN, PLAIN = Outcome.TREE, Outcome.CHAIN, Outcome.PLAIN
+TREE, PLAIN = Outcome.TREE, Outcome.PLAIN
 REFUSED, BY_VLLM = Outcome.REFUSED, Outcome.REFUSED_BY_VLLM
 # Greedy answers that end by themselves: "No." and "The answer is 4."
 CHAT = (
@@ -271,24 +271,34 @@ ANSWERS = (
 GRAMMARS = (
     Row(
         "structured output: JSON schema",
-        CHAIN,
+        TREE,
         structured({"json": PERSON}),
-        "vLLM masks each token of the chain and cuts it where it leaves the grammar; "
-        "scored by target draw, which is lossless however a chain was cut",
+        "every node of a tree has the mask of its own path; backends xgrammar, "
+        "guidance and outlines (tests/fast/test_grammar_masks.py)",
     ),
     Row(
         "structured output: regex",
-        CHAIN,
+        TREE,
         structured({"regex": r"[A-Z][a-z]{2,8} is \d{1,3} years old\."}),
     ),
     Row(
         "structured output: grammar",
-        CHAIN,
+        TREE,
         structured({"grammar": LIST_GRAMMAR}, max_tokens=24),
     ),
     Row(
         "structured output: choice",
-        CHAIN,
+        TREE,
         structured({"choice": ["a happy young person", "a happy old person"]}),
+    ),
+    Row(
+        "structured output after reasoning (`reasoning_parser`)",
+        PLAIN,
+        Own(
+            "tests/fast/test_grammar_masks.py::test_grammars_after_reasoning",
+            "no drafts",
+        ),
+        "vLLM looks for the end of the reasoning along one path; with "
+        "`enable_in_reasoning` such requests draft trees",
     ),
 )

@@ -109,3 +109,4 @@ def test_others_notice_nothing(target: str) -> None:
         config = args.create_engine_config()
         assert config.additional_config == {}
         assert "treespec" not in str(config.parallel_config.worker_cls)
+        assert config.scheduler_config.scheduler_cls is None

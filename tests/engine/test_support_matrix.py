@@ -33,7 +33,7 @@ from tests.engine.support_jobs import (  # noqa: E402
     usual_jobs,
 )
 from vllm_treespec.config import SpecConfigError  # noqa: E402
-from vllm_treespec.engine.requests import Drafting, drafting  # noqa: E402
+from vllm_treespec.engine.requests import drafts_tree  # noqa: E402
 from vllm_treespec.plugin import register  # noqa: E402
 
 METHOD = "rsd_s"
@@ -51,11 +51,6 @@ TIGHT: dict[str, object] = {
         "reasoning_start_str": "<think>",
         "reasoning_end_str": "</think>",
     },
-}
-DRAFTS = {
-    Outcome.TREE: Drafting.TREE,
-    Outcome.CHAIN: Drafting.CHAIN,
-    Outcome.PLAIN: Drafting.NONE,
 }
 
 
@@ -75,6 +70,7 @@ class Engine:
 
     answers: dict[str, list[dict]]
     trees: dict[str, int]
+    nodes: dict[str, int]
     preemptions: dict[str, int]
 
 
@@ -142,6 +138,7 @@ def run(
     found = Engine(
         dict(zip(jobs, result["jobs"], strict=True)),
         dict(zip(jobs, result["trees"], strict=False)),
+        dict(zip(jobs, result["nodes"], strict=False)),
         dict(zip(jobs, result["preemptions"], strict=True)),
     )
     for feature, part in parts.items():
@@ -207,7 +204,7 @@ def test_requests_draft_what_the_page_says(row: Row) -> None:
     assert isinstance(row.check, Same)
     first = {"prompts": [[1]], "params": row.check.params[0]}
     (params,) = sampling_params(first)
-    assert drafting(params) is DRAFTS[row.outcome]
+    assert drafts_tree(params) == (row.outcome is Outcome.TREE)
 
 
 def test_trees_were_really_used(usual: dict, tight: dict) -> None:
@@ -232,14 +229,16 @@ def test_requests_ended_for_every_reason(usual: dict) -> None:
 
 
 def test_structured_output_is_valid(usual: dict) -> None:
-    """Turns red when a grammar is left while its requests draft chains, or stop to."""
+    """Turns red when a grammar is left while its requests draft trees, or stop to."""
     answers = usual[METHOD].answers
-    assert usual[METHOD].trees["chains"] > 10
+    trees, nodes = (d["grammars"] for d in (usual[METHOD].trees, usual[METHOD].nodes))
+    assert trees > 10
+    assert nodes > 2 * (1 + DEPTH) * trees, "chains, or trees cut by their grammar"
     assert (
-        answers["chains"][0]["token_ids"]
-        == usual[None].answers["chains"][0]["token_ids"]
+        answers["grammars"][0]["token_ids"]
+        == usual[None].answers["grammars"][0]["token_ids"]
     )
-    for answer in answers["chains"]:
+    for answer in answers["grammars"]:
         person = json.loads(answer["text"])
         assert set(person) == {"name", "age"}
         assert isinstance(person["age"], int)

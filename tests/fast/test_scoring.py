@@ -20,21 +20,16 @@ from vllm_treespec.scorers import (
     TargetLogits,
     greedy_matching,
     recursive_rejection,
-    target_draw,
 )
-from vllm_treespec.tree import TreeBatch, first_paths
+from vllm_treespec.tree import TreeBatch
 
 
-def batch(
-    temperatures: list[float], is_chain: list[bool]
-) -> tuple[TreeBatch, Tensor, TargetLogits, Tensor]:
+def batch(temperatures: list[float]) -> tuple[TreeBatch, TargetLogits, Tensor]:
     generator = torch.Generator().manual_seed(3)
     num_reqs = len(temperatures)
     tree = random_trees(num_reqs, 9, 6, generator)
-    chains = torch.tensor(is_chain)
     draws = draws_of(tree)
     tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))
-    tree = first_paths(tree, chains)
     temperature = torch.tensor(temperatures)
     target = TargetLogits(
         torch.randn(num_reqs * 9, 6, generator=generator),
@@ -46,7 +41,7 @@ def batch(
         ),
     )
     uniforms = torch.rand(num_reqs, 10, generator=generator, dtype=torch.float64)
-    return tree, chains, target, uniforms
+    return tree, target, uniforms
 
 
 def row(output: ScorerOutput, tree: TreeBatch, request: int) -> list[int]:
@@ -54,31 +49,20 @@ def row(output: ScorerOutput, tree: TreeBatch, request: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("temperatures", "is_chain"),
-    [
-        ([0.0, 0.0], [False, True]),
-        ([1.0, 0.7], [False, False]),
-        ([1.0, 0.0, 1.0, 0.5, 0.0, 1.0], [False, True, True, False, False, True]),
-    ],
+    "temperatures", [[0.0, 0.0], [1.0, 0.7], [1.0, 0.0, 1.0, 0.5, 0.0, 1.0]]
 )
-def test_each_request_gets_its_rule(
-    temperatures: list[float], is_chain: list[bool]
-) -> None:
-    """Red when a chain cut by its grammar is scored by its draws, which is lossy."""
-    tree, chains, target, uniforms = batch(temperatures, is_chain)
-    found = score_trees(tree, chains, target, uniforms, recursive_rejection)
+def test_each_request_gets_its_rule(temperatures: list[float]) -> None:
+    """Red when greedy requests of a mixed batch are sampled, or the other way."""
+    tree, target, uniforms = batch(temperatures)
+    found = score_trees(tree, target, uniforms, recursive_rejection)
     for request, temperature in enumerate(temperatures):
         if temperature == 0:
-            expected = greedy_matching(tree, target)
-        elif is_chain[request]:
-            expected = target_draw(tree, target, uniforms)
+            expected, alone, place = greedy_matching(tree, target), tree, request
         else:
             rows = torch.tensor([request])
-            alone = TargetLogits(
+            part = TargetLogits(
                 target.logits, target.first_row[rows], target.sampling.select(rows)
             )
-            chosen = tree.select(rows)
-            one = recursive_rejection(chosen, alone, uniforms[rows])
-            assert row(found, tree, request) == row(one, chosen, 0)
-            continue
-        assert row(found, tree, request) == row(expected, tree, request)
+            alone, place = tree.select(rows), 0
+            expected = recursive_rejection(alone, part, uniforms[rows])
+        assert row(found, tree, request) == row(expected, alone, place)

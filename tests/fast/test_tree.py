@@ -15,7 +15,6 @@ from vllm_treespec.tree import (
     ancestor_mask,
     first_child,
     first_draw,
-    first_paths,
     next_draw,
     next_sibling,
     num_draws,
@@ -264,18 +263,3 @@ def test_from_parents_refuses_what_is_no_tree(parents: list[int], message: str) 
     """Red when a malformed tree gets through and fails far away."""
     with pytest.raises(ValueError, match=message):
         from_parents([parents], [parents])
-
-
-def test_first_paths_are_chains() -> None:
-    """Red when a reduced tree is no chain of first children, or others change."""
-    tree = from_parents([TOKENS, TOKENS], [PARENTS, PARENTS])
-    nodes = torch.arange(1, 6).expand(2, -1)
-    draws = Draws(nodes, nodes, nodes > 9, torch.rand(2, 1, 3))
-    tree = replace(tree, draws=draws)
-    reduced = first_paths(tree, torch.tensor([True, False]))
-    assert lists(reduced) == [[-1, 0, 1], PARENTS]
-    assert reduced.token_ids[0].tolist() == [*map(ord, "rac"), 0, 0, 0]
-    assert reduced.depths[0].tolist() == [0, 1, 2, 0, 0, 0]
-    assert reduced.draws is not None
-    assert reduced.draws.nodes.tolist() == [[0] * 5, [1, 2, 3, 4, 5]]
-    assert lists(first_paths(tree, torch.tensor([False, False]))) == lists(tree)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_treespec.config import parse_spec_config
@@ -16,7 +15,7 @@ from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.schedule import AdaptiveSchedule
 from vllm_treespec.scorers import SCORERS, Rule, TypicalAcceptance
-from vllm_treespec.tree import TreeBatch, first_paths
+from vllm_treespec.tree import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,6 @@ class Proposal:
     """The trees drawn in one step, and the drafts as the scheduler saw them."""
 
     tree: TreeBatch
-    # bool [num_trees]: reduced to a chain, scored without its draws
-    is_chain: Tensor
     # index of the schedule's tree they were drawn as
     scheduled: int
     # request id -> row of the tree
@@ -39,6 +36,14 @@ class Proposal:
         if row is None or self.drafts[row][: len(scheduled)] != scheduled:
             return None
         return row
+
+    def parents(self) -> dict[str, list[int]]:
+        """Parents of each request's draft nodes."""
+        parents = self.tree.parents[:, 1:].tolist()
+        return {
+            req_id: parents[row][: len(self.drafts[row])]
+            for req_id, row in self.rows.items()
+        }
 
 
 class TreeDrafter:
@@ -56,6 +61,9 @@ class TreeDrafter:
         ]
         self.max_depth = max(p.max_depth for p in self.proposers)
         self.max_draws = max(p.max_draws for p in self.proposers)
+        grammars = vllm_config.structured_outputs_config
+        self.reasons = bool(grammars.reasoning_parser)
+        self.reasons &= not grammars.enable_in_reasoning
         self.branching = max(p.max_leaves for p in self.proposers) > 1
 
     @property
@@ -107,7 +115,6 @@ class TreeDrafter:
         self,
         scheduled: int,
         req_ids: list[str],
-        is_chain: Tensor,
         inputs: ProposerInputs,
     ) -> Proposal:
         """Draw one tree for each request whose root was just read.
@@ -115,14 +122,11 @@ class TreeDrafter:
         Args:
             scheduled: index of the schedule's tree to draw.
             req_ids: the requests.
-            is_chain: bool [num_reqs], which of them get a chain.
             inputs: of the requests.
 
         """
         tree = self.proposers[scheduled].propose(inputs)
-        if bool(is_chain.any()):
-            tree = first_paths(tree, is_chain)
         tokens, lens = tree.token_ids.tolist(), tree.num_nodes.tolist()
         drafts = [row[1:n] for row, n in zip(tokens, lens, strict=True)]
         rows = {req_id: row for row, req_id in enumerate(req_ids)}
-        return Proposal(tree, is_chain, scheduled, rows, drafts)
+        return Proposal(tree, scheduled, rows, drafts)

@@ -12,7 +12,8 @@ from torch import Tensor
 from vllm_treespec.engine.draft_model import CommittedTokens
 from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.reading import ReadingPlan, ReadMarks
-from vllm_treespec.engine.requests import Drafting, drafting, sampling_tensors
+from vllm_treespec.engine.requests import drafts_tree, sampling_tensors
+from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.uniforms import DRAFTING, UniformSource
@@ -73,20 +74,20 @@ class DraftingMixin:
             self.proposal = self.drafter.propose(
                 scheduled,
                 req_ids,
-                torch.tensor(
-                    [self._drafting(r) is Drafting.CHAIN for r in req_ids],
-                    device=runner.device,
-                ),
                 self._proposer_inputs(scheduled, drafting, roots, sampling_metadata),
             )
             for r, row in zip(drafting, self.proposal.drafts, strict=True):
                 drafts[r] = row
             return drafts
 
-    def _drafting(self, req_id: str) -> Drafting:
-        """What a request drafts."""
-        runner: Any = self
-        return drafting(runner.requests[req_id].sampling_params)
+    def take_draft_token_ids(self) -> Any:
+        """Hand the drafts to the scheduler, with the trees that they form."""
+        drafts = super().take_draft_token_ids()  # type: ignore[misc]
+        if drafts is None or self.proposal is None:
+            return drafts
+        return TreeDraftTokenIds(
+            drafts.req_ids, drafts.draft_token_ids, self.proposal.parents()
+        )
 
     def _proposer_inputs(
         self,
@@ -144,7 +145,8 @@ class DraftingMixin:
             self.marks, runner.max_num_tokens, self.drafter.config.max_trees
         )
         for r, req_id in enumerate(batch.req_ids):
-            if self._drafting(req_id) is not Drafting.NONE:
+            params = runner.requests[req_id].sampling_params
+            if drafts_tree(params, self.drafter.reasons):
                 end = int(written.end[r])
                 fits = end + depth + 1 < runner.max_model_len
                 plan.add(r, blocks[r], end, bool(written.sampled[r]) and fits)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
@@ -14,22 +12,20 @@ from vllm_treespec.sampling import SamplingTensors
 GREEDY_BELOW = 1e-5
 
 
-class Drafting(Enum):
-    """What a request's steps draft."""
-
-    TREE = "a tree"
-    CHAIN = "a chain"
-    NONE = "nothing"
-
-
-def drafting(params: SamplingParams) -> Drafting:
-    """What a request drafts: a tree, a chain, or nothing (it decodes plainly).
+def drafts_tree(params: SamplingParams, reasons: bool = False) -> bool:
+    """Whether a request drafts trees; otherwise it decodes plainly.
 
     A request whose distribution depends on more than temperature, top-k and top-p
-    would need that per node. vLLM masks a grammar's tokens after each token of a
-    chain; penalties and other masks it works out for the last token alone.
+    would need that per node. A grammar's masks our scheduler fills per node;
+    penalties and other masks vLLM works out for the last token alone.
+
+    Args:
+        params: of the request.
+        reasons: whether a grammar begins at the end of some reasoning only, which
+            vLLM looks for along one path.
+
     """
-    if (
+    return not (
         params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
@@ -40,9 +36,8 @@ def drafting(params: SamplingParams) -> Drafting:
         or params.allowed_token_ids
         or params.logprob_token_ids
         or params.thinking_token_budget is not None
-    ):
-        return Drafting.NONE
-    return Drafting.CHAIN if params.structured_outputs else Drafting.TREE
+        or (reasons and params.structured_outputs)
+    )
 
 
 def sampling_tensors(metadata: SamplingMetadata, reqs: Tensor) -> SamplingTensors:

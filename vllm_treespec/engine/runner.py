@@ -39,8 +39,6 @@ class TreeStep:
     # int64 [num_trees], batch index of each tree's request, ascending
     reqs: Tensor
     tree: TreeBatch
-    # bool [num_trees], which are reduced to a chain and scored without their draws
-    is_chain: Tensor
     # index of the schedule's tree that they were drawn as
     scheduled: int
     layout: BatchLayout
@@ -194,12 +192,10 @@ class TreeRunnerMixin(DraftingMixin):
             block_table=table.get_device_tensor(num_reqs),
             slot_mapping=table.slot_mapping.gpu[:num_tokens].clone(),
         )
-        tree, is_chain = self.proposal.tree, self.proposal.is_chain
+        tree = self.proposal.tree
         if rows.tolist() != list(range(tree.num_reqs)):
-            tree, is_chain = tree.select(rows), is_chain[rows]
-        return TreeStep(
-            reqs, tree.cut(limit), is_chain, self.proposal.scheduled, layout
-        )
+            tree = tree.select(rows)
+        return TreeStep(reqs, tree.cut(limit), self.proposal.scheduled, layout)
 
     def _node_limits(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
         """How many tokens the scheduler had room for, by request.
@@ -233,7 +229,6 @@ class TreeRunnerMixin(DraftingMixin):
             sampling = sampling_tensors(metadata, step.reqs)
             step.scored = score_trees(
                 step.tree,
-                step.is_chain,
                 TargetLogits(logits, first[step.reqs], sampling),
                 self._uniforms(
                     step.reqs.tolist(),
@@ -244,7 +239,7 @@ class TreeRunnerMixin(DraftingMixin):
                 self.drafter.rule,
             )
             self.drafter.schedule.observe(
-                step.scheduled, step.scored.num_accepted[~step.is_chain].tolist()
+                step.scheduled, step.scored.num_accepted.tolist()
             )
             self.stats.observe(
                 step.tree.num_nodes.tolist(), step.scored.num_accepted.tolist()

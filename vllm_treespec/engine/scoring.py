@@ -15,14 +15,12 @@ from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
     greedy_matching,
-    target_draw,
 )
 from vllm_treespec.tree import TreeBatch
 
 
 def score_trees(
     tree: TreeBatch,
-    is_chain: Tensor,
     target: TargetLogits,
     uniforms: Tensor,
     rule: Rule,
@@ -31,8 +29,6 @@ def score_trees(
 
     Args:
         tree: the trees.
-        is_chain: bool [num_trees], whose drafts may have been cut because of what they
-            are, so that only target draw is lossless.
         target: the target's logits at the nodes.
         uniforms: float64 [num_trees, at least 1 + max_draws] in [0, 1).
         rule: for sampled requests; greedy ones follow the target's likeliest tokens.
@@ -41,34 +37,27 @@ def score_trees(
     greedy = target.sampling.greedy
     if target.sampling.all_greedy:
         return greedy_matching(tree, target)
-    if target.sampling.all_random and not bool(is_chain.any()):
+    if target.sampling.all_random:
         return rule(tree, target, uniforms)
     path = torch.full_like(tree.parents, -1)
     num_accepted = torch.zeros_like(tree.num_nodes)
     next_token_ids = torch.zeros_like(tree.num_nodes)
-    groups = (
-        (None, greedy),
-        (target_draw, ~greedy & is_chain),
-        (rule, ~greedy & ~is_chain),
-    )
-    for scorer, mask in groups:
-        rows = mask.nonzero()[:, 0]
-        if not len(rows):
-            continue
+    for is_greedy in (True, False):
+        rows = (greedy == is_greedy).nonzero()[:, 0]
         part = replace(
             target,
             first_row=target.first_row[rows],
             sampling=replace(
                 target.sampling.select(rows),
-                all_greedy=scorer is None,
-                all_random=scorer is not None,
+                all_greedy=is_greedy,
+                all_random=not is_greedy,
             ),
         )
         chosen = tree.select(rows)
-        if scorer is None:
+        if is_greedy:
             scored = greedy_matching(chosen, part)
         else:
-            scored = scorer(chosen, part, uniforms[rows])
+            scored = rule(chosen, part, uniforms[rows])
         path[rows, : scored.path.shape[1]] = scored.path
         num_accepted[rows] = scored.num_accepted
         next_token_ids[rows] = scored.next_token_ids

@@ -38,6 +38,8 @@ class Seam:
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_GRAMMAR = "vllm.v1.structured_output.backend_types"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 SEAMS = (
     Seam(
@@ -77,6 +79,13 @@ SEAMS = (
         "GPUModelRunner._input_fits_in_drafter",
         "drafting near max_model_len is decided per request",
     ),
+    Seam(_RUNNER, "GPUModelRunner.take_draft_token_ids", "trees go to the scheduler"),
+    Seam(_SCHEDULER, "Scheduler.update_draft_token_ids", "no grammar cuts a tree"),
+    Seam(_SCHEDULER, "Scheduler.get_grammar_bitmask", "a grammar mask for every node"),
+    Seam(_GRAMMAR, "StructuredOutputGrammar.fill_bitmask", "the mask after a node"),
+    Seam(_GRAMMAR, "StructuredOutputGrammar.accept_tokens", "down a tree"),
+    Seam(_GRAMMAR, "StructuredOutputGrammar.rollback", "up a tree"),
+    Seam(_GRAMMAR, "StructuredOutputBackend.allocate_token_bitmask", "masks of a tree"),
     Seam(
         "vllm.v1.attention.backends.registry",
         "register_backend",

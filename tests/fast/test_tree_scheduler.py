@@ -1,0 +1,155 @@
+"""Our scheduler differs from vLLM's where a structured output has drafts only."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the engine layer imports vLLM")
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from vllm_treespec.engine.scheduler import TreeDraftTokenIds, TreeScheduler
+
+STOCK = 77
+
+
+class Rising(StructuredOutputGrammar):
+    """Texts of ever higher tokens, of 32."""
+
+    def __init__(self) -> None:
+        self.tokens = [-1]
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Go on; the walk asks the mask before."""
+        assert tokens[0] > self.tokens[-1]
+        self.tokens += tokens
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """Not asked for trees."""
+        raise AssertionError
+
+    def rollback(self, num_tokens: int) -> None:
+        """Go back."""
+        del self.tokens[-num_tokens:]
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        """Allow all higher tokens."""
+        bitmask[batch_index] = mask_above(self.tokens[-1])
+
+    def is_terminated(self) -> bool:
+        """Never."""
+        return False
+
+    def reset(self) -> None:
+        """Never."""
+        raise AssertionError
+
+
+def mask_above(token: int) -> int:
+    """The mask of all higher tokens, as an int32."""
+    return -(1 << (token + 1)) if token < 31 else 0
+
+
+def request(grammar: Rising | None, is_prefill_chunk: bool = False) -> Any:
+    """What the scheduler looks at of a request."""
+    return SimpleNamespace(
+        use_structured_output=grammar is not None,
+        structured_output_request=SimpleNamespace(grammar=grammar),
+        is_prefill_chunk=is_prefill_chunk,
+        is_finished=lambda: False,
+        spec_token_ids=[9],
+    )
+
+
+@pytest.fixture
+def scheduler() -> TreeScheduler:
+    """A scheduler with four requests, of vLLM's state only what is looked at."""
+
+    def stock_masks(_: Any, req_ids: list[str], drafts: dict) -> np.ndarray:
+        assert not set(req_ids) & set(drafts)
+        return np.full((len(req_ids), 1), STOCK, dtype=np.int32)
+
+    made = object.__new__(TreeScheduler)
+    made._parents = {"gone": [0]}
+    made.requests = {
+        "free": request(None),
+        "tree": request(Rising()),
+        "prompt": request(Rising(), is_prefill_chunk=True),
+        "undrafted": request(Rising()),
+    }
+    made.structured_output_manager = SimpleNamespace(
+        validate_tokens=lambda _, tokens: tokens,
+        grammar_bitmask=stock_masks,
+        backend=SimpleNamespace(
+            allocate_token_bitmask=lambda rows: torch.zeros(rows, 1, dtype=torch.int32)
+        ),
+    )
+    return made
+
+
+#            4
+#          /   \
+#         6     8
+#       / | \    \
+#      5  9  7    8
+DRAFTS = [4, 6, 8, 5, 9, 7, 8]
+PARENTS = [0, 1, 1, 2, 2, 2, 3]
+
+
+def update(scheduler: TreeScheduler) -> None:
+    drafts = TreeDraftTokenIds(
+        ["free", "tree", "prompt", "undrafted", "gone"],
+        [DRAFTS, DRAFTS, [3], [], [1]],
+        {"free": PARENTS, "tree": PARENTS, "prompt": [0], "gone": [0]},
+    )
+    scheduler.update_draft_token_ids(pickle.loads(pickle.dumps(drafts)))
+
+
+def step(scheduler: TreeScheduler, drafts: dict[str, list[int]]) -> Any:
+    output = SchedulerOutput.make_empty()
+    output.has_structured_output_requests = True
+    output.num_scheduled_tokens = dict.fromkeys(scheduler.requests, 1)
+    output.scheduled_spec_decode_tokens = drafts
+    return scheduler.get_grammar_bitmask(output)
+
+
+def test_trees_stay_whole(scheduler: TreeScheduler) -> None:
+    """Red when a grammar cuts a tree, or other requests are not left to vLLM."""
+    update(scheduler)
+    found = {r: q.spec_token_ids for r, q in scheduler.requests.items()}
+    assert found == {"free": DRAFTS, "tree": DRAFTS, "prompt": [], "undrafted": []}
+    assert "gone" not in scheduler._parents
+    scheduler.update_draft_token_ids(DraftTokenIds(["free"], [[1]]))
+    assert scheduler.requests["free"].spec_token_ids == [1]
+
+
+@pytest.mark.parametrize("count", [7, 4])
+def test_masks_lie_in_the_order_of_nodes(scheduler: TreeScheduler, count: int) -> None:
+    """Red when the rows of trees, cut or whole, and of other requests are mixed up."""
+    update(scheduler)
+    drafts = {"free": DRAFTS, "tree": DRAFTS[:count]}
+    found = step(scheduler, drafts)
+    assert found.structured_output_request_ids == ["undrafted", "tree"]
+    assert found.num_acceptable_drafts == [0, count]
+    tree = [mask_above(token) for token in (-1, 4, 6, 8)] + [-1] * (count - 3)
+    if count == 7:
+        tree[5:7] = [mask_above(9), mask_above(7)]
+    assert found.grammar_bitmask[:, 0].tolist() == [STOCK, *tree]
+    assert scheduler.requests["tree"].structured_output_request.grammar.tokens == [-1]
+
+
+def test_no_trees_means_stock_masks(scheduler: TreeScheduler) -> None:
+    """Red when a step without structured drafts is not vLLM's own."""
+    update(scheduler)
+    found = step(scheduler, {"free": DRAFTS})
+    assert found.structured_output_request_ids == ["tree", "undrafted"]
+    assert (found.grammar_bitmask == STOCK).all()

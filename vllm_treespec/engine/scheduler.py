@@ -1,0 +1,150 @@
+"""vLLM's scheduler, with grammar masks for draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+WORD = 32
+# A word of a mask in which every token is allowed.
+ALL_ALLOWED = -1
+
+
+@dataclass
+class TreeDraftTokenIds(DraftTokenIds):
+    """Drafts on their way to the scheduler, with the trees that they form."""
+
+    # request id -> parent of every node but the root, in the order of the drafts
+    parents: dict[str, list[int]]
+
+
+class TreeScheduler(Scheduler):
+    """vLLM's scheduler, for which a structured output's drafts are a tree.
+
+    The stock one reads drafts as a chain: it cuts them where they leave the grammar,
+    and fills the masks along them. Here they stay whole and every node gets the mask
+    after its own path. The target then gives forbidden drafts no probability, so that
+    they are rejected by the rule that verifies all others. Requests without a tree
+    are left to the stock scheduler.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Make the stock scheduler."""
+        super().__init__(*args, **options)
+        self._parents: dict[str, list[int]] = {}
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take in the next drafts."""
+        if isinstance(draft_token_ids, TreeDraftTokenIds):
+            self._parents |= draft_token_ids.parents
+        self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
+        stock = DraftTokenIds([], [])
+        for req_id, drafts in zip(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
+        ):
+            request = self.requests.get(req_id)
+            if (
+                drafts
+                and request is not None
+                and request.use_structured_output
+                and not request.is_finished()
+                and not request.is_prefill_chunk
+            ):
+                request.spec_token_ids = drafts
+            else:
+                stock.req_ids.append(req_id)
+                stock.draft_token_ids.append(drafts)
+        super().update_draft_token_ids(stock)
+
+    def get_grammar_bitmask(
+        self, scheduler_output: SchedulerOutput
+    ) -> GrammarOutput | None:
+        """Masks of all structured outputs of the step, a row for every node."""
+        trees = {
+            req_id: drafts
+            for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
+            if self.requests[req_id].use_structured_output
+        }
+        if not trees:
+            return super().get_grammar_bitmask(scheduler_output)
+        others = {
+            req_id: count
+            for req_id, count in scheduler_output.num_scheduled_tokens.items()
+            if req_id not in trees
+        }
+        stock = super().get_grammar_bitmask(
+            replace(scheduler_output, num_scheduled_tokens=others)
+        )
+        masks = [self._tree_masks(req_id, drafts) for req_id, drafts in trees.items()]
+        sizes = [len(drafts) for drafts in trees.values()]
+        if stock is None:
+            return GrammarOutput(list(trees), np.concatenate(masks), sizes)
+        return GrammarOutput(
+            [*stock.structured_output_request_ids, *trees],
+            np.concatenate([stock.grammar_bitmask, *masks]),
+            [0] * len(stock.structured_output_request_ids) + sizes,
+        )
+
+    def _tree_masks(self, req_id: str, drafts: list[int]) -> np.ndarray:
+        """Masks of one request's tree, int32 [1 + num_drafts, num_words]."""
+        backend = self.structured_output_manager.backend
+        request = self.requests[req_id].structured_output_request
+        assert backend is not None
+        assert request is not None
+        assert isinstance(request.grammar, StructuredOutputGrammar)
+        masks = backend.allocate_token_bitmask(1 + len(drafts))
+        fill_tree_masks(request.grammar, masks, drafts, self._parents[req_id])
+        return masks.numpy()
+
+
+def fill_tree_masks(
+    grammar: StructuredOutputGrammar,
+    masks: Tensor,
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+) -> None:
+    """Fill in which tokens a grammar allows after each node of a tree.
+
+    The grammar is walked depth first, a token forward or back at a time, and is left
+    in the state in which it was found. Everything is allowed where a grammar has
+    ended, as in vLLM, and below forbidden tokens, where no request ever gets.
+
+    Args:
+        grammar: in the state after the root.
+        masks: int32 [1 + len(token_ids), num_words], changed in place.
+        token_ids: of the nodes in level order, without the root.
+        parents: of the same nodes, 0 is the root; further entries are not looked at.
+
+    """
+    children: list[list[int]] = [[] for _ in range(1 + len(token_ids))]
+    for node, parent in enumerate(parents[: len(token_ids)], start=1):
+        children[parent].append(node)
+
+    def visit(node: int) -> None:
+        if grammar.is_terminated():
+            return
+        grammar.fill_bitmask(masks, node)
+        for child in children[node]:
+            token = token_ids[child - 1]
+            if is_allowed(masks[node], token) and grammar.accept_tokens("", [token]):
+                visit(child)
+                grammar.rollback(1)
+
+    masks.fill_(ALL_ALLOWED)
+    visit(0)
+
+
+def is_allowed(mask: Tensor, token_id: int) -> bool:
+    """Whether a mask, int32 [num_words], has the bit of a token."""
+    return bool(int(mask[token_id // WORD]) >> (token_id % WORD) & 1)
