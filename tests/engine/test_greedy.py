@@ -37,7 +37,7 @@ def prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def jobs(prompts: list[list[int]]) -> list[dict]:
     """The same prompts one by one, eight at once, and again from the prefix cache."""
-    greedy = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
+    greedy = {"temperature": 0.0, "max_tokens": 36, "ignore_eos": True}
     return [
         {"prompts": prompts, "params": greedy, "at_once": 1},
         {"prompts": prompts, "params": greedy, "at_once": 8},

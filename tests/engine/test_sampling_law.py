@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-NUM_SEEDS = 1200
+NUM_SEEDS = 1000
 TOP = 64
 
 
@@ -39,8 +39,8 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
 
 @pytest.mark.parametrize(
     ("method", "any_text"),
-    [("rsd_s", False), ("rsd_c", False), ("spectr", False), ("rsd_s", True)],
-    ids=["rsd_s", "rsd_c", "spectr", "grammar"],
+    [("rsd_s", False), ("spectr", False), ("rsd_s", True)],
+    ids=["rsd_s", "spectr", "grammar"],
 )
 def test_tokens_follow_the_target(
     method: str,
