@@ -75,8 +75,10 @@ def scheduler() -> TreeScheduler:
     """A scheduler with four requests, of vLLM's state only what is looked at."""
 
     def stock_masks(_: Any, req_ids: list[str], drafts: dict) -> np.ndarray:
-        assert not set(req_ids) & set(drafts)
-        return np.full((len(req_ids), 1), STOCK, dtype=np.int32)
+        padding = [drafts.get(req_id, []) for req_id in req_ids]
+        assert all(token == -1 for tokens in padding for token in tokens)
+        num_rows = len(req_ids) + sum(map(len, padding))
+        return np.full((num_rows, 1), STOCK, dtype=np.int32)
 
     made = object.__new__(TreeScheduler)
     made._parents = {"gone": [0]}
@@ -145,6 +147,22 @@ def test_masks_lie_in_the_order_of_nodes(scheduler: TreeScheduler, count: int) -
         tree[5:7] = [mask_above(9), mask_above(7)]
     assert found.grammar_bitmask[:, 0].tolist() == [STOCK, *tree]
     assert scheduler.requests["tree"].structured_output_request.grammar.tokens == [-1]
+
+
+def test_padding_is_no_tree(scheduler: TreeScheduler) -> None:
+    """Red when requests that vLLM pads, having one token to read, are walked as trees.
+
+    Preempted ones have had trees: what is left of them must not be looked at.
+    """
+    update(scheduler)
+    found = step(scheduler, {"tree": DRAFTS, "undrafted": [-1, -1, -1]})
+    assert found.structured_output_request_ids == ["undrafted", "tree"]
+    assert found.num_acceptable_drafts == [0, len(DRAFTS)]
+    assert found.grammar_bitmask[:4, 0].tolist() == [STOCK] * 4
+    assert len(found.grammar_bitmask) == 4 + 1 + len(DRAFTS)
+    found = step(scheduler, {"tree": [-1, -1], "undrafted": [-1]})
+    assert (found.grammar_bitmask == STOCK).all()
+    assert found.num_acceptable_drafts == [0, 0]
 
 
 def test_no_trees_means_stock_masks(scheduler: TreeScheduler) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 WORD = 32
+# What the scheduler drafts for requests that join the batch with one token to read.
+PADDING_TOKEN_ID = -1
 # A word of a mask in which every token is allowed.
 ALL_ALLOWED = -1
 
@@ -75,6 +77,7 @@ class TreeScheduler(Scheduler):
             req_id: drafts
             for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items()
             if self.requests[req_id].use_structured_output
+            and drafts[0] != PADDING_TOKEN_ID
         }
         if not trees:
             return super().get_grammar_bitmask(scheduler_output)
@@ -90,10 +93,11 @@ class TreeScheduler(Scheduler):
         sizes = [len(drafts) for drafts in trees.values()]
         if stock is None:
             return GrammarOutput(list(trees), np.concatenate(masks), sizes)
+        assert stock.num_acceptable_drafts is not None
         return GrammarOutput(
             [*stock.structured_output_request_ids, *trees],
             np.concatenate([stock.grammar_bitmask, *masks]),
-            [0] * len(stock.structured_output_request_ids) + sizes,
+            [*stock.num_acceptable_drafts, *sizes],
         )
 
     def _tree_masks(self, req_id: str, drafts: list[int]) -> np.ndarray:
