@@ -31,6 +31,7 @@ def server(
     port = free_port()
     log_file = tmp_path_factory.mktemp("server") / "log"
     spec = {"method": "rsd_s", "model": draft, "beam_width": 3, "depth": 3}
+    spec["schedule"] = "fixed"
     command = [
         str(Path(sys.executable).with_name("vllm")),
         *("serve", target, "--host", "127.0.0.1", "--port", str(port)),
