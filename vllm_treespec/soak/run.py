@@ -208,6 +208,7 @@ def make_report(
         *check.check_engine(requests, plain),
         *check.check_engine(requests, trees),
         *check.logprob_problems(requests, plain, trees),
+        *check.memory_problems(plain, trees),
     ]
     problems += [
         check.Problem(
