@@ -17,7 +17,7 @@ from vllm_treespec.proposers.base import (
 )
 from vllm_treespec.sampling import SamplingTensors, draw
 from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_draws
+from vllm_treespec.tree_builders import first_alike, from_draws
 
 
 @register_proposer("specinfer")
@@ -143,14 +143,6 @@ def top_tokens(probs: Tensor, count: int) -> Tensor:
     """Most likely tokens, int64 [num_reqs, width * count]; repeats if there are few."""
     mass, best = probs.topk(count, dim=-1)
     return torch.where(mass > 0, best, best[..., :1]).flatten(1)
-
-
-def first_alike(parents: Tensor, tokens: Tensor) -> Tensor:
-    """First column with the same parent and token, int64 [num_reqs, width]."""
-    alike = (parents[:, :, None] == parents[:, None]) & (
-        tokens[:, :, None] == tokens[:, None]
-    )
-    return alike.int().argmax(dim=2)
 
 
 def merge(root_token_ids: Tensor, drawn: Sequence[Sequence[DrawnLevel]]) -> TreeBatch:

@@ -67,3 +67,10 @@ def empty_path(tree: TreeBatch) -> Tensor:
     """A path buffer of the batch's depth, int64 [num_reqs, max_depth], all -1."""
     max_depth = max(int(tree.depths.max()), 1)
     return torch.full((tree.num_reqs, max_depth), NO_NODE, device=tree.token_ids.device)
+
+
+def normalised(mass: Tensor, if_empty: Tensor) -> Tensor:
+    """Normalise the positive part of each row; ``if_empty`` where there is none."""
+    positive = mass.clamp(min=0)
+    total = positive.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, positive / total.clamp(min=1e-300), if_empty)

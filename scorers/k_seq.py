@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.one_law import Judge, normalised, walk
+from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, normalised
+from vllm_treespec.scorers.one_law import Judge, walk
 from vllm_treespec.tree import TreeBatch
 
 # Halvings of [1, number of draws] at every node: each is a pass over the vocabulary,

@@ -82,10 +82,3 @@ def check_one_law(tree: TreeBatch) -> None:
             "this rule needs independent draws from one distribution at every node; "
             "use multi_round or recursive_rejection"
         )
-
-
-def normalised(mass: Tensor, if_empty: Tensor) -> Tensor:
-    """Normalise the positive part of each row; ``if_empty`` where there is none."""
-    positive = mass.clamp(min=0)
-    total = positive.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, positive / total.clamp(min=1e-300), if_empty)

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.sampling import draw
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
+from vllm_treespec.scorers.base import (
+    ScorerOutput,
+    TargetLogits,
+    empty_path,
+    normalised,
+)
 from vllm_treespec.tree import TreeBatch, first_draw, next_draw
 
 
@@ -73,9 +78,7 @@ def subtract(residual: Tensor, draft: Tensor) -> Tensor:
     An empty difference means that both distributions are equal, where a rejection
     has probability 0 and can only come from rounding: the residual is kept.
     """
-    difference = (residual - draft).clamp_(min=0)
-    mass = difference.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, difference / mass.clamp(min=1e-38), residual)
+    return normalised(residual - draft, residual)
 
 
 def drop(draft: Tensor, tokens: Tensor) -> Tensor:

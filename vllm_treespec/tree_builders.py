@@ -133,14 +133,19 @@ def merge_equal(
         first of its node, bool.
 
     """
-    equal = (parents[:, :, None] == parents[:, None]) & (
-        tokens[:, :, None] == tokens[:, None]
-    )
-    first = equal.int().argmax(dim=2)
+    first = first_alike(parents, tokens)
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     is_new = first == columns
     number = is_new.cumsum(1) - 1 + num_nodes[:, None]
     return number.gather(1, first), is_new
+
+
+def first_alike(parents: Tensor, tokens: Tensor) -> Tensor:
+    """First column with the same parent and token, int64 [num_reqs, width]."""
+    alike = (parents[:, :, None] == parents[:, None]) & (
+        tokens[:, :, None] == tokens[:, None]
+    )
+    return alike.int().argmax(dim=2)
 
 
 def from_parents(
