@@ -1,0 +1,121 @@
+"""What all heads share: embedding, output layer, hot tokens, growing a tree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from vllm_treespec.heads.config import HeadConfig
+from vllm_treespec.proposers.base import DraftModel
+
+
+class DraftHead(nn.Module, ABC):
+    """Small layers that draft from the target's last hidden state.
+
+    The *draft vocabulary* are the tokens that the head can draft: hot tokens, or the
+    whole vocabulary of the target. Hidden states and embeddings are read at root mean
+    square 1, so that one set of initial weights suits every target.
+
+    Attributes:
+        hot_token_ids: int64 [draft_vocab_size], ascending; None: all tokens.
+        embedding: [vocab_size, hidden_size], the target's or our own.
+        output: [draft_vocab_size, hidden_size], the target's rows or our own.
+
+    """
+
+    hot_token_ids: Tensor | None
+    embedding: Tensor
+    output: Tensor
+
+    def __init__(self, config: HeadConfig) -> None:
+        """Make fresh layers; shared weights come with ``share``."""
+        super().__init__()
+        self.config = config
+        hot = None
+        if config.num_hot_tokens is not None:
+            hot = torch.arange(config.num_hot_tokens)
+        self.register_buffer("hot_token_ids", hot)
+        sizes = {
+            "embedding": (config.vocab_size, config.share_embedding),
+            "output": (config.draft_vocab_size, config.share_output),
+        }
+        for name, (rows, shared) in sizes.items():
+            weight = torch.zeros((0 if shared else rows, config.hidden_size))
+            if shared:
+                self.register_buffer(name, weight, persistent=False)
+            else:
+                self.register_parameter(name, nn.Parameter(weight))
+
+    def share(self, embedding: Tensor, output: Tensor) -> None:
+        """Take the target's weights where they are shared.
+
+        Args:
+            embedding: [at least vocab_size, hidden_size].
+            output: [at least vocab_size, hidden_size].
+
+        """
+        if self.config.share_embedding:
+            self.embedding = embedding.detach()[: self.config.vocab_size]
+        if self.config.share_output:
+            self.output = self.output_rows(output.detach())
+
+    def output_rows(self, output: Tensor) -> Tensor:
+        """Rows of the draft vocabulary out of the target's output layer."""
+        if self.hot_token_ids is None:
+            return output[: self.config.vocab_size]
+        return output[self.hot_token_ids]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings of tokens of the target's vocabulary, at root mean square 1."""
+        return unit_rms(nn.functional.embedding(token_ids, self.embedding))
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, [..., draft_vocab_size]."""
+        return nn.functional.linear(features, self.output)
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """Features of all levels at known tokens, for training.
+
+        Args:
+            hidden: [n, hidden_size], the target's after its final norm.
+            token_ids: int64 [n, depth]: the token that was emitted from the hidden
+                state (a tree's root), then those after it.
+
+        Returns:
+            [n, depth, hidden_size]; the i-th is for the token after the i-th.
+
+        """
+
+    @abstractmethod
+    def draft(self, hidden: Tensor, root_token_ids: Tensor) -> DraftModel:
+        """Begin the trees of a step.
+
+        Args:
+            hidden: [num_reqs, hidden_size], the target's after its final norm, from
+                which the roots were emitted.
+            root_token_ids: int64 [num_reqs].
+
+        """
+
+
+class ResNetBlock(nn.Module):
+    """x + silu(Linear(x)); starts as the identity."""
+
+    def __init__(self, size: int) -> None:
+        """Make a block of one linear layer."""
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it to [..., size]."""
+        return x + nn.functional.silu(self.linear(x))
+
+
+def unit_rms(x: Tensor) -> Tensor:
+    """Scale the last axis to root mean square 1."""
+    return nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6)
