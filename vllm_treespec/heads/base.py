@@ -76,16 +76,17 @@ class DraftHead(nn.Module, ABC):
         return nn.functional.linear(features, self.output)
 
     @abstractmethod
-    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """Features of all levels at known tokens, for training.
+    def forward(self, hidden: Tensor, token_ids: Tensor, wanted: Tensor) -> Tensor:
+        """Features at known tokens, for training.
 
         Args:
             hidden: [n, hidden_size], the target's after its final norm.
             token_ids: int64 [n, depth]: the token that was emitted from the hidden
                 state (a tree's root), then those after it.
+            wanted: bool [n, depth], after which tokens.
 
         Returns:
-            [n, depth, hidden_size]; the i-th is for the token after the i-th.
+            [num_wanted, hidden_size], in row-major order of ``wanted``.
 
         """
 

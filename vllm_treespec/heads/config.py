@@ -31,6 +31,7 @@ class HeadConfig(BaseModel):
     num_hot_tokens: PositiveInt | None = Field(
         default=None, description="tokens the head can draft; null: the vocabulary"
     )
+    depth: PositiveInt = Field(default=5, description="levels it was trained on")
     num_blocks: NonNegativeInt = Field(default=2, description="ResNet blocks")
     share_embedding: bool = Field(
         default=True, description="read tokens through the target's embedding"
@@ -52,14 +53,12 @@ class ReDrafterHeadConfig(HeadConfig):
     inner_size: PositiveInt | None = Field(
         default=None, description="width of the ResNet blocks; null: 2 x hidden_size"
     )
-    depth: PositiveInt = Field(default=5, description="levels it was trained on")
 
 
 class MedusaHeadConfig(HeadConfig):
     """One head a level."""
 
     method: Literal["medusa"] = "medusa"
-    depth: PositiveInt = Field(default=5, description="number of heads")
     rank_accuracies: tuple[tuple[float, ...], ...] = Field(
         default=(),
         description="by level and rank, how often that guess is the target's token",

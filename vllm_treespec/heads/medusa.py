@@ -29,17 +29,21 @@ class MedusaHead(DraftHead):
             for _ in range(config.depth)
         )
 
-    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """Features of all levels; see ``DraftHead.forward``."""
+    def forward(self, hidden: Tensor, token_ids: Tensor, wanted: Tensor) -> Tensor:
+        """Features at known tokens, which Medusa does not read; see ``DraftHead``."""
         hidden = unit_rms(hidden)
-        return torch.stack(
-            [head(hidden) for head in self.heads[: token_ids.shape[1]]], dim=1
-        )
+        features = [
+            head(hidden[rows]) for head, rows in zip(self.heads, wanted.T, strict=True)
+        ]
+        # from level by level to row by row
+        level, row = wanted.T.nonzero().unbind(1)
+        return torch.cat(features)[(row * len(self.heads) + level).argsort()]
 
     def draft(self, hidden: Tensor, root_token_ids: Tensor) -> MedusaDraft:
         """Begin the trees of a step; all levels' logits are computed at once."""
-        levels = root_token_ids[:, None].expand(-1, self.config.depth)
-        return MedusaDraft(self, self.logits(self.forward(hidden, levels)))
+        hidden = unit_rms(hidden)
+        features = torch.stack([head(hidden) for head in self.heads], dim=1)
+        return MedusaDraft(self, self.logits(features))
 
 
 class MedusaDraft:

@@ -51,13 +51,13 @@ class ReDrafterHead(DraftHead):
         features: Tensor = self.project(self.blocks(self.join(joined)))
         return features
 
-    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """Features of all levels; see ``DraftHead.forward``."""
+    def forward(self, hidden: Tensor, token_ids: Tensor, wanted: Tensor) -> Tensor:
+        """Features at known tokens; see ``DraftHead.forward``."""
         states = [self.embed(token_ids[:, 0])]
         for level in range(1, token_ids.shape[1]):
             states.append(self.advance(states[-1], token_ids[:, level]))
-        state = torch.stack(states, dim=1)
-        return self.features(state, unit_rms(hidden)[:, None].expand_as(state))
+        rows = wanted.nonzero()[:, 0]
+        return self.features(torch.stack(states, dim=1)[wanted], unit_rms(hidden)[rows])
 
     def draft(self, hidden: Tensor, root_token_ids: Tensor) -> ReDrafterDraft:
         """Begin the trees of a step; see ``DraftHead.draft``."""

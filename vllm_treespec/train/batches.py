@@ -13,11 +13,26 @@ from vllm_treespec.train.teacher import TeacherCache, length_buckets, pad_right
 _POOL = 16
 
 
-def split_rows(num_rows: int, eval_share: float, seed: int) -> tuple[list, list]:
-    """Return (training rows, evaluation rows); at least one row is for evaluation."""
-    order = random.Random(seed).sample(range(num_rows), num_rows)
-    num_eval = max(1, round(num_rows * eval_share))
-    return order[num_eval:], order[:num_eval]
+def split_rows(
+    cache: TeacherCache, eval_share: float, seed: int
+) -> tuple[list[int], list[int]]:
+    """Return (training rows, evaluation rows); at least one row is for evaluation.
+
+    Rows that answer the same question stay together.
+    """
+    starts, bounds = cache.row_starts.long(), cache.row_bounds()
+    groups: dict[bytes, list[int]] = {}
+    for row in range(cache.num_rows):
+        first = bounds[row]
+        end = starts[row + 1]
+        if first < bounds[row + 1]:
+            end = cache.positions[first] + 1
+        question = cache.token_ids[starts[row] : end].numpy().tobytes()
+        groups.setdefault(question, []).append(row)
+    order = random.Random(seed).sample(list(groups.values()), len(groups))
+    num_eval = max(1, round(len(order) * eval_share))
+    evaluation = [row for group in order[:num_eval] for row in group]
+    return [row for group in order[num_eval:] for row in group], evaluation
 
 
 class BatchDataset(Dataset):
@@ -35,8 +50,7 @@ class BatchDataset(Dataset):
     def __init__(self, cache: TeacherCache, rows: list[int], batch_tokens: int) -> None:
         self.cache = cache
         starts = cache.row_starts.long()
-        # Row r's supervised positions are bounds[r] .. bounds[r + 1] of the cache.
-        self.bounds = torch.searchsorted(cache.positions.long(), starts).tolist()
+        self.bounds = cache.row_bounds()
         self.starts = starts.tolist()
         lengths = (starts[1:] - starts[:-1]).tolist()
         mean = sum(lengths) / len(lengths)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_treespec.train.head_cli import add_commands, check_paths, fail
+
 app = typer.Typer(
     name="train",
     help="Train what a target model drafts with.",
@@ -56,9 +58,7 @@ def draft(
     seed: int = 0,
 ) -> None:
     """Train a draft model on text and distributions of TARGET; run again to resume."""
-    for path in [*(prompts or []), *(text or [])]:
-        if not path.exists():
-            raise typer.BadParameter(f"{path} does not exist")
+    check_paths(prompts, text)
     if hidden_size % heads:
         raise typer.BadParameter(
             f"--hidden-size {hidden_size} is no multiple of --heads {heads}:"
@@ -100,10 +100,12 @@ def draft(
             max_mb,
         )
     except (OSError, ValueError) as error:
-        typer.echo(f"treespec train draft: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail("draft", error)
     result = record["result"]
     typer.echo(
         f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, top-1 agreement"
         f" {result['top1']:.1%}, expected acceptance {result['acceptance']:.1%}"
     )
+
+
+add_commands(app)

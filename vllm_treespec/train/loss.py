@@ -121,6 +121,7 @@ class _TopKKL(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, ids, probs, rest, compute_dtype):  # type: ignore[no-untyped-def]
         head = weight.to(compute_dtype)
         grad_hidden = torch.empty_like(hidden)
+        trains_weight = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=hidden.device)
         count = max(len(hidden), 1)
@@ -133,7 +134,8 @@ class _TopKKL(torch.autograd.Function):
             loss, grad = _position_loss(logits, ids[part], probs[part], rest[part])
             total += loss.sum()
             grad_hidden[part] = (grad @ head).to(hidden.dtype) / count
-            grad_weight += grad.T @ inputs
+            if trains_weight:
+                grad_weight += grad.T @ inputs
         ctx.save_for_backward(grad_hidden, (grad_weight / count).to(weight.dtype))
         return total / count
 

@@ -147,10 +147,19 @@ def save_draft(draft: LlamaForCausalLM, folder: Path, max_mb: float | None) -> f
     draft.config.dtype = "bfloat16"
     draft.config.use_cache = True  # the Trainer switches it off
     draft.save_pretrained(folder)
-    size_mb = (folder / "model.safetensors").stat().st_size / 1e6
+    return check_size(folder / "model.safetensors", max_mb, "--hidden-size")
+
+
+def check_size(path: Path, max_mb: float | None, to_lower: str) -> float:
+    """Return a file's size in MB (10^6 bytes).
+
+    Raises:
+        ValueError: it is larger than ``max_mb``.
+    """
+    size_mb = path.stat().st_size / 1e6
     if max_mb is not None and size_mb > max_mb:
         raise ValueError(
-            f"{folder / 'model.safetensors'} has {size_mb:.1f} MB, more than the"
-            f" {max_mb:g} MB allowed: lower --hidden-size or raise --max-mb"
+            f"{path} has {size_mb:.1f} MB, more than the {max_mb:g} MB allowed:"
+            f" lower {to_lower} or raise --max-mb"
         )
     return size_mb

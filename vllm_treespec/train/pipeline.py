@@ -6,12 +6,31 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import PreTrainedModel
 
+from vllm_treespec.heads import (
+    DraftHead,
+    HeadError,
+    MedusaHeadConfig,
+    ReDrafterHeadConfig,
+    build_head,
+    load_head,
+    save_head,
+)
 from vllm_treespec.train.draft import DraftOptions, train_draft
-from vllm_treespec.train.model import DraftShape, build_draft, save_draft
-from vllm_treespec.train.plot import plot_history
+from vllm_treespec.train.head import HeadOptions, evaluate_head, train_head
+from vllm_treespec.train.model import (
+    DraftShape,
+    TargetStatistics,
+    build_draft,
+    check_size,
+    save_draft,
+)
+from vllm_treespec.train.plot import plot_head_history, plot_history
 from vllm_treespec.train.teacher import (
+    TeacherCache,
     TeacherOptions,
     cache_teacher,
     load_cache,
@@ -69,9 +88,7 @@ def make_draft(
     console = Console()
     work = out / "work"
     model = load_target(target)
-    console.print(f"teacher: {len(rows)} conversations")
-    shards = cache_teacher(model, target, rows, work / "teacher", teacher_options)
-    cache = load_cache(shards)
+    cache = cached_teacher(model, target, rows, work, teacher_options, console)
     draft = build_draft(model, shape, cache.statistics, draft_options.seed)
     del model
     console.print(f"draft: {draft.num_parameters() / 1e6:.1f} M parameters")
@@ -92,3 +109,133 @@ def make_draft(
     }
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     return record
+
+
+def make_head(
+    target: str,
+    out: Path,
+    work: Path,
+    rows: list[Row],
+    method: str,
+    sizes: dict[str, Any],
+    teacher_options: TeacherOptions,
+    head_options: HeadOptions,
+    max_mb: float | None = None,
+) -> dict[str, Any]:
+    """Stages 2 and 3 for a head: cache, train, write the head's folder.
+
+    ``out`` gets config.json, model.safetensors, training.json and curves.png;
+    ``work`` shards and checkpoints.
+
+    Args:
+        method: ``redrafter`` or ``medusa``.
+        sizes: fields of its head config besides those that the target gives.
+
+    Returns:
+        What training.json holds.
+
+    Raises:
+        ValueError: the weights are larger than ``max_mb``.
+    """
+    console = Console()
+    out.mkdir(parents=True, exist_ok=True)
+    model = load_target(target)
+    cache = cached_teacher(model, target, rows, work, teacher_options, console)
+    torch.manual_seed(head_options.seed)
+    head = start_head(method, sizes, model, cache.statistics)
+    del model
+    trained = [p for p in head.parameters() if p.requires_grad]
+    console.print(f"{method}: {sum(p.numel() for p in trained) / 1e6:.1f} M parameters")
+    result = train_head(head, cache, work / method, head_options)
+    history, ranks = result.pop("history"), result.pop("rank_accuracies")
+    if isinstance(head.config, MedusaHeadConfig):
+        config = {**head.config.model_dump(), "rank_accuracies": ranks}
+        head.config = MedusaHeadConfig.model_validate(config)
+    plot_head_history(history, out / "curves.png")
+    size_mb = save_head(head, out)
+    check_size(out / "model.safetensors", max_mb, "--hot-tokens or --blocks")
+    record = {
+        "target": target,
+        "conversations": len(rows),
+        "answer_positions": len(cache.rest),
+        "result": {**result, "size_mb": round(size_mb, 2)},
+        "rank_accuracies": ranks,
+        "teacher": asdict(teacher_options),
+        "training": asdict(head_options),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "evaluations": [log for log in history if "eval_kl" in log],
+    }
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    return record
+
+
+def cached_teacher(
+    model: PreTrainedModel,
+    target: str,
+    rows: list[Row],
+    work: Path,
+    options: TeacherOptions,
+    console: Console,
+) -> TeacherCache:
+    """Stage 2: the target's distributions over ``rows``, from ``work/teacher``."""
+    console.print(f"teacher: {len(rows)} conversations")
+    return load_cache(cache_teacher(model, target, rows, work / "teacher", options))
+
+
+def start_head(
+    method: str,
+    sizes: dict[str, Any],
+    target: PreTrainedModel,
+    statistics: TargetStatistics,
+) -> DraftHead:
+    """Make a fresh head for a target: the likeliest tokens are hot."""
+    output = target.get_output_embeddings().weight.detach()
+    embedding = target.get_input_embeddings().weight.detach()
+    config = {
+        **sizes,
+        "hidden_size": output.shape[1],
+        "vocab_size": target.config.vocab_size,
+    }
+    if method == "medusa":
+        head = build_head(MedusaHeadConfig(**config))
+    else:
+        head = build_head(ReDrafterHeadConfig(**config))
+    if head.hot_token_ids is not None:
+        best = statistics.token_weights.topk(len(head.hot_token_ids)).indices
+        head.hot_token_ids.copy_(best.sort().values)
+    head = head.to(output.device)
+    head.share(embedding, output)
+    with torch.no_grad():
+        if not head.config.share_embedding:
+            head.embedding.copy_(embedding)
+        if not head.config.share_output:
+            head.output.copy_(head.output_rows(output))
+    return head
+
+
+def evaluate_folder(
+    target: str,
+    folder: Path,
+    work: Path,
+    rows: list[Row],
+    teacher_options: TeacherOptions,
+) -> dict[str, list[Any]]:
+    """``head.measure`` a head's folder on text; all rows are used.
+
+    Raises:
+        HeadError: the folder holds no head, or one for another target.
+    """
+    head = load_head(folder)
+    model = load_target(target)
+    size = model.get_output_embeddings().weight.shape[1]
+    if head.config.hidden_size != size:
+        raise HeadError(
+            f"{folder} is for hidden states of {head.config.hidden_size}, those of"
+            f" {target} have {size}: pass the target that it was trained for"
+        )
+    cache = cached_teacher(model, target, rows, work, teacher_options, Console())
+    head = head.to(model.device)
+    head.share(
+        model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    )
+    return evaluate_head(head, cache)

@@ -38,3 +38,33 @@ def plot_history(history: list[dict[str, Any]], path: Path) -> None:
         axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot_head_history(history: list[dict[str, Any]], path: Path) -> None:
+    """Draw a head's loss and its accuracy by level (arXiv 2403.09919, figure 3).
+
+    Args:
+        history: the Trainer's ``state.log_history``.
+        path: PNG to write.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for key, label in (("loss", "training KL"), ("eval_kl", "evaluation KL")):
+        points = [(log["step"], log[key]) for log in history if key in log]
+        marker = "o" if key.startswith("eval") else None
+        left.plot(*zip(*points, strict=True), marker=marker, label=label)
+    left.set_ylabel("KL(target || head), nats")
+    evaluations = [log for log in history if "eval_kl" in log]
+    left.set_ylim(0, 1.5 * max(log["eval_kl"] for log in evaluations))
+    depth = sum(key.startswith("eval_accuracy_") for key in evaluations[-1])
+    steps = [log["step"] for log in evaluations]
+    for level in range(1, depth + 1):
+        values = [log[f"eval_accuracy_{level}"] for log in evaluations]
+        right.plot(steps, values, marker="o", label=f"t+{level}")
+    right.set_ylabel("likeliest token is the target's")
+    right.set_ylim(0, 1)
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -10,6 +10,7 @@ One safetensors shard holds ``rows_per_shard`` conversations:
     rest       float32 [num_positions]     the mass of all other tokens
     token_mass float32 [vocab_size]        sum over positions of the target distribution
     moment     float32 [target_hidden, target_hidden]   sum of x x^T, x the hidden state
+    hidden     bfloat16 [num_positions, target_hidden]  x itself, if it is kept
 
 A position is supervised if its next token belongs to the answer.
 """
@@ -44,12 +45,14 @@ class TeacherOptions:
         top_k: tokens kept per position.
         seq_len: rows are cut to this many tokens.
         batch_tokens: tokens of one forward, padding included.
+        keep_hidden: whether the target's hidden states are kept, for heads.
     """
 
     top_k: int = 64
     seq_len: int = 512
     batch_tokens: int = 4096
     rows_per_shard: int = 256
+    keep_hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,16 @@ class TeacherCache:
     probs: Tensor
     rest: Tensor
     statistics: TargetStatistics
+    hidden: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.row_starts) - 1
+
+    def row_bounds(self) -> list[int]:
+        """Row r's supervised positions are numbers bounds[r] to bounds[r + 1]."""
+        starts = self.row_starts.long()
+        return torch.searchsorted(self.positions.long(), starts).tolist()
 
     def targets(self, index: Tensor) -> TeacherTargets:
         """Return the targets of some positions, float16 rounding normalised away.
@@ -173,9 +182,10 @@ def _run_target(
             [starts[i] + idx for i, idx in zip(batch, wanted, strict=True)]
         )
         for part in torch.arange(len(states)).split(_HEAD_CHUNK):
-            found = _top_k_of(
-                target, states[part.to(states.device)], options.top_k, sums
-            )
+            chunk = states[part.to(states.device)]
+            found = _top_k_of(target, chunk, options.top_k, sums)
+            if options.keep_hidden:
+                found["hidden"] = chunk.bfloat16().cpu()
             collected.append({"positions": places[part].int(), **found})
     small = target.config.vocab_size <= 2**16
     merged = {name: torch.cat([c[name] for c in collected]) for name in collected[0]}
@@ -230,4 +240,9 @@ def load_cache(shards: list[Path]) -> TeacherCache:
         probs=torch.cat([p["probs"] for p in parts])[order],
         rest=torch.cat([p["rest"] for p in parts])[order],
         statistics=TargetStatistics(mass / mass.sum(), moment),
+        hidden=(
+            torch.cat([p["hidden"] for p in parts])[order]
+            if "hidden" in parts[0]
+            else None
+        ),
     )

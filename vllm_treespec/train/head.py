@@ -1,0 +1,228 @@
+"""Stage 3 for heads: a head learns the target's cached distributions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_treespec.heads import DraftHead
+from vllm_treespec.train.batches import split_rows
+from vllm_treespec.train.distill import (
+    DistillOptions,
+    DistillTrainer,
+    run_training,
+    targets_of,
+)
+from vllm_treespec.train.head_batches import HeadDataset
+from vllm_treespec.train.loss import (
+    HEAD_CHUNK,
+    HeadRows,
+    TeacherTargets,
+    topk_kl,
+)
+from vllm_treespec.train.teacher import TeacherCache
+
+# Ranks whose accuracy is measured, for Medusa's static tree.
+NUM_RANKS = 10
+
+
+@dataclass(frozen=True)
+class HeadOptions(DistillOptions):
+    """How a head is trained.
+
+    Attributes:
+        batch_positions: positions of one step.
+        level_share: each level is trained on this share of the positions on which the
+            level above is: deeper levels are reached less often.
+    """
+
+    epochs: float = 6
+    batch_positions: int = 2048
+    level_share: float = 0.8
+    save_steps: int = 100
+
+
+class HeadTrainer(DistillTrainer):
+    """Trainer whose loss is ``topk_kl`` over the head's draft vocabulary."""
+
+    options: HeadOptions
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.head: DraftHead = self.model["head"]
+        self.rows = draft_rows(self.head)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the mean loss of one batch; ``inputs`` as ``HeadDataset`` items."""
+        known = inputs["known"]
+        # Seeded by the step: a resumed run draws what an uncut one would.
+        seed = self.options.seed + self.state.global_step
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(len(known), 1, generator=generator).to(known.device)
+        levels = torch.arange(known.shape[1], device=known.device)
+        used = known & (drawn < self.options.level_share**levels)
+        part = used[known]
+        targets = targets_of({k: inputs[k][part] for k in ("ids", "probs", "rest")})
+        features = head_features(self.head, inputs, used)
+        return topk_kl(features, self.head.output, targets, self.rows, torch.bfloat16)
+
+    def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``level_quality`` of the batch's positions, by level."""
+        known = inputs["known"]
+        features = head_features(self.head, inputs, known)
+        quality = level_quality(self.head, features, targets_of(inputs), self.rows)
+        level = known.nonzero()[:, 1]
+        found = {"kl": quality.kl}
+        for i in range(known.shape[1]):
+            at = level == i
+            found[f"accuracy_{i + 1}"] = (quality.rank[at] == 0).float()
+            found[f"acceptance_{i + 1}"] = quality.acceptance[at]
+        return found
+
+
+def head_features(head: Any, inputs: dict[str, Tensor], wanted: Tensor) -> Tensor:
+    """Wanted features of a batch, float32 [num_wanted, hidden_size].
+
+    They are computed in bfloat16.
+    """
+    with torch.autocast(inputs["hidden"].device.type, dtype=torch.bfloat16):
+        features: Tensor = head(inputs["hidden"], inputs["token_ids"], wanted)
+    return features.float()
+
+
+def draft_rows(head: DraftHead) -> HeadRows:
+    """The draft vocabulary as the rows of the output layer."""
+    size = head.config.draft_vocab_size
+    device = head.output.device
+    column = torch.full((head.config.vocab_size,), size, device=device)
+    hot = head.hot_token_ids
+    column[slice(None) if hot is None else hot] = torch.arange(size, device=device)
+    bias = torch.zeros(size + 1, device=device)
+    bias[-1] = -torch.inf
+    return HeadRows(torch.arange(size, device=device), column, bias)
+
+
+@dataclass(frozen=True)
+class LevelQuality:
+    """How well a head guesses at some positions, each [n]."""
+
+    kl: Tensor
+    # place of the target's likeliest token among the head's, at most NUM_RANKS
+    rank: Tensor
+    # sum of min(p, q): chance that one draft token is accepted at temperature 1
+    acceptance: Tensor
+
+
+def level_quality(
+    head: DraftHead, features: Tensor, targets: TeacherTargets, rows: HeadRows
+) -> LevelQuality:
+    """Compare a head's distributions with the teacher's, in float32.
+
+    Args:
+        features: [n, hidden_size].
+        targets: of the same positions.
+        rows: ``draft_rows`` of the head.
+    """
+    kl, ranks, acceptance = [], [], []
+    weight = head.output.float()
+    for start in range(0, len(features), HEAD_CHUNK):
+        part = slice(start, start + HEAD_CHUNK)
+        column, probs = rows.column[targets.ids[part]], targets.probs[part]
+        logits = torch.nn.functional.linear(features[part], weight)
+        logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
+        log_probs = logits.log_softmax(-1).gather(1, column)
+        acceptance.append(torch.minimum(log_probs.exp(), probs).sum(-1))
+        best = logits.gather(1, column[:, :1])
+        rank = (logits > best).sum(-1)
+        ranks.append(rank.masked_fill(best[:, 0] == -torch.inf, NUM_RANKS))
+        chunk = TeacherTargets(targets.ids[part], probs, targets.rest[part])
+        kl.append(topk_kl(features[part], weight, chunk, rows).expand(len(column)))
+    return LevelQuality(
+        torch.cat(kl), torch.cat(ranks).clamp(max=NUM_RANKS), torch.cat(acceptance)
+    )
+
+
+@torch.no_grad()
+def measure(head: DraftHead, data: HeadDataset) -> dict[str, list[Any]]:
+    """Measure a head by level.
+
+    Returns:
+        ``accuracies``: by rank, how often that guess is the target's likeliest token;
+        ``acceptance``: mean chance that one draft token is accepted at temperature 1.
+    """
+    rows, depth = draft_rows(head), data.depth
+    counts = torch.zeros(depth, NUM_RANKS + 1)
+    accepted = torch.zeros(depth)
+    device = head.output.device
+    for number in range(len(data)):
+        inputs = {name: value.to(device) for name, value in data[number].items()}
+        known = inputs["known"]
+        features = head_features(head, inputs, known)
+        quality = level_quality(head, features, targets_of(inputs), rows)
+        level = known.nonzero()[:, 1]
+        places = level * (NUM_RANKS + 1) + quality.rank
+        counts += torch.bincount(places, minlength=counts.numel()).view(depth, -1).cpu()
+        accepted.index_add_(0, level.cpu(), quality.acceptance.cpu())
+    total = counts.sum(1)
+    return {
+        "accuracies": _rounded(counts[:, :-1] / total[:, None]),
+        "acceptance": _rounded(accepted / total),
+    }
+
+
+def _rounded(values: Tensor) -> list[Any]:
+    found: list[Any] = (values.double() * 1e4).round().div(1e4).tolist()
+    return found
+
+
+def train_head(
+    head: DraftHead, cache: TeacherCache, folder: Path, options: HeadOptions
+) -> dict[str, Any]:
+    """Train ``head`` in place; see ``distill.run_training``.
+
+    Returns:
+        ``run_training``'s result, ``positions`` (seen) and ``rank_accuracies``.
+
+    Raises:
+        ValueError: ``folder`` holds checkpoints of a run with other options.
+    """
+    train_set, eval_set = head_datasets(cache, head, options)
+    result = run_training(
+        HeadTrainer,
+        # The Trainer would write into a ``config`` that its model has.
+        nn.ModuleDict({"head": head}),
+        (train_set, eval_set),
+        folder,
+        options,
+        head.config.model_dump(exclude={"rank_accuracies"}),
+    )
+    positions = round(train_set.num_positions * result["steps"] / len(train_set))
+    ranks = measure(head, eval_set)["accuracies"]
+    return {**result, "positions": positions, "rank_accuracies": ranks}
+
+
+def evaluate_head(head: DraftHead, cache: TeacherCache) -> dict[str, list[Any]]:
+    """``measure`` a head on all rows of a cache."""
+    rows = list(range(cache.num_rows))
+    return measure(head, HeadDataset(cache, rows, 2048, head.config.depth, 0))
+
+
+def head_datasets(
+    cache: TeacherCache, head: DraftHead, options: HeadOptions
+) -> tuple[HeadDataset, HeadDataset]:
+    """Training and evaluation batches; no question is in both."""
+    depth = head.config.depth
+    train_rows, eval_rows = split_rows(cache, options.eval_share, options.seed)
+    size, seed = options.batch_positions, options.seed
+    return (
+        HeadDataset(cache, train_rows, size, depth, seed),
+        HeadDataset(cache, eval_rows, size, depth, seed),
+    )
