@@ -7,6 +7,8 @@ from vllm_treespec.proposers.base import (
     ProposerInputs,
     register_proposer,
 )
+from vllm_treespec.proposers.medusa import Medusa
+from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.proposers.rsd_c import RsdC
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.sd import Sd
@@ -17,8 +19,10 @@ from vllm_treespec.proposers.suffix import Suffix
 __all__ = [
     "PROPOSERS",
     "DraftModel",
+    "Medusa",
     "Proposer",
     "ProposerInputs",
+    "ReDrafter",
     "RsdC",
     "RsdS",
     "Sd",

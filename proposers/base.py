@@ -16,21 +16,33 @@ from vllm_treespec.tree import TreeBatch
 class DraftModel(Protocol):
     """A draft model that grows the trees of a batch, one forward per level."""
 
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """Token of every column of the logits, int64 [draft_vocab_size], ascending.
+
+        None stands for the target's whole vocabulary.
+        """
+
     def root_logits(self) -> Tensor:
-        """Logits after the committed tokens, [num_reqs, vocab_size]."""
+        """Logits after the committed tokens, [num_reqs, draft_vocab_size]."""
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Read one more level and return the logits after each of its nodes.
 
         Args:
-            token_ids: int64 [num_reqs, width].
+            token_ids: int64 [num_reqs, width], of the target's vocabulary.
             parents: int64 [num_reqs, width], index within the level read before
                 (0 for the level right below the root).
 
         Returns:
-            [num_reqs, width, vocab_size].
+            [num_reqs, width, draft_vocab_size].
 
         """
+
+
+def tokens_of(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Tokens of the target's vocabulary that columns stand for, int64, same shape."""
+    return columns if vocabulary is None else vocabulary.take(columns)
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,8 @@ class Proposer(ABC):
         max_leaves: leaves of its most branching tree.
         num_uniforms: uniform numbers one request's tree takes.
         max_draws: draws behind its largest tree, repeats included.
+        num_candidates: tokens that a tree is made of before equal ones are merged;
+            None: its nodes are all there is.
 
     """
 
@@ -75,6 +89,7 @@ class Proposer(ABC):
     num_draft_models: int = 1
     needs_hidden_states: ClassVar[bool] = False
     needs_token_ids: ClassVar[bool] = False
+    num_candidates: int | None = None
     max_nodes: int
     max_depth: int
     max_width: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.proposers.base import DraftModel
+from vllm_treespec.proposers.base import DraftModel, tokens_of
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.tree import TreeBatch
 from vllm_treespec.tree_builders import from_levels
@@ -72,13 +72,18 @@ def rsd_s_reference(
         parent, order = (best // vocab_size).sort(dim=1, stable=True)
         best, truncated = best.gather(1, order), truncated.gather(1, order)
         sum_log_probs = child_log_probs.flatten(1).gather(1, best)
-        tokens.append(best % vocab_size)
+        tokens.append(tokens_of(best % vocab_size, draft_model.vocabulary))
         parents.append(parent)
         valid.append(truncated > -torch.inf)
         if level + 1 < len(noise):
             logits = draft_model.extend(tokens[-1], parent)
     return from_levels(
-        root_token_ids, tokens, parents, valid, torch.cat(level_probs, dim=1)
+        root_token_ids,
+        tokens,
+        parents,
+        valid,
+        torch.cat(level_probs, dim=1),
+        draft_model.vocabulary,
     )
 
 

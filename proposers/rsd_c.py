@@ -8,7 +8,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.proposers.base import (
+    Proposer,
+    ProposerInputs,
+    register_proposer,
+    tokens_of,
+)
 from vllm_treespec.sampling import SamplingTensors, draw_without_replacement
 from vllm_treespec.tree import TreeBatch
 from vllm_treespec.tree_builders import from_levels
@@ -55,7 +60,7 @@ class RsdC(Proposer):
                 probs, count, uniforms[level], inputs.sampling
             )
             reached = (exists & reached[..., None]).flatten(1)
-            tokens.append(drawn.flatten(1))
+            tokens.append(tokens_of(drawn.flatten(1), draft_model.vocabulary))
             valid.append(reached)
             parent = torch.arange(self.widths[level], device=device)
             parents.append(parent.repeat_interleave(count).expand(num_reqs, -1))
@@ -64,7 +69,14 @@ class RsdC(Proposer):
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )
-        return from_levels(inputs.root_token_ids, tokens, parents, valid, draft_probs)
+        return from_levels(
+            inputs.root_token_ids,
+            tokens,
+            parents,
+            valid,
+            draft_probs,
+            draft_model.vocabulary,
+        )
 
 
 def draw_children(

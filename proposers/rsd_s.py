@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.proposers.base import (
+    Proposer,
+    ProposerInputs,
+    register_proposer,
+    tokens_of,
+)
 from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.sampling import SamplingTensors, truncated_gumbel
 from vllm_treespec.tree import TreeBatch
@@ -61,16 +66,23 @@ class RsdS(Proposer):
                 inputs.sampling,
             )
             used += width
-            parent, token, log_probs, perturbed = select_beam(*beam, self.beam_width)
+            parent, column, log_probs, perturbed = select_beam(*beam, self.beam_width)
             parents.append(parent)
-            tokens.append(token)
+            tokens.append(tokens_of(column, draft_model.vocabulary))
             valid.append(perturbed > -torch.inf)
             if level + 1 < self.max_depth:
-                logits = draft_model.extend(token, parent)
+                logits = draft_model.extend(tokens[-1], parent)
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )
-        return from_levels(inputs.root_token_ids, tokens, parents, valid, draft_probs)
+        return from_levels(
+            inputs.root_token_ids,
+            tokens,
+            parents,
+            valid,
+            draft_probs,
+            draft_model.vocabulary,
+        )
 
 
 def expand_beam(

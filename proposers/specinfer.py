@@ -14,6 +14,7 @@ from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
     register_proposer,
+    tokens_of,
 )
 from vllm_treespec.sampling import SamplingTensors, draw
 from vllm_treespec.tree import TreeBatch
@@ -50,7 +51,13 @@ class SpecInfer(Proposer):
         self.max_leaves = sum(widths[-1] for widths in self.widths)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
-        """Draw one tree per request, one forward per draft model and level."""
+        """Draw one tree per request, one forward per draft model and level.
+
+        Raises:
+            ValueError: when the draft models' vocabularies differ.
+
+        """
+        vocabulary = shared_vocabulary(inputs.draft_models)
         uniforms = inputs.uniforms.split([sum(w) for w in self.widths], dim=1)
         drawn = [
             draw_levels(model, factors, own.split(widths, dim=1), inputs.sampling)
@@ -62,8 +69,26 @@ class SpecInfer(Proposer):
                 strict=True,
             )
         ]
-        tree = merge(inputs.root_token_ids, drawn)
+        tree = merge(inputs.root_token_ids, drawn, vocabulary)
         return replace(tree, draws=None) if inputs.sampling.all_greedy else tree
+
+
+def shared_vocabulary(draft_models: Sequence[DraftModel]) -> Tensor | None:
+    """The vocabulary that all draft models draw from.
+
+    Raises:
+        ValueError: when they differ.
+
+    """
+    first = draft_models[0].vocabulary
+    for other in draft_models[1:]:
+        own = other.vocabulary
+        if own is not first and (own is None or first is None or not own.equal(first)):
+            raise ValueError(
+                "the draft models of one tree draw from different vocabularies; "
+                "give all of them the same hot tokens"
+            )
+    return first
 
 
 @dataclass(frozen=True)
@@ -76,7 +101,7 @@ class DrawnLevel:
     parents: Tensor
     # int64 [num_reqs, width], row of this level's ``probs``
     rows: Tensor
-    # float32 [num_reqs, width of the level above, vocab_size]
+    # float32 [num_reqs, width of the level above, draft_vocab_size]
     probs: Tensor
 
 
@@ -102,7 +127,8 @@ def draw_levels(
         # Equal sequences share one distribution to the last bit, although a forward
         # may round their logits differently.
         probs = sampling.probs(logits.gather(1, same[..., None].expand_as(logits)))
-        token_ids = draw_independently(probs, count, uniforms[depth], sampling)
+        columns = draw_independently(probs, count, uniforms[depth], sampling)
+        token_ids = tokens_of(columns, draft_model.vocabulary)
         above = torch.arange(logits.shape[1], device=logits.device)
         parents = above.repeat_interleave(count).expand(len(logits), -1)
         rows = same.gather(1, parents)
@@ -145,12 +171,17 @@ def top_tokens(probs: Tensor, count: int) -> Tensor:
     return torch.where(mass > 0, best, best[..., :1]).flatten(1)
 
 
-def merge(root_token_ids: Tensor, drawn: Sequence[Sequence[DrawnLevel]]) -> TreeBatch:
+def merge(
+    root_token_ids: Tensor,
+    drawn: Sequence[Sequence[DrawnLevel]],
+    vocabulary: Tensor | None,
+) -> TreeBatch:
     """Merge the draft models' trees.
 
     Args:
         root_token_ids: int64 [num_reqs].
         drawn: per draft model, its levels.
+        vocabulary: all draft models'.
 
     """
     token_ids: list[list[Tensor]] = []
@@ -180,4 +211,5 @@ def merge(root_token_ids: Tensor, drawn: Sequence[Sequence[DrawnLevel]]) -> Tree
         [torch.cat(level, dim=1) for level in parents],
         [torch.cat(level, dim=1) for level in rows],
         torch.cat(probs, dim=1),
+        vocabulary,
     )

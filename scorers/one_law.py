@@ -52,7 +52,8 @@ def walk(
         drawn = first[trying, at][:, None] + steps
         drawn = drawn.clamp(max=draws.nodes.shape[1] - 1)
         children = draws.nodes[row, drawn]
-        draft = draws.probs[trying, draws.rows[trying, drawn[:, 0]]]
+        drawn_from = draws.rows[trying, drawn[:, 0]]
+        draft = draws.probs_of(trying, drawn_from, residual.shape[1])
         tokens = tree.token_ids[row, children]
         chances, rest = judge(draft, residual[trying], tokens, count)
         accept = (uniforms[row, 1 + drawn] < chances) & (steps < count[:, None])

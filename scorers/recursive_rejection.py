@@ -42,7 +42,9 @@ def recursive_rejection(
     path, num_accepted = empty_path(tree), torch.zeros_like(reqs)
     candidate = first[:, 0]
     residual = target.probs(reqs, node)
-    draft = draws.probs[reqs, draws.rows[reqs, candidate.clamp(min=0)]]
+    vocab_size = residual.shape[1]
+    row = draws.rows[reqs, candidate.clamp(min=0)]
+    draft = draws.probs_of(reqs, row, vocab_size)
     trying = reqs[candidate >= 0]
     while trying.numel():
         tried = candidate[trying]
@@ -66,7 +68,8 @@ def recursive_rejection(
         rest = goes_on & draws.from_rest[lost, candidate[lost].clamp(min=0)]
         draft[lost[rest]] = drop(draft[lost[rest]], token[rest])
         fresh = torch.cat([won[candidate[won] >= 0], lost[goes_on & ~rest]])
-        draft[fresh] = draws.probs[fresh, draws.rows[fresh, candidate[fresh]]]
+        row = draws.rows[fresh, candidate[fresh]]
+        draft[fresh] = draws.probs_of(fresh, row, vocab_size)
         trying = trying[candidate[trying] >= 0]
     next_tokens = draw(residual, uniforms[:, 0])
     return ScorerOutput(path, num_accepted, next_tokens)

@@ -46,10 +46,11 @@ def verify(
     draws = tree.draws
     assert draws is not None
     accepted: list[int] = []
+    only = torch.tensor([req])
     while True:
         node = accepted[-1] if accepted else 0
         tries = draws_below(tree, req, node)
-        residual = target.probs(torch.tensor([req]), torch.tensor([node]))[0].double()
+        residual = target.probs(only, torch.tensor([node]))[0].double()
         if not tries:
             return accepted, residual
         draft = torch.empty(0)
@@ -58,7 +59,8 @@ def verify(
             if bool(draws.from_rest[req, i]):
                 draft = without(draft, token)
             else:
-                draft = draws.probs[req, draws.rows[req, i]].double()
+                row = draws.rows[req, i : i + 1]
+                draft = draws.probs_of(only, row, len(residual))[0].double()
             child = int(draws.nodes[req, i])
             token = int(tree.token_ids[req, child])
             threshold = min(1.0, float(residual[token] / draft[token]))

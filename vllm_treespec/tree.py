@@ -26,14 +26,36 @@ class Draws:
     # bool [num_reqs, max_draws]: drawn from what the draw before it left over
     # (without replacement), else independently of it
     from_rest: Tensor
-    # float32 [num_reqs, num_rows, vocab_size]
+    # float32 [num_reqs, num_rows, draft_vocab_size]
     probs: Tensor
+    # int64 [draft_vocab_size], ascending, the token of every column of ``probs``;
+    # None = the target's whole vocabulary
+    vocabulary: Tensor | None = None
 
     def select(self, reqs: Tensor) -> Draws:
         """Return the draws of the given requests, ``reqs`` int64 [n]."""
-        return Draws(
-            self.nodes[reqs], self.rows[reqs], self.from_rest[reqs], self.probs[reqs]
+        return replace(
+            self,
+            nodes=self.nodes[reqs],
+            rows=self.rows[reqs],
+            from_rest=self.from_rest[reqs],
+            probs=self.probs[reqs],
         )
+
+    def probs_of(self, reqs: Tensor, rows: Tensor, vocab_size: int) -> Tensor:
+        """Distributions over the target's vocabulary, float32 [n, vocab_size].
+
+        Args:
+            reqs: int64 [n].
+            rows: int64 [n], of each request's ``probs``.
+            vocab_size: the target's; tokens that no column stands for get 0.
+
+        """
+        probs = self.probs[reqs, rows]
+        if self.vocabulary is None:
+            return probs
+        every = probs.new_zeros((len(probs), vocab_size))
+        return every.index_copy_(1, self.vocabulary, probs)
 
 
 @dataclass(frozen=True)

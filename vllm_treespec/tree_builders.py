@@ -16,6 +16,7 @@ def from_levels(
     parents: Sequence[Tensor],
     valid: Sequence[Tensor],
     draft_probs: Tensor | None,
+    vocabulary: Tensor | None = None,
 ) -> TreeBatch:
     """Build the trees from their levels, leaving out invalid nodes.
 
@@ -25,9 +26,10 @@ def from_levels(
         parents: per level, int64 [num_reqs, width]: index *within the level above*,
             ascending along the row, so that siblings lie side by side.
         valid: per level, bool [num_reqs, width]; a valid node has a valid parent.
-        draft_probs: float32 [num_reqs, num_rows, vocab_size]; row ``i`` belongs to
-            node ``i`` counted before invalid nodes are left out. None when the
+        draft_probs: float32 [num_reqs, num_rows, draft_vocab_size]; row ``i`` belongs
+            to node ``i`` counted before invalid nodes are left out. None when the
             drafts are deterministic.
+        vocabulary: of ``draft_probs``' columns, see ``Draws``.
 
     """
     num_reqs, device = root_token_ids.shape[0], root_token_ids.device
@@ -57,6 +59,7 @@ def from_levels(
             rows=old_parents[:, 1:].clamp(max=draft_probs.shape[1] - 1),
             from_rest=new_parents[:, 1:] == new_parents[:, :-1],
             probs=draft_probs,
+            vocabulary=vocabulary,
         )
     return TreeBatch(
         token_ids=flat_tokens.gather(1, order).masked_fill(~kept, 0),
@@ -73,6 +76,7 @@ def from_draws(
     parents: Sequence[Tensor],
     rows: Sequence[Tensor],
     probs: Tensor,
+    vocabulary: Tensor | None = None,
 ) -> TreeBatch:
     """Build the trees from independent draws: siblings that are equal are one node.
 
@@ -83,7 +87,8 @@ def from_draws(
             level above (0 in the first level). Draws of one node are tried in the
             order given here.
         rows: per level, int64 [num_reqs, width], row of ``probs`` drawn from.
-        probs: float32 [num_reqs, num_rows, vocab_size].
+        probs: float32 [num_reqs, num_rows, draft_vocab_size].
+        vocabulary: of ``probs``' columns, see ``Draws``.
 
     """
     num_reqs, device = root_token_ids.shape[0], root_token_ids.device
@@ -114,6 +119,7 @@ def from_draws(
         rows=torch.cat(draw_rows, dim=1),
         from_rest=torch.zeros_like(nodes, dtype=torch.bool),
         probs=probs,
+        vocabulary=vocabulary,
     )
     return TreeBatch(tokens, node_parents, depths, num_nodes, draws)
 

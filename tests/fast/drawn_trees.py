@@ -91,11 +91,13 @@ def build(
 def side_by_side(one: Weighted, other: Weighted) -> Weighted:
     """Both sets of trees in one batch, each with half of its weight."""
     trees = (one.tree, other.tree)
-    draws = [tree.draws for tree in trees]
-    pairs = [zip(*(vars(d).values() for d in draws if d), strict=True)]
+    draws = [tree.draws for tree in trees if tree.draws is not None]
+    parts = ("nodes", "rows", "from_rest", "probs")
     fields = ("token_ids", "parents", "depths", "num_nodes")
     tree = TreeBatch(
         **{name: torch.cat([getattr(t, name) for t in trees]) for name in fields},
-        draws=Draws(*(torch.cat(pair) for pair in pairs[0])),
+        draws=Draws(
+            **{name: torch.cat([getattr(d, name) for d in draws]) for name in parts}
+        ),
     )
     return Weighted(tree, torch.cat([one.weights, other.weights]) / 2)

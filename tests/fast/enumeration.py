@@ -15,7 +15,7 @@ from tests.fast.languages import (
     LanguageDraft,
     plain_sampling,
 )
-from vllm_treespec.proposers import ProposerInputs, RsdC, RsdS
+from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC
 from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.one_law import Judge
@@ -101,7 +101,11 @@ def token_uniforms(
 
 
 def propose(
-    proposer: RsdC | RsdS, model: Language, sampling: SamplingTensors, uniforms: Tensor
+    proposer: Proposer,
+    model: Language,
+    sampling: SamplingTensors,
+    uniforms: Tensor,
+    vocabulary: Tensor | None = None,
 ) -> TreeBatch:
     """Let a proposer draw one tree per row of ``uniforms``."""
     num_reqs = len(uniforms)
@@ -110,16 +114,19 @@ def propose(
             root_token_ids=torch.zeros(num_reqs, dtype=torch.int64),
             sampling=sampling,
             uniforms=uniforms,
-            draft_models=[LanguageDraft(model, num_reqs)],
+            draft_models=[LanguageDraft(model, num_reqs, vocabulary)],
         )
     )
 
 
-def all_trees(draft: Language, proposer: RsdC) -> Weighted:
+def all_trees(
+    draft: Language, proposer: RsdC, vocabulary: Tensor | None = None
+) -> Weighted:
     """Every tree the proposer can draw, drawn by the proposer itself."""
     uniforms, weights = token_uniforms(draft, proposer.branching_factors)
     sampling = plain_sampling(len(uniforms))
-    return Weighted(propose(proposer, draft, sampling, uniforms), weights)
+    tree = propose(proposer, draft, sampling, uniforms, vocabulary)
+    return Weighted(tree, weights)
 
 
 def bracketed(
@@ -199,7 +206,6 @@ class LawMeter:
         self.first, self.following = first_draw(self.tree), next_draw(self.tree)
         self.prefixes = target.prefixes(self.tree)
         self.target_probs = sampling(1).probs(target.table[None])[0].double()
-        self.draft_probs = self.draws.probs.double()
 
     def law(self, num_tokens: int) -> Tensor:
         """Joint law, float64 [vocab_size ** num_tokens].
@@ -247,7 +253,8 @@ class LawMeter:
         )
 
     def _draft(self, trees: Tensor, draws: Tensor) -> Tensor:
-        return self.draft_probs[trees, self.draws.rows[trees, draws.clamp(min=0)]]
+        rows = self.draws.rows[trees, draws.clamp(min=0)]
+        return self.draws.probs_of(trees, rows, self.target.vocab_size).double()
 
     def _decide(self, at: Branches) -> Branches:
         """Split walks into those that accept their candidate and those that reject."""

@@ -21,6 +21,7 @@ def propose(
     models: Sequence[Language],
     uniforms: Tensor,
     sampling: SamplingTensors | None = None,
+    vocabulary: Tensor | None = None,
 ) -> TreeBatch:
     """Let a proposer draw one tree per row of ``uniforms``."""
     num_reqs = len(uniforms)
@@ -29,12 +30,16 @@ def propose(
             root_token_ids=torch.zeros(num_reqs, dtype=torch.int64),
             sampling=sampling or plain_sampling(num_reqs),
             uniforms=uniforms,
-            draft_models=[LanguageDraft(model, num_reqs) for model in models],
+            draft_models=[
+                LanguageDraft(model, num_reqs, vocabulary) for model in models
+            ],
         )
     )
 
 
-def all_trees(proposer: SpecInfer, models: Sequence[Language]) -> Weighted:
+def all_trees(
+    proposer: SpecInfer, models: Sequence[Language], vocabulary: Tensor | None = None
+) -> Weighted:
     """Every tree the proposer can draw, drawn by the proposer itself."""
     uniforms = torch.zeros((1, 0), dtype=torch.float64)
     weights = torch.ones(1, dtype=torch.float64)
@@ -45,7 +50,8 @@ def all_trees(proposer: SpecInfer, models: Sequence[Language]) -> Weighted:
             [uniforms.repeat_interleave(len(own), dim=0), own.repeat(before, 1)], dim=1
         )
         weights = weights.repeat_interleave(len(own)) * mass.repeat(before)
-    return Weighted(propose(proposer, models, uniforms), weights)
+    tree = propose(proposer, models, uniforms, vocabulary=vocabulary)
+    return Weighted(tree, weights)
 
 
 def model_uniforms(model: Language, factors: Sequence[int]) -> tuple[Tensor, Tensor]:

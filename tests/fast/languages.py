@@ -101,19 +101,27 @@ class Language:
 
 
 class LanguageDraft:
-    """A draft model that speaks a language, for ``num_reqs`` requests."""
+    """A draft model that speaks a language, for ``num_reqs`` requests.
 
-    def __init__(self, language: Language, num_reqs: int) -> None:
-        self.language = language
+    With a vocabulary it knows the columns of these tokens alone.
+    """
+
+    def __init__(
+        self, language: Language, num_reqs: int, vocabulary: Tensor | None = None
+    ) -> None:
+        self.language, self.vocabulary = language, vocabulary
         self.prefixes = torch.zeros((num_reqs, 1), dtype=torch.int64)
 
     def root_logits(self) -> Tensor:
-        return self.language.table[self.prefixes[:, 0]]
+        return self._columns(self.language.table[self.prefixes[:, 0]])
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         above = self.prefixes.gather(1, parents)
         self.prefixes = above * self.language.vocab_size + 1 + token_ids
-        return self.language.table[self.prefixes]
+        return self._columns(self.language.table[self.prefixes])
+
+    def _columns(self, rows: Tensor) -> Tensor:
+        return rows if self.vocabulary is None else rows[..., self.vocabulary]
 
 
 def random_tables(

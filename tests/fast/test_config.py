@@ -1,7 +1,10 @@
 """Spec-configs: what is accepted, what is refused, and in which words."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.heads import KINDS, write_head
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
 
@@ -21,6 +24,8 @@ GOOD: dict[str, tuple[dict, int]] = {
         8,
     ),
     "suffix": ({"num_drafts": 8, "depth": 4}, 9),
+    "redrafter": ({"beam_width": 3, "length": 4, "num_drafts": 10}, 11),
+    "medusa": ({"num_drafts": 7}, 8),
 }
 
 
@@ -30,9 +35,11 @@ def test_every_method_is_covered() -> None:
 
 
 @pytest.mark.parametrize("method", GOOD)
-def test_spec_config_makes_its_proposer(method: str) -> None:
+def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
     """Turns red when a key is not handed to the proposer it is for."""
     keys, num_nodes = GOOD[method]
+    if method in KINDS:
+        keys = {**keys, "model": write_head(tmp_path, method)}
     config = parse_spec_config({"method": method, **keys})
     assert config.max_trees == 16
     proposer = config.proposer()

@@ -136,6 +136,8 @@ def test_greedy_matching_equals_naive_loop() -> None:
 class BigramDraft:
     """Draft logits from the last token and the request: a table and an offset."""
 
+    vocabulary = None
+
     def __init__(self, table: Tensor, offsets: Tensor, roots: Tensor) -> None:
         self.table, self.offsets, self.roots = table, offsets, roots
 

@@ -155,6 +155,22 @@ def test_ours_from_scheduler_and_worker() -> None:
         assert value("treespec_num_steps", mode=mode) == 1
 
 
+def test_compression_ratio(lines: list[str]) -> None:
+    """Red when the tokens of beams, or the nodes they became, are not counted."""
+    vllm_config = config({"treespec": {}})
+    worker = StepStats()
+    worker.share(vllm_config)
+    stat_logger = started(vllm_config)
+    assert value("treespec_num_beam_tokens") == value("treespec_num_beam_nodes") == 0
+    for num_tokens, num_nodes in ((32, 21), (16, 9)):
+        worker.merged(num_tokens, num_nodes)
+        stat_logger.record(scheduler_stats([]), None)
+    assert value("treespec_num_beam_tokens") == worker.as_dict()["beam_tokens"] == 48
+    assert value("treespec_num_beam_nodes") == worker.as_dict()["beam_nodes"] == 30
+    stat_logger.log()
+    assert lines == ["Engine 000: TreeSpec metrics: Compression ratio: 1.60"]
+
+
 def test_line_of_each_interval(lines: list[str]) -> None:
     """Red when the line repeats an earlier interval, or an idle engine prints one."""
     vllm_config = config({"treespec": {}})

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import experiments, references, toy
-from benchmarks.paper.experiments import Plan, Run, Scores, StoredRun, Task, store
+from benchmarks.paper.experiments import Plan, Run, StoredRun, Task
 from benchmarks.paper.law import comparisons, samples_of, smallest_p_value
 from benchmarks.paper.metrics import (
     best_of,
@@ -21,6 +21,7 @@ from benchmarks.paper.metrics import (
     standard_error,
 )
 from benchmarks.paper.trees import LENGTH_TREES, METHODS, Tree, trees_of
+from benchmarks.tasks import Scores, store
 from vllm_treespec.compare import (
     Acceptance,
     Cell,
@@ -191,7 +192,7 @@ def test_an_engine_that_fails_does_not_stop_the_others(
     mine = plan(tmp_path, [SD_2, RSD_S])
     done: list[str] = []
 
-    def run_task(task: Task) -> None:
+    def run_task(task: Task, module: str) -> None:
         name = task.job.side.name
         if name == "sd":
             raise CompareError("sd: no luck")

@@ -19,13 +19,13 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
+from tests.fast.beam_trees import all_rsd_s_trees, rand
 from tests.fast.enumeration import (
     ALMOST_ONE,
     Scorer,
     Weighted,
     law_error,
     propose,
-    token_uniforms,
 )
 from tests.fast.languages import (
     Language,
@@ -58,22 +58,7 @@ NOTICEABLE = 1e-3
 LUCK = 1e-6
 
 
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-
 # Exact, given the Gumbel uniforms
-
-
-def all_rsd_s_trees(draft: Language, beam_width: int, seed: int) -> Weighted:
-    """Every token draw of two levels, under one choice of the Gumbel uniforms."""
-    proposer = RsdS(beam_width, 2)
-    tokens, weights = token_uniforms(draft, (beam_width, beam_width))
-    noise = rand(1, proposer.num_uniforms // 2, seed=seed).expand(len(tokens), -1)
-    uniforms = torch.cat([tokens, noise], dim=1)
-    sampling = plain_sampling(len(tokens))
-    return Weighted(propose(proposer, draft, sampling, uniforms), weights)
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros", "equal", "disjoint", "top_k"])

@@ -53,6 +53,8 @@ def test_limits(num_paths: int, depth: int) -> None:
 class EvenDraft:
     """A draft model to which a thousand tokens are always equally likely."""
 
+    vocabulary = None
+
     def root_logits(self) -> Tensor:
         return torch.full((1, 1000), 1e-3, dtype=torch.float64)
 

@@ -160,15 +160,31 @@ def test_select_takes_whole_rows() -> None:
         rows=torch.randint(9, shape),
         from_rest=torch.rand(shape) > 0.5,
         probs=torch.rand(tree.num_reqs, 2, 3),
+        vocabulary=torch.tensor([1, 2, 5]),
     )
     tree = replace(tree, draws=draws)
     rows = torch.tensor([4, 1, 1])
     chosen = tree.select(rows)
     assert chosen.draws is not None
     for name, value in {**vars(tree), **vars(draws)}.items():
-        if name != "draws":
+        if name not in ("draws", "vocabulary"):
             found = vars(chosen) | vars(chosen.draws)
             assert found[name].equal(value[rows]), name
+    assert chosen.draws.vocabulary is draws.vocabulary
+
+
+def test_probs_of_puts_columns_at_their_tokens() -> None:
+    """Red when a draft distribution lands on other tokens than its own."""
+    probs = torch.tensor([[[0.1, 0.9], [0.2, 0.8]], [[0.3, 0.7], [0.4, 0.6]]])
+    nothing = torch.zeros((2, 0), dtype=torch.int64)
+    draws = Draws(nothing, nothing, nothing.bool(), probs)
+    reqs, rows = torch.tensor([1, 0, 1]), torch.tensor([0, 1, 1])
+    expected = torch.tensor([[0.3, 0.7], [0.2, 0.8], [0.4, 0.6]])
+    assert draws.probs_of(reqs, rows, 2).equal(expected)
+    hot = replace(draws, vocabulary=torch.tensor([1, 3]))
+    scattered = torch.zeros(3, 4)
+    scattered[:, [1, 3]] = expected
+    assert hot.probs_of(reqs, rows, 4).equal(scattered)
 
 
 def test_from_levels_leaves_invalid_nodes_out() -> None:

@@ -72,8 +72,9 @@ def accepts_inverse_ratio(
             tree.parents[reqs, node].clamp(min=0),
             tree.token_ids[reqs, node],
         )
-        draft = draws.probs[reqs, draws.rows[:, i], token].double()
-        ratio = target.probs(reqs, parent)[reqs, token].double() / draft
+        probs = target.probs(reqs, parent)
+        draft = draws.probs_of(reqs, draws.rows[:, i], probs.shape[1])
+        ratio = probs[reqs, token].double() / draft[reqs, token].double()
         uniforms[:, 1 + i] *= ratio.nan_to_num(0, 0).square()
     return recursive_rejection(tree, target, uniforms)
 
@@ -88,8 +89,9 @@ class DraftAtLeaves(TargetLogits):
         draws = draws_of(self.tree)
         leaf = first_child(self.tree)[reqs, nodes] < 0
         own = (draws.nodes[reqs] == nodes[:, None]).int().argmax(1)
-        draft = draws.probs[reqs, draws.rows[reqs, own]]
-        return torch.where(leaf[:, None], draft, super().probs(reqs, nodes))
+        probs = super().probs(reqs, nodes)
+        draft = draws.probs_of(reqs, draws.rows[reqs, own], probs.shape[1])
+        return torch.where(leaf[:, None], draft, probs)
 
 
 def bonus_from_draft(
@@ -144,11 +146,11 @@ def without_repeats(tree: TreeBatch) -> TreeBatch:
     order = repeat.int().argsort(dim=1, stable=True)
     return replace(
         tree,
-        draws=Draws(
+        draws=replace(
+            draws,
             nodes=draws.nodes.masked_fill(repeat, 0).gather(1, order),
             rows=draws.rows.gather(1, order),
             from_rest=draws.from_rest.gather(1, order),
-            probs=draws.probs,
         ),
     )
 

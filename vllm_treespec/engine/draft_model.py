@@ -54,6 +54,9 @@ class PagedDraftModel:
     being read; their KV is written anew when their tokens are committed.
     """
 
+    # Its logits are over the target's whole vocabulary.
+    vocabulary = None
+
     def __init__(
         self, vllm_config: VllmConfig, model: str, prefix: str, stats: StepStats
     ) -> None:

@@ -1,0 +1,28 @@
+"""Every tree that stochastic beam search draws under fixed Gumbel uniforms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.fast.enumeration import Weighted, propose, token_uniforms
+from tests.fast.languages import Language, plain_sampling
+from vllm_treespec.proposers import RsdS
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+def all_rsd_s_trees(
+    draft: Language, beam_width: int, seed: int, vocabulary: Tensor | None = None
+) -> Weighted:
+    """Every token draw of two levels, under one choice of the Gumbel uniforms."""
+    proposer = RsdS(beam_width, 2)
+    tokens, weights = token_uniforms(draft, (beam_width, beam_width))
+    noise = rand(1, proposer.num_uniforms // 2, seed=seed).expand(len(tokens), -1)
+    uniforms = torch.cat([tokens, noise], dim=1)
+    sampling = plain_sampling(len(tokens))
+    tree = propose(proposer, draft, sampling, uniforms, vocabulary)
+    return Weighted(tree, weights)

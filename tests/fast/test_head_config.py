@@ -1,0 +1,165 @@
+"""Spec-configs of heads: what they make, what they refuse, and in which words."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.heads import write_head
+from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.method_config import MethodConfig
+from vllm_treespec.model_checks import check_head, check_weights
+
+
+@pytest.fixture
+def parse(tmp_path: Path) -> Callable[..., MethodConfig]:
+    """Return a function that validates keys beside a method and its head."""
+
+    def make(method: str, **keys: Any) -> MethodConfig:
+        head = write_head(tmp_path / method, method)
+        return parse_spec_config({"method": method, "model": head, **keys})
+
+    return make
+
+
+def refusal(spec: dict[str, Any]) -> str:
+    """The one message with which a spec-config is refused."""
+    with pytest.raises(SpecConfigError) as error:
+        parse_spec_config(spec)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_defaults(parse: Callable[..., MethodConfig]) -> None:
+    """Red when a default changes: docs, benchmarks and users rely on them."""
+    config = parse("redrafter")
+    proposer = config.proposer()
+    assert (proposer.name, config.rule) == ("redrafter", "target_draw")
+    assert (proposer.max_nodes, proposer.num_candidates) == (16, 16)
+    assert (config.head, config.models) == (config.model_dump()["model"], ())
+    assert config.scheduled()[0].name == "redrafter 4x4"
+    medusa = parse("medusa")
+    assert (medusa.proposer().name, medusa.rule) == ("medusa", "target_draw")
+    assert medusa.proposer().max_nodes == 16
+    assert medusa.proposer().max_depth <= 3
+
+
+def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
+    """Red when a key of a head's method is dropped on the way."""
+    proposer = parse("redrafter", beam_width=8, length=6, num_drafts=31).proposer()
+    assert (proposer.num_candidates, proposer.max_nodes) == (48, 32)
+    assert parse("medusa", num_drafts=5).proposer().max_nodes == 6
+
+
+def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
+    """Red when drawn beams are verified as if they were not, or are cut."""
+    config = parse("redrafter", beam_search="stochastic", beam_width=3, length=5)
+    proposer = config.proposer()
+    assert (proposer.name, config.rule) == ("rsd_s", "recursive_rejection")
+    assert (proposer.max_nodes, proposer.num_candidates) == (16, None)
+
+
+@pytest.mark.parametrize("method", ["redrafter", "medusa"])
+def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> None:
+    """Red when larger batches get larger trees, or drafting costs as a model's."""
+    trees = parse(method).scheduled()
+    assert [tree.batch_size for tree in trees] == [1, 2, 4, 8]
+    sizes = [tree.config.proposer().max_nodes for tree in trees]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert all(n * tree.batch_size <= 20 for n, tree in zip(sizes, trees, strict=True))
+    assert all(1.2 < tree.min_acceptance_length < 2.0 for tree in trees)
+    again = parse_spec_config(trees[1].config.model_dump(mode="json"))
+    assert again == trees[1].config, "a spec-config travels to the workers as JSON"
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"length": 0}, "'length' is 0"),
+        ({"num_drafts": 64}, "'num_drafts' is 64"),
+        ({"num_drafts": 0}, "'num_drafts' is 0"),
+        ({"beams": 3}, "'beams' is not a key of this method; remove it"),
+        (
+            {"beam_search": "stochastic", "num_drafts": 8},
+            "'beam_search' is 'stochastic': this keeps all beam_width x length draft "
+            "tokens; remove 'num_drafts'",
+        ),
+        (
+            {"beam_search": "stochastic", "beam_width": 16},
+            "64 draft tokens and at most 63 fit; lower beam_width, length",
+        ),
+        (
+            {"schedule": [{"batch_size": 2, "beam_search": "stochastic"}]},
+            "'beam_search', which does not shape a redrafter tree",
+        ),
+    ],
+)
+def test_wrong_keys_are_named(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """Red when a wrong key is accepted, ignored, or refused without its name."""
+    spec = {"method": "redrafter", "model": write_head(tmp_path, "redrafter"), **keys}
+    assert says in refusal(spec)
+
+
+def test_folders_without_head_are_refused(tmp_path: Path) -> None:
+    """Red when a folder that holds no such head gets as far as the worker."""
+    redrafter = write_head(tmp_path / "redrafter", "redrafter")
+    medusa = write_head(tmp_path / "medusa", "medusa")
+    (tmp_path / "empty").mkdir()
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    cases = {
+        "/nowhere/head": "there is no folder /nowhere/head; name the folder of a head",
+        str(tmp_path / "empty"): "empty holds no config.json",
+        str(draft): "is not the configuration of a head",
+        medusa: "holds a medusa head; write method 'medusa', or name the folder of",
+    }
+    for folder, says in cases.items():
+        assert says in refusal({"method": "redrafter", "model": folder})
+    assert "holds a redrafter head" in refusal({"method": "medusa", "model": redrafter})
+    (tmp_path / "redrafter" / "model.safetensors").unlink()
+    says = "holds no model.safetensors; train it again"
+    assert says in refusal({"method": "redrafter", "model": redrafter})
+
+
+@pytest.mark.parametrize("accuracies", [(), ((0.5, 0.2),) * 4])
+def test_accuracies_without_tree_are_refused(
+    accuracies: tuple[tuple[float, ...], ...], tmp_path: Path
+) -> None:
+    """Red when a Medusa head starts whose accuracies do not fit its heads."""
+    head = write_head(tmp_path, "medusa", rank_accuracies=accuracies)
+    assert "rank_accuracies" in refusal({"method": "medusa", "model": head})
+
+
+def test_head_is_no_draft_model(tmp_path: Path) -> None:
+    """Red when a head given as a draft model is only found out by a crash."""
+    head = write_head(tmp_path, "redrafter")
+    config = parse_spec_config({"method": "sd", "model": head, "depth": 3})
+    with pytest.raises(SpecConfigError, match="holds a redrafter head, not a draft"):
+        check_weights(config)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ({}, None),
+        ({"hidden_size": 16}, "has hidden_size 8, the target 16"),
+        ({"vocab_size": 64}, "has vocab_size 32, the target 64"),
+        ({"word_embed_proj_dim": 4}, "embeddings (4) and hidden states (8) differ"),
+    ],
+)
+def test_other_targets_are_named(
+    target: dict[str, int], says: str | None, parse: Callable[..., MethodConfig]
+) -> None:
+    """Red when a head of another target is loaded, or one of this target is not."""
+    sizes = {"hidden_size": 8, "vocab_size": 32, **target}
+    like: Any = SimpleNamespace(**sizes, to_dict=lambda: sizes)
+    if says is None:
+        check_head(parse("redrafter"), like)
+        return
+    with pytest.raises(SpecConfigError) as error:
+        check_head(parse("redrafter"), like)
+    assert says in str(error.value)

@@ -1,0 +1,177 @@
+"""Medusa: the static tree, what fills it, and its law."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+
+from tests.fast.enumeration import Weighted, grid_law_error, grid_target
+from tests.fast.tiny_heads import (
+    DEPTH,
+    VOCAB_SIZE,
+    drafted,
+    greedy,
+    step_inputs,
+    tiny_head,
+    token_paths,
+)
+from tests.fast.wrong_scorers import WRONG_TARGET_DRAW
+from vllm_treespec.proposers import PROPOSERS, Medusa, ProposerInputs
+from vllm_treespec.proposers.medusa import grow_tree
+from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.scorers import target_draw
+from vllm_treespec.tree_builders import from_parents
+
+EXACT = 1e-12
+NOTICEABLE = 1e-3
+ACCURACIES = [[0.5, 0.25, 0.125], [0.5, 0.25], [0.25, 0.125], [0.25]]
+
+
+def test_tree_by_hand() -> None:
+    """Red when growth, ties or the order of nodes change.
+
+    Products: (0) 1/2, (1) 1/4, (0, 0) 1/4, (2), (0, 1), (1, 0) 1/8, (0, 0, 0),
+    (1, 1), (2, 0) 1/16.
+    """
+    assert grow_tree(2, ACCURACIES) == [(0,), (1,)]
+    assert grow_tree(3, ACCURACIES) == [(0,), (1,), (0, 0)]
+    assert grow_tree(6, ACCURACIES) == [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]
+    assert grow_tree(8, ACCURACIES)[6:] == [(1, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tree_has_the_best_products(seed: int) -> None:
+    """Red when a better node is left out, or a node comes without its parent."""
+    generator = torch.Generator().manual_seed(seed)
+    ranks = (4, 3, 3)
+    # Not always falling with the rank; some were never right.
+    accuracies = [
+        (torch.rand(count, generator=generator) - 0.2).clamp(min=0).double().tolist()
+        for count in ranks
+    ]
+
+    def value(path: tuple[int, ...]) -> float:
+        return prod(level[rank] for level, rank in zip(accuracies, path, strict=False))
+
+    every = [
+        path
+        for depth in (1, 2, 3)
+        for path in product(*(range(count) for count in ranks[:depth]))
+        if value(path) > 0
+    ]
+    every.sort(key=lambda path: -value(path))
+    for num_drafts in (1, 5, 12, 63):
+        found = grow_tree(num_drafts, accuracies)
+        assert set(found) == set(every[:num_drafts])
+        assert all(path[:-1] in {(), *found} for path in found)
+        assert found == sorted(found, key=lambda path: (len(path), path))
+
+
+def test_limits() -> None:
+    """Red when a tree outgrows what the engine makes room for."""
+    proposer = Medusa(8, ACCURACIES)
+    assert PROPOSERS["medusa"] is Medusa
+    assert (proposer.max_nodes, proposer.max_depth, proposer.max_width) == (9, 2, 5)
+    assert proposer.max_leaves == 5
+    assert proposer.num_ranks == [3, 2]
+    assert (proposer.num_uniforms, proposer.num_candidates) == (0, None)
+    assert Medusa(63, [[0.5], [0.5]]).max_nodes == 3
+
+
+@pytest.mark.parametrize("accuracies", [[], [[]], [[0.0, 0.0], [0.5]]])
+def test_missing_accuracies_are_refused(accuracies: list[list[float]]) -> None:
+    """Red when an untrained head starts without a word on what to do."""
+    with pytest.raises(ValueError, match="train it again"):
+        Medusa(16, accuracies)
+
+
+@pytest.mark.parametrize("hot", [True, False])
+def test_nodes_hold_their_levels_top_ranks(hot: bool) -> None:
+    """Red when a node gets another level's, rank's or request's token."""
+    head = tiny_head("medusa", hot)
+    hidden, roots = step_inputs(4)
+    proposer = Medusa(20, ACCURACIES)
+    tree = drafted(proposer, head, hidden, roots, greedy(4))
+    assert proposer.max_depth == DEPTH
+    tokens = roots[:, None].expand(-1, DEPTH)
+    features = head(hidden, tokens, torch.ones_like(tokens, dtype=torch.bool))
+    logits = head.logits(features).unflatten(0, (4, DEPTH))
+    ranked = logits.argsort(dim=-1, descending=True)
+    if head.hot_token_ids is not None:
+        ranked = head.hot_token_ids[ranked]
+    ranks = [(), *grow_tree(20, ACCURACIES)]
+    for req in range(4):
+        expected = [
+            tuple(int(ranked[req, level, rank]) for level, rank in enumerate(path))
+            for path in ranks
+        ]
+        assert token_paths(tree, req) == expected
+        one = torch.tensor([req])
+        alone = drafted(proposer, head, hidden[one], roots[one], greedy(1))
+        assert token_paths(alone, 0) == expected
+    assert tree.token_ids[:, 0].equal(roots)
+    assert tree.draws is None
+    rebuilt = from_parents(tree.token_ids.tolist(), tree.parents.tolist())
+    assert rebuilt.depths.equal(tree.depths)
+
+
+def test_sampling_parameters_do_not_change_the_tree() -> None:
+    """Red when the size of the tree starts to depend on a request's parameters."""
+    head, (hidden, roots) = tiny_head("medusa"), step_inputs(3)
+    sampling = SamplingTensors(
+        torch.tensor([0.3, 2.0, 0.0]),
+        torch.tensor([1, 2, VOCAB_SIZE]),
+        torch.tensor([1.0, 0.4, 1.0]),
+    )
+    proposer = Medusa(12, ACCURACIES)
+    tree = drafted(proposer, head, hidden, roots, sampling)
+    plain = drafted(proposer, head, hidden, roots, greedy(3))
+    assert tree.token_ids.equal(plain.token_ids)
+    assert tree.num_nodes.equal(plain.num_nodes)
+
+
+class FixedGuesses:
+    """A draft model whose levels each have one ranking of three tokens."""
+
+    vocabulary = None
+
+    def __init__(self) -> None:
+        self.rankings = [[1, 2, 0], [0, 2, 1]]
+
+    def root_logits(self) -> torch.Tensor:
+        order = self.rankings.pop(0)
+        logits = [-float(order.index(token)) for token in range(3)]
+        return torch.tensor([logits])
+
+    def extend(self, token_ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        return self.root_logits()[:, None]
+
+
+def static_tree(num_drafts: int) -> Weighted:
+    tree = Medusa(num_drafts, [[0.6, 0.3, 0.1], [0.5, 0.2]]).propose(
+        ProposerInputs(
+            root_token_ids=torch.zeros(1, dtype=torch.int64),
+            sampling=greedy(1),
+            uniforms=torch.zeros(1, 0),
+            draft_models=[FixedGuesses()],
+        )
+    )
+    return Weighted(tree, torch.ones(1).double())
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 6, 9])
+def test_law_of_static_trees_under_target_draw(num_drafts: int) -> None:
+    """Red when a static tree is accepted by anything but draws from the target."""
+    drawn = static_tree(num_drafts)
+    assert drawn.tree.num_nodes.tolist() == [1 + num_drafts]
+    assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
+
+
+@pytest.mark.parametrize("name", WRONG_TARGET_DRAW)
+def test_wrong_rules_are_noticed(name: str) -> None:
+    """Red when the law of a static tree could be wrong unseen."""
+    error = grid_law_error(WRONG_TARGET_DRAW[name], static_tree(3), grid_target())
+    assert error > NOTICEABLE
