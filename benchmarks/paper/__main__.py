@@ -123,8 +123,7 @@ def origin_of(
     plan: Plan, prompts: Path, models: dict[str, Any], ratio: float
 ) -> dict[str, Any]:
     """Say where the results come from."""
-    origin = provenance(sys.argv[1:])
-    origin["command"] = origin["command"].replace("benchmarks.run", "benchmarks.paper")
+    origin = provenance(sys.argv[1:], "benchmarks.paper")
     origin["versions"]["scipy"] = version("scipy")
     return {
         **origin,

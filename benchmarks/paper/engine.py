@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-from typing import Any
 
-from vllm import SamplingParams
-from vllm.inputs import tokens_input
-
-from benchmarks.paper.experiments import (
-    Run,
-    Scores,
-    StoredRun,
-    Task,
-    read_run,
-    store,
-)
+from benchmarks.paper.experiments import Run, StoredRun, Task
+from benchmarks.rescoring import mean_logprobs
+from benchmarks.tasks import Scores, store
 from vllm_treespec.compare import Cell
 from vllm_treespec.compare_engine import SideEngine
 
@@ -48,22 +38,10 @@ class PaperEngine(SideEngine):
     def rescore(self, run: Run) -> None:
         """Store the mean log-likelihoods of a run's answers at temperature 1."""
         name = f"{run.name}.json"
-        stored = read_run(self.task.folder / "runs" / name)
-        answers = stored.result.token_ids
-        prompts = [prompt["prompt_token_ids"] for prompt in self.prompts]
-        both = zip(prompts, answers, strict=True)
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        outputs = self.llm.generate(
-            [tokens_input(prompt + answer) for prompt, answer in both],
-            params,
-            use_tqdm=False,
-        )
-        means = []
-        for output, answer in zip(outputs, answers, strict=True):
-            found: Any = output.prompt_logprobs
-            steps = zip(found[-len(answer) :], answer, strict=True)
-            means.append(statistics.fmean(step[token].logprob for step, token in steps))
-        store(self.task.folder / "scores" / name, Scores(mean_logprobs=means))
+        text = (self.task.folder / "runs" / name).read_text(encoding="utf-8")
+        answers = StoredRun.model_validate_json(text).result.token_ids
+        scores = Scores(mean_logprobs=mean_logprobs(self, answers))
+        store(self.task.folder / "scores" / name, scores)
 
 
 def main() -> None:

@@ -8,8 +8,6 @@ of all answers under the target. A finished tree at a temperature is one file.
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from benchmarks.paper.trees import Tree
+from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, run_task
 from vllm_treespec.compare import (
     PLAIN,
     Cell,
@@ -25,10 +24,10 @@ from vllm_treespec.compare import (
     CompareError,
     Job,
     Side,
-    engine_environment,
-    failure,
     plain_side,
 )
+
+ENGINE = "benchmarks.paper.engine"
 
 # For estimates; origin: a 135M target on two cores.
 START_S = 20.0
@@ -60,33 +59,18 @@ class Run(BaseModel):
         return f"{self.side}.t{self.temperature:g}.{self.round}"
 
 
-class StoredRun(BaseModel):
+class StoredRun(Finished):
     """A finished run in the output folder."""
 
     run: Run
-    # of everything that decides the result; see Plan.settings
-    settings: str
-    commit: str | None
     seed: int
     result: CellResult
 
 
-class Scores(BaseModel):
-    """Mean log-likelihood per token of a run's answers under the target."""
-
-    mean_logprobs: list[float]
-
-
-class Task(BaseModel):
+class Task(EngineTask):
     """What one engine process is told to do, in this order."""
 
-    job: Job
     runs: list[Run]
-    folder: Path
-    settings: str
-    commit: str | None
-    # read the runs' stored answers and score them, instead of generating
-    rescore: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,40 +204,9 @@ def execute(plan: Plan) -> dict[str, str]:
 def work(task: Task, failed: dict[str, str]) -> None:
     """Run one engine process; note why when it fails, the others go on."""
     try:
-        run_task(task)
+        run_task(task, ENGINE)
     except CompareError as error:
         failed[task.job.side.name] = str(error)
-
-
-def run_task(task: Task) -> None:
-    """Run one engine process, which stores its results and prints their names.
-
-    Raises:
-        CompareError: one line that says why the engine ended early.
-
-    """
-    log = task.folder / "logs" / f"{task.job.side.name}.{task.job.seed}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as stream:
-        process = subprocess.run(
-            [sys.executable, "-m", "benchmarks.paper.engine"],
-            input=task.model_dump_json(),
-            stderr=stream,
-            text=True,
-            env=engine_environment(one_process=True),
-            check=False,
-        )
-    if process.returncode != 0:
-        reason = failure(process.returncode, log)
-        raise CompareError(f"{task.job.side.name}: {reason}")
-
-
-def store(path: Path, content: BaseModel) -> None:
-    """Write a file that appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(content.model_dump_json(), encoding="utf-8")
-    partial.rename(path)
 
 
 def finished_runs(plan: Plan) -> list[StoredRun]:
@@ -263,21 +216,9 @@ def finished_runs(plan: Plan) -> list[StoredRun]:
         ValueError: when one was made with other settings.
 
     """
-    found = []
-    for run in plan.runs():
-        if plan.file(run).is_file():
-            stored = read_run(plan.file(run))
-            if stored.settings != plan.settings:
-                raise ValueError(
-                    f"{plan.file(run)} was made with other settings; name another --out"
-                )
-            found.append(stored)
-    return found
-
-
-def read_run(path: Path) -> StoredRun:
-    """Read a finished run."""
-    return StoredRun.model_validate_json(path.read_text(encoding="utf-8"))
+    files = (plan.file(run) for run in plan.runs())
+    existing = (file for file in files if file.is_file())
+    return read_runs(existing, StoredRun, lambda _: plan.settings)
 
 
 def finished_scores(plan: Plan) -> dict[str, list[float]]:
