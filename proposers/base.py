@@ -56,8 +56,6 @@ class ProposerInputs:
     uniforms: Tensor
     # as many as Proposer.num_draft_models
     draft_models: Sequence[DraftModel] = ()
-    # [num_reqs, hidden_size] of the last accepted node; only if the proposer asks
-    target_hidden_states: Tensor | None = None
     # committed tokens, root included, int64 [num_reqs, max_len], and how many of them
     # are filled, int64 [num_reqs]; only if the proposer asks
     token_ids: Tensor | None = None
@@ -72,7 +70,6 @@ class Proposer(ABC):
     Attributes:
         name: the spec-config's ``method``.
         num_draft_models: how many draft models it drives.
-        needs_hidden_states: whether it reads the target's hidden states.
         needs_token_ids: whether it reads the committed tokens.
         max_nodes: nodes of its largest tree, root included.
         max_depth: levels below the root.
@@ -87,7 +84,6 @@ class Proposer(ABC):
 
     name: ClassVar[str]
     num_draft_models: int = 1
-    needs_hidden_states: ClassVar[bool] = False
     needs_token_ids: ClassVar[bool] = False
     num_candidates: int | None = None
     max_nodes: int

@@ -28,6 +28,7 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.stats import STAGES
 
 DRAFTER = "smollm2-135m-draft"
+REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"
 PLAIN = "plain"
 
 
@@ -168,17 +169,17 @@ class Row(BaseModel):
     stage_ms: dict[str, float] = {}
 
 
-def shipped_drafter() -> str:
-    """Folder of the shipped draft model for the demo's target.
+def shipped_drafter(name: str = DRAFTER) -> str:
+    """Folder of a shipped draft model or head for the demo's target.
 
     Raises:
-        AssetError: when the package holds none.
+        AssetError: when the package holds none of that name.
 
     """
     found = drafters()
-    if DRAFTER not in found:
-        raise AssetError(f"this package holds no draft model {DRAFTER}; name your own")
-    return str(found[DRAFTER])
+    if name not in found:
+        raise AssetError(f"this package holds no {name}; name your own")
+    return str(found[name])
 
 
 def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:

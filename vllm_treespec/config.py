@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -14,10 +15,21 @@ from pydantic import (
     PositiveInt,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
+    field_validator,
 )
 
-from vllm_treespec.method_config import MAX_DRAFTS, DraftModelConfig, MethodConfig
-from vllm_treespec.proposers import Proposer, Suffix
+from vllm_treespec.heads import MedusaHeadConfig, read_head_config
+from vllm_treespec.method_config import (
+    MAX_DRAFTS,
+    DraftModelConfig,
+    HeadMethodConfig,
+    MethodConfig,
+)
+from vllm_treespec.proposers import PROPOSERS, Proposer, RsdS, Suffix
+
+# Draft tokens of a head's tree: with the root 16 nodes.
+HEAD_DRAFTS = 15
 
 
 class SpecConfigError(ValueError):
@@ -181,8 +193,123 @@ class SuffixConfig(MethodConfig):
         )
 
 
+class ReDrafterConfig(HeadMethodConfig):
+    """Beam search over a recurrent head."""
+
+    SHAPE = ("beam_width", "length", "num_drafts")
+    HEAD = "redrafter"
+
+    method: Literal["redrafter"]
+    beam_width: PositiveInt = Field(default=4, le=MAX_DRAFTS, description="beams")
+    length: PositiveInt = Field(
+        default=4, le=MAX_DRAFTS, description="draft tokens of each beam"
+    )
+    num_drafts: PositiveInt | None = Field(
+        default=None,
+        le=MAX_DRAFTS,
+        description="draft tokens at most, the likeliest are kept; null: "
+        f"{HEAD_DRAFTS}; a stochastic beam keeps all",
+    )
+    beam_search: Literal["deterministic", "stochastic"] = Field(
+        default="deterministic",
+        description="stochastic: beams are drawn; they are verified by recursive "
+        "rejection, which uses the head's probabilities",
+    )
+
+    @property
+    def rule(self) -> str:
+        """Drawn beams have a distribution to reject by, the others have none."""
+        if self.beam_search == "stochastic":
+            return "recursive_rejection"
+        return super().rule
+
+    def proposer(self) -> Proposer:
+        """Make the proposer of this kind of beam search."""
+        if self.beam_search == "stochastic":
+            return RsdS(self.beam_width, self.length)
+        return PROPOSERS[self.name](**{"num_drafts": HEAD_DRAFTS, **self.shape})
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Fewer and shorter beams: about 16 nodes in a batch."""
+        smaller = ((2, 3, 2), (1, 3, 4), (1, 1, 8))
+        return [
+            (
+                {
+                    "beam_width": min(beam_width, self.beam_width),
+                    "length": min(length, self.length),
+                },
+                batch_size,
+            )
+            for beam_width, length, batch_size in smaller
+        ]
+
+    def drafting_cost(self, depth: int) -> float:
+        """One pass of the head a level."""
+        return 0.06 * depth
+
+    @field_validator("beam_search")
+    @classmethod
+    def _drawn_beams_are_kept(cls, beam_search: str, info: ValidationInfo) -> str:
+        if beam_search == "stochastic" and info.data.get("num_drafts") is not None:
+            raise ValueError(
+                "this keeps all beam_width x length draft tokens; remove 'num_drafts', "
+                "or write 'deterministic'"
+            )
+        return beam_search
+
+
+class MedusaConfig(HeadMethodConfig):
+    """A tree of fixed shape, filled by one head a level."""
+
+    SHAPE = ("num_drafts",)
+    HEAD = "medusa"
+
+    method: Literal["medusa"]
+    num_drafts: PositiveInt = Field(
+        default=HEAD_DRAFTS, le=MAX_DRAFTS, description="draft tokens"
+    )
+
+    def proposer(self) -> Proposer:
+        """Make the proposer, with the tree that suits the head's accuracies."""
+        head = read_head_config(Path(self.model))
+        assert isinstance(head, MedusaHeadConfig)
+        ranks = {"rank_accuracies": head.rank_accuracies}
+        return PROPOSERS[self.name](**self.shape, **ranks)
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Fewer drafts: about 16 nodes in a batch."""
+        return [
+            ({"num_drafts": min(num_drafts, self.num_drafts)}, batch_size)
+            for num_drafts, batch_size in ((7, 2), (3, 4), (1, 8))
+        ]
+
+    def drafting_cost(self, depth: int) -> float:
+        """All levels at once."""
+        return 0.06
+
+    @field_validator("model")
+    @classmethod
+    def _heads_reach(cls, model: str) -> str:
+        head = read_head_config(Path(model))
+        assert isinstance(head, MedusaHeadConfig)
+        levels = len(head.rank_accuracies)
+        if levels > head.depth:
+            raise ValueError(
+                f"'rank_accuracies' in {model}/config.json has {levels} levels and "
+                f"there are {head.depth} heads; remove the last levels"
+            )
+        return model
+
+
 SpecConfig = (
-    SdConfig | RsdCConfig | RsdSConfig | SpecTrConfig | SpecInferConfig | SuffixConfig
+    SdConfig
+    | RsdCConfig
+    | RsdSConfig
+    | SpecTrConfig
+    | SpecInferConfig
+    | SuffixConfig
+    | ReDrafterConfig
+    | MedusaConfig
 )
 METHODS: dict[str, type[MethodConfig]] = {
     "sd": SdConfig,
@@ -191,6 +318,8 @@ METHODS: dict[str, type[MethodConfig]] = {
     "spectr": SpecTrConfig,
     "specinfer": SpecInferConfig,
     "suffix": SuffixConfig,
+    "redrafter": ReDrafterConfig,
+    "medusa": MedusaConfig,
 }
 _ADAPTER: TypeAdapter[SpecConfig] = TypeAdapter(
     Annotated[SpecConfig, Field(discriminator="method")]
@@ -231,10 +360,10 @@ def _one_message(
             problems.append(f"'{key}' is not a key of this method; remove it")
         elif problem["type"] == "missing":
             problems.append(f"'{key}' is missing; add it")
-        elif key:
-            problems.append(f"'{key}' is {problem['input']!r}: {problem['msg']}")
         else:
-            problems.append(str(problem["msg"]).removeprefix("Value error, "))
+            message = str(problem["msg"]).removeprefix("Value error, ")
+            key = f"'{key}' is {problem['input']!r}: " if key else ""
+            problems.append(key + message)
     return (
         f"speculative_config for method '{spec['method']}': {'; '.join(problems)} "
         f"(its keys are {keys})"

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vllm_treespec.assets import AssetError, ensure_target
 from vllm_treespec.compare import (
+    REDRAFTER,
     Cell,
     CompareError,
     Job,
@@ -33,6 +34,7 @@ TREES: tuple[dict[str, Any], ...] = (
     {"method": "sd", "depth": 3},
     {"method": "rsd_c", "branching_factors": [2, 1, 1]},
     {"method": "rsd_s", "beam_width": 2, "depth": 3},
+    {"method": "redrafter", "beam_width": 3, "length": 3, "num_drafts": 6},
 )
 NUM_PROMPTS = 4
 SPEED_TOKENS = 64
@@ -42,13 +44,17 @@ EXACT_CELLS = [Cell(batch_size=1, temperature=0.0)]
 
 
 def main(
-    target: str | None = None, draft: str | None = None, prompts: Path = SHIPPED
+    target: str | None = None,
+    draft: str | None = None,
+    head: str | None = None,
+    prompts: Path = SHIPPED,
 ) -> None:
     """Generate with and without draft trees and print the table.
 
     Args:
         target: folder of the target model; None gets SmolLM2-135M-Instruct.
         draft: folder of a draft model for it; None takes the shipped one.
+        head: folder of a ReDrafter head for it; None takes the shipped one.
         prompts: JSONL whose first prompts are answered.
 
     Exits with status 1 when a model is missing or an engine fails.
@@ -58,14 +64,19 @@ def main(
     try:
         target = target or str(ensure_target())
         draft = draft or shipped_drafter()
+        head = head or shipped_drafter(REDRAFTER)
     except AssetError as error:
         raise SystemExit(f"treespec demo: {error}") from None
     sides = [plain_side("plain", eager=True)]
-    sides += [tree_side({**spec, "model": draft}, eager=True) for spec in TREES]
+    models = {"redrafter": head}
+    sides += [
+        tree_side({**spec, "model": models.get(spec["method"], draft)}, eager=True)
+        for spec in TREES
+    ]
     questions = load_prompts(prompts)[:NUM_PROMPTS]
     console.print(
         f"{Path(target).name} on vLLM, {len(questions)} prompts: speed in bfloat16, "
-        "then equality with plain vLLM in float32; 8 engine starts, a few minutes"
+        "then equality with plain vLLM in float32; 10 engine starts, a few minutes"
     )
     demo = Demo(console, target, questions)
     speed = demo.run(sides, SPEED_CELLS, SPEED_TOKENS, "bfloat16", stream=sides[-1])

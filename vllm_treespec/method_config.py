@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -12,9 +13,11 @@ from pydantic import (
     Field,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
+from vllm_treespec.heads import HeadError, read_head_config
 from vllm_treespec.proposers import PROPOSERS, Proposer
 from vllm_treespec.tree import MAX_NODES
 
@@ -80,14 +83,19 @@ class MethodConfig(BaseModel):
         return ()
 
     @property
+    def head(self) -> str | None:
+        """Folder of the head that drafts from the target's hidden state."""
+        return None
+
+    @property
     def rule(self) -> str:
         """Name of the verification rule for sampled requests."""
         return "recursive_rejection"
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The keys that shape the tree."""
-        return self.model_dump(include=set(self.SHAPE))
+        """The keys that shape the tree, without those that are null."""
+        return self.model_dump(include=set(self.SHAPE), exclude_none=True)
 
     def proposer(self) -> Proposer:
         """Make the proposer that this spec-config describes."""
@@ -144,15 +152,21 @@ class MethodConfig(BaseModel):
     def break_even(self, batch_size: int) -> float:
         """Acceptance length at which this tree is worth its cost, measured.
 
-        The cost of a step relative to a plain one, for a 135M target and a draft
-        model of 3 layers on two CPU cores: 0.16 for tree and scoring, 0.18 a draft
-        level, 0.045 for each row of the target's forward from the seventh on
-        (docs/adaptive.md).
+        The cost of a step relative to a plain one, for a 135M target on two CPU
+        cores: 0.16 for tree and scoring, what drafting costs, 0.045 for each row of
+        the target's forward from the seventh on (docs/adaptive.md).
         """
         proposer = self.proposer()
-        levels = proposer.max_depth * len(self.models)
         extra_rows = max(batch_size * proposer.max_nodes - 6, 0)
-        return round(1.16 + 0.18 * levels + 0.045 * extra_rows, 2)
+        drafting = self.drafting_cost(proposer.max_depth)
+        return round(1.16 + drafting + 0.045 * extra_rows, 2)
+
+    def drafting_cost(self, depth: int) -> float:
+        """Cost of drafting ``depth`` levels in plain steps; see ``break_even``.
+
+        Measured with draft models of 3 layers.
+        """
+        return 0.18 * depth * len(self.models)
 
     @model_validator(mode="after")
     def _tree_fits(self) -> MethodConfig:
@@ -201,3 +215,42 @@ class DraftModelConfig(MethodConfig):
     def models(self) -> tuple[str, ...]:
         """The one draft model."""
         return (self.model,)
+
+
+class HeadMethodConfig(MethodConfig):
+    """What all methods share that draft from the target's hidden state."""
+
+    # the kind of head
+    HEAD: ClassVar[str]
+
+    model: str = Field(min_length=1, description="folder of the head")
+
+    @property
+    def head(self) -> str:
+        """The folder of the head."""
+        return self.model
+
+    @property
+    def rule(self) -> str:
+        """Drafts that were not drawn have no distribution to reject by."""
+        return "target_draw"
+
+    @field_validator("model")
+    @classmethod
+    def _is_head(cls, model: str) -> str:
+        """Refuse folders that hold no head, or one of another kind."""
+        folder = Path(model)
+        if not folder.is_dir():
+            raise ValueError(
+                f"there is no folder {folder}; name the folder of a head, "
+                f"`treespec train {cls.HEAD}` makes one"
+            )
+        found = read_head_config(folder).method
+        if found != cls.HEAD:
+            raise ValueError(
+                f"{folder} holds a {found} head; write method '{found}', or name the "
+                f"folder of a {cls.HEAD} head"
+            )
+        if not (folder / "model.safetensors").is_file():
+            raise HeadError(f"{folder} holds no model.safetensors; train it again")
+        return model

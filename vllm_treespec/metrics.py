@@ -49,6 +49,8 @@ class TreeTotals:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     # by mode
     steps: Counter[str] = field(default_factory=Counter)
+    # tokens of beams, and the draft nodes that they were merged into
+    beams: Counter[str] = field(default_factory=Counter)
 
     @property
     def nodes(self) -> int:
@@ -75,6 +77,8 @@ class TreeTotals:
             kind, _, label = name.partition(":")
             if kind == "stage":
                 self.seconds[label] += amount
+            elif kind == "beam":
+                self.beams[label] += int(amount)
             else:
                 self.steps[label] += int(amount)
 
@@ -84,6 +88,7 @@ class TreeTotals:
         self.drafted += other.drafted
         self.accepted.update(other.accepted)
         self.steps.update(other.steps)
+        self.beams.update(other.beams)
         for stage, seconds in other.seconds.items():
             self.seconds[stage] += seconds
 
@@ -97,6 +102,9 @@ class TreeTotals:
                 f"Nodes verified: {self.nodes}, "
                 f"Nodes wasted: {self.wasted} ({100 * self.wasted / self.nodes:.1f}%)"
             )
+        if self.beams["nodes"]:
+            ratio = self.beams["tokens"] / self.beams["nodes"]
+            parts.append(f"Compression ratio: {ratio:.2f}")
         num_steps = self.steps.total()
         if num_steps:
             modes = (f"{mode} {self.steps[mode]}" for mode in sorted(self.steps))
@@ -131,6 +139,12 @@ class TreeCounters:
         self.wasted = counter(
             "num_nodes_wasted", "Tree nodes scored that are neither root nor accepted."
         )
+        self.beam_tokens = counter(
+            "num_beam_tokens", "Tokens of all beams that draft trees were made from."
+        )
+        self.beam_nodes = counter(
+            "num_beam_nodes", "Draft nodes that beams were merged into, roots excluded."
+        )
         self.seconds = counter(
             "stage_seconds",
             "Seconds of worker time per stage; draft_forward is a part of draft.",
@@ -150,6 +164,8 @@ class TreeCounters:
         engine = (self.model_name, str(engine_index))
         self.nodes.labels(*engine).inc(totals.nodes)
         self.wasted.labels(*engine).inc(totals.wasted)
+        self.beam_tokens.labels(*engine).inc(totals.beams["tokens"])
+        self.beam_nodes.labels(*engine).inc(totals.beams["nodes"])
         for depth, count in totals.accepted.items():
             self.accepted.labels(*engine, str(depth)).inc(count)
         for stage, seconds in totals.seconds.items():

@@ -12,12 +12,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_treespec.config import (
-    METHODS,
-    SpecConfigError,
-    parse_spec_config,
-)
+from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.method_config import MethodConfig
+from vllm_treespec.model_checks import check_head, check_vocabulary, check_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,7 +78,7 @@ def stock_arguments(config: MethodConfig, block_size: int | None) -> dict[str, A
 def expand_file(spec_file: Path, target: str | None = None) -> dict[str, Any]:
     """Read a spec-config from a JSON file and expand it, for ``treespec expand``.
 
-    With a ``target``, the vocabularies of target and draft model are compared too.
+    With a ``target``, its sizes are compared with the draft model's or head's, too.
 
     Raises:
         SpecConfigError: when the file holds no valid spec-config.
@@ -100,9 +97,11 @@ def expand_file(spec_file: Path, target: str | None = None) -> dict[str, Any]:
         return arguments
     from transformers import AutoConfig
 
-    size = AutoConfig.from_pretrained(target).vocab_size
+    target_config = AutoConfig.from_pretrained(target)
+    size = target_config.vocab_size
     for model in config.models:
         check_vocabulary(model, size, AutoConfig.from_pretrained(model).vocab_size)
+    check_head(config, target_config)
     return {"model": target, **arguments}
 
 
@@ -151,7 +150,7 @@ def refuse_arguments(args: EngineArgs) -> None:
 
 
 def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
-    """Refuse targets and draft models that draft trees cannot serve.
+    """Refuse targets, draft models and heads that draft trees cannot serve.
 
     Raises:
         SpecConfigError: naming what is in the way and the remedy.
@@ -178,6 +177,7 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
                 f"remove speculative_config"
             )
     check_weights(config)
+    check_head(config, target.hf_text_config)
     for model in config.models:
         draft = get_config(model, trust_remote_code=target.trust_remote_code)
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
@@ -188,46 +188,3 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
                 f"{target.max_model_len}; pass --max-model-len "
                 f"{draft.max_position_embeddings} or less"
             )
-
-
-def check_weights(config: MethodConfig) -> None:
-    """Check that draft models given as folders are complete.
-
-    Raises:
-        SpecConfigError: naming the missing file.
-
-    """
-    for model in config.models:
-        folder = Path(model)
-        if not folder.exists():
-            if folder.is_absolute() or model.startswith((".", "~")):
-                raise SpecConfigError(
-                    f"speculative_config 'model': there is no folder {model}; "
-                    f"`treespec assets` prints where the shipped draft models lie"
-                )
-            continue
-        if not (folder / "config.json").is_file():
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no config.json; name the "
-                f"folder of a model in Hugging Face format"
-            )
-        if not any(folder.glob("*.safetensors")):
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no *.safetensors weights; "
-                f"convert them with save_pretrained(..., safe_serialization=True)"
-            )
-
-
-def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
-    """Check that target and draft model speak of the same tokens.
-
-    Raises:
-        SpecConfigError: naming both sizes.
-
-    """
-    if target_size != draft_size:
-        raise SpecConfigError(
-            f"speculative_config 'model': the vocabulary of {model} has "
-            f"{draft_size} tokens, the target's {target_size}; use a draft model "
-            f"trained for this target (treespec train draft)"
-        )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.heads import KINDS, write_head
 from vllm_treespec.assets import AssetError, drafters, ensure_target
 
 MAX_MODEL_LEN = 320
@@ -21,6 +22,14 @@ SPECS: dict[str, dict[str, object]] = {
     "spectr": {"method": "spectr", "num_paths": 3, "depth": 3},
     "specinfer": {"method": "specinfer"},
     "suffix": {"method": "suffix", "num_drafts": 8, "depth": 4},
+    "redrafter": {"method": "redrafter"},
+    "redrafter-stochastic": {
+        "method": "redrafter",
+        "beam_search": "stochastic",
+        "beam_width": 3,
+        "length": 3,
+    },
+    "medusa": {"method": "medusa", "num_drafts": 7},
 }
 
 
@@ -60,22 +69,52 @@ def second_draft(draft: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def spec_config(method: str, draft: str, second_draft: str) -> dict[str, object]:
-    """The spec-config that tests use of a method."""
-    spec = {"schedule": "fixed", **SPECS[method]}
-    if method == "specinfer":
-        return spec | {
-            "drafts": [
-                {"model": draft, "branching_factors": [2, 1, 1]},
-                {"model": second_draft, "branching_factors": [2, 2]},
-            ]
-        }
-    return spec if method == "suffix" else spec | {"model": draft}
+@pytest.fixture(scope="session")
+def heads(target: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folder of a head by method: the shipped one, else one with random weights."""
+    config = json.loads((Path(target) / "config.json").read_text())
+    sizes = {name: config[name] for name in ("hidden_size", "vocab_size")}
+    folders = {}
+    for method in KINDS:
+        shipped = drafters().get(f"{method}-smollm2-135m")
+        folders[method] = (
+            str(shipped)
+            if shipped
+            else write_head(
+                tmp_path_factory.mktemp(method), method, num_hot_tokens=4096, **sizes
+            )
+        )
+    return folders
+
+
+@pytest.fixture(scope="session")
+def spec_of(
+    draft: str, second_draft: str, heads: dict[str, str]
+) -> Callable[[str], dict[str, object]]:
+    """Return a function from a name in ``SPECS`` to the spec-config tests use."""
+
+    def make(name: str) -> dict[str, object]:
+        spec = {"schedule": "fixed", **SPECS[name]}
+        method = str(spec["method"])
+        if method == "specinfer":
+            return spec | {
+                "drafts": [
+                    {"model": draft, "branching_factors": [2, 1, 1]},
+                    {"model": second_draft, "branching_factors": [2, 2]},
+                ]
+            }
+        if method == "suffix":
+            return spec
+        return spec | {"model": heads.get(method, draft)}
+
+    return make
 
 
 @pytest.fixture(scope="session")
 def run_engine(
-    target: str, draft: str, second_draft: str, tmp_path_factory: pytest.TempPathFactory
+    target: str,
+    spec_of: Callable[[str], dict[str, object]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., dict]:
     """Return a function that runs jobs through a fresh float32 engine."""
 
@@ -93,7 +132,7 @@ def run_engine(
             "max_logprobs": 64,
         }
         if method is not None:
-            llm["speculative_config"] = spec_config(method, draft, second_draft)
+            llm["speculative_config"] = spec_of(method)
         request: dict = {"llm": {**llm, **options}, "jobs": jobs}
         if "capture_kv" in request["llm"]:
             request["capture_kv"] = {

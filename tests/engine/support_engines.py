@@ -59,7 +59,8 @@ ENGINE = (
             f"{HERE}::test_lora",
             "same answers as without trees, adapter on and off in one batch",
         ),
-        "the draft model runs without the adapter",
+        "a draft model runs without the adapter; a head reads the hidden state that "
+        "the adapter made",
     ),
     Row(
         "async scheduling",

@@ -10,6 +10,7 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
+from tests.heads import write_head  # noqa: E402
 from vllm_treespec.config import SpecConfigError  # noqa: E402
 from vllm_treespec.plugin import register  # noqa: E402
 
@@ -79,6 +80,39 @@ def test_other_vocabulary_is_named(
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(SpecConfigError, match="has 32000 tokens, the target's 49152"):
         configure({**CHAIN, "model": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "says"),
+    [
+        ("redrafter", {"hidden_size": 64}, "has hidden_size 64, the target 576"),
+        ("medusa", {"vocab_size": 64}, "has vocab_size 64, the target 49152"),
+        ("sd", {}, "holds a redrafter head, not a draft model"),
+    ],
+)
+def test_heads_of_others_are_named(
+    configure: Callable[..., object],
+    tmp_path: Path,
+    method: str,
+    config: dict,
+    says: str,
+) -> None:
+    """Turns red when a head starts at a target or a method that it is not for."""
+    sizes = {"hidden_size": 576, "vocab_size": 49152, "num_hot_tokens": 16, **config}
+    kind = "redrafter" if method == "sd" else method
+    spec = {**CHAIN, "model": write_head(tmp_path, kind, **sizes)}
+    if method != "sd":
+        spec = {"method": method, "model": spec["model"]}
+    with pytest.raises(SpecConfigError) as error:
+        configure(spec)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_draft_model_is_no_head(configure: Callable[..., object]) -> None:
+    """Turns red when a draft model given as a head is not named."""
+    with pytest.raises(SpecConfigError, match="is not the configuration of a head"):
+        configure({"method": "redrafter"})
 
 
 def test_other_vllm_is_refused(

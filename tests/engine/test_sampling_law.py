@@ -39,8 +39,14 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
 
 @pytest.mark.parametrize(
     ("method", "any_text"),
-    [("rsd_s", False), ("spectr", False), ("rsd_s", True)],
-    ids=["rsd_s", "spectr", "grammar"],
+    [
+        ("rsd_s", False),
+        ("spectr", False),
+        ("rsd_s", True),
+        ("redrafter", False),
+        ("redrafter-stochastic", False),
+    ],
+    ids=["rsd_s", "spectr", "grammar", "redrafter", "redrafter-stochastic"],
 )
 def test_tokens_follow_the_target(
     method: str,

@@ -4,10 +4,20 @@ from collections.abc import Callable
 
 import pytest
 
-SPEC = {
-    "method": "rsd_c",
-    "branching_factors": [3, 2],
-    "schedule": [{"batch_size": 2}, {"batch_size": 4, "branching_factors": [2]}],
+SPECS: dict[str, dict] = {
+    "rsd_c": {
+        "branching_factors": [3, 2],
+        "schedule": [{"batch_size": 2}, {"batch_size": 4, "branching_factors": [2]}],
+    },
+    "redrafter": {
+        "beam_width": 3,
+        "length": 2,
+        "schedule": [{"batch_size": 2}, {"batch_size": 4, "beam_width": 2}],
+    },
+}
+MODES = {
+    "rsd_c": {"plain", "rsd_c 3.2", "rsd_c 2"},
+    "redrafter": {"plain", "redrafter 3x2", "redrafter 2x2"},
 }
 TEXT = "The old lighthouse keeper climbed the stairs every evening. " * 9
 
@@ -25,35 +35,57 @@ def jobs(tokenize: Callable[[str], list[int]]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def adaptive(run_engine: Callable[..., dict], draft: str, jobs: list[dict]) -> dict:
+def plain(run_engine: Callable[..., dict], jobs: list[dict]) -> dict:
+    """What stock vLLM answers."""
+    return run_engine(None, jobs)
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def method(request: pytest.FixtureRequest) -> str:
+    """A method with a draft model, and one with a head."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def spec(method: str, spec_of: Callable[[str], dict]) -> dict:
+    """The spec-config of a method, with a schedule."""
+    model = spec_of(method)["model"]
+    return {**SPECS[method], "method": method, "model": model}
+
+
+@pytest.fixture(scope="module")
+def adaptive(run_engine: Callable[..., dict], spec: dict, jobs: list[dict]) -> dict:
     """What an engine answers whose trees follow the batch size."""
-    return run_engine(None, jobs, speculative_config={**SPEC, "model": draft})
+    return run_engine(None, jobs, speculative_config=spec)
 
 
-def test_tokens_equal_plain(
-    run_engine: Callable[..., dict], jobs: list[dict], adaptive: dict
-) -> None:
+def test_tokens_equal_plain(plain: dict, adaptive: dict) -> None:
     """Turns red when a change of trees between steps changes a token."""
-    plain = run_engine(None, jobs)
     for expected, found in zip(plain["jobs"], adaptive["jobs"], strict=True):
         assert [a["token_ids"] for a in found] == [a["token_ids"] for a in expected]
 
 
-def test_batch_size_chose_the_tree(adaptive: dict) -> None:
+def test_batch_size_chose_the_tree(adaptive: dict, method: str) -> None:
     """Turns red when trees are drawn for a batch that is too large, or for none."""
-    assert adaptive["stats"]["modes"].keys() == {"plain", "rsd_c 3.2", "rsd_c 2"}
+    assert adaptive["stats"]["modes"].keys() == MODES[method]
     one_by_one = adaptive["trees"][1]
     assert one_by_one > 8 * 10
 
 
 def test_draft_models_catch_up(
-    run_engine: Callable[..., dict], draft: str, jobs: list[dict], adaptive: dict
+    run_engine: Callable[..., dict],
+    jobs: list[dict],
+    adaptive: dict,
+    method: str,
+    spec: dict,
 ) -> None:
     """Turns red when drafts are drawn from a context that was read in part only.
 
     The prompts came from the prefix cache, filled while nothing was drafted. An engine
     that always read along needs as many trees for the same tokens.
     """
-    fixed = {**SPEC, "model": draft, "schedule": "fixed"}
+    if method == "redrafter":
+        pytest.skip("a head reads no context")
+    fixed = {**spec, "schedule": "fixed"}
     always = run_engine(None, jobs[1:2], speculative_config=fixed)
     assert adaptive["trees"][1] == always["trees"][0]

@@ -37,6 +37,8 @@ from vllm_treespec.engine.requests import drafts_tree  # noqa: E402
 from vllm_treespec.plugin import register  # noqa: E402
 
 METHOD = "rsd_s"
+# with a draft model, and with a head
+METHODS = (METHOD, "redrafter")
 # A cache so small that requests are preempted; priorities and an adapter besides.
 TIGHT: dict[str, object] = {
     "num_gpu_blocks_override": 16,
@@ -166,11 +168,11 @@ def tight(
     encode: Callable[[str | int], list[int]],
     adapter: str,
 ) -> dict[str | None, Engine]:
-    """Both engines with a small KV cache."""
+    """Engines with a small KV cache: without trees, with a draft model, with a head."""
     start = partial(run_engine, adapter=adapter, **TIGHT)
     return {
         method: run("tight", method, tight_jobs(encode), encode, start)
-        for method in (None, METHOD)
+        for method in (None, *METHODS)
     }
 
 
@@ -213,8 +215,9 @@ def test_trees_were_really_used(usual: dict, tight: dict) -> None:
     assert usual[METHOD].trees["streaming"] > 5
     assert usual[METHOD].trees["chunked prefill"] > 5
     assert usual[METHOD].trees["beam search"] == 0
-    assert tight[METHOD].trees["preemption"] > 20
-    assert tight[METHOD].trees["lora"] > 20
+    for method in METHODS:
+        assert tight[method].trees["preemption"] > 20
+        assert tight[method].trees["lora"] > 20
 
 
 def test_requests_ended_for_every_reason(usual: dict) -> None:
@@ -291,17 +294,19 @@ def test_prompts_at_the_limit_are_refused_alike(usual: dict) -> None:
     assert all("max" in answer["message"] for answer in trees)
 
 
-def test_preemption(tight: dict) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_preemption(method: str, tight: dict) -> None:
     """Turns red when a preempted request resumes with a stale tree or KV."""
-    assert tight[METHOD].preemptions["preemption"] > 0
-    plain, trees = (tight[m].answers["preemption"] for m in (None, METHOD))
+    assert tight[method].preemptions["preemption"] > 0
+    plain, trees = (tight[m].answers["preemption"] for m in (None, method))
     assert [a["token_ids"] for a in trees] == [a["token_ids"] for a in plain]
 
 
-def test_lora(tight: dict) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_lora(method: str, tight: dict) -> None:
     """Turns red when an adapter reaches wrong rows of a tree, or the draft model."""
     plain, trees = (
-        [a["token_ids"] for a in tight[m].answers["lora"]] for m in (None, METHOD)
+        [a["token_ids"] for a in tight[m].answers["lora"]] for m in (None, method)
     )
     assert trees == plain
     assert plain[:3] != plain[3:], "negative control: the adapter must matter"

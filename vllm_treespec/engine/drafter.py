@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.draft_model import CommittedTokens, PagedDraftModel
+from vllm_treespec.engine.head import EngineHead
 from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.schedule import AdaptiveSchedule
@@ -59,6 +61,9 @@ class TreeDrafter:
             PagedDraftModel(vllm_config, model, f"draft_model_{index}", self.stats)
             for index, model in enumerate(self.config.models)
         ]
+        self.head: EngineHead | None = None
+        if self.config.head is not None:
+            self.head = EngineHead(vllm_config, self.config.head, self.stats)
         self.max_depth = max(p.max_depth for p in self.proposers)
         self.max_draws = max(p.max_draws for p in self.proposers)
         grammars = vllm_config.structured_outputs_config
@@ -97,9 +102,11 @@ class TreeDrafter:
         return self.config.max_trees * self.forks_per_tree * per_fork
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the draft models; vLLM calls this after it loaded the target."""
+        """Load the draft models or the head; vLLM has just loaded the target."""
         for draft_model in self.draft_models:
             draft_model.load()
+        if self.head is not None:
+            self.head.load(target_model)
 
     def read(self, committed: CommittedTokens) -> None:
         """Let the draft models read committed tokens."""
@@ -116,6 +123,7 @@ class TreeDrafter:
         scheduled: int,
         req_ids: list[str],
         inputs: ProposerInputs,
+        hidden: Tensor | None,
     ) -> Proposal:
         """Draw one tree for each request whose root was just read.
 
@@ -123,10 +131,20 @@ class TreeDrafter:
             scheduled: index of the schedule's tree to draw.
             req_ids: the requests.
             inputs: of the requests.
+            hidden: [num_reqs, hidden_size] for a head: the target's hidden states from
+                which the roots were emitted.
 
         """
-        tree = self.proposers[scheduled].propose(inputs)
+        if self.head is not None:
+            assert hidden is not None
+            draft = self.head.draft(hidden, inputs.root_token_ids)
+            inputs = replace(inputs, draft_models=(draft,))
+        proposer = self.proposers[scheduled]
+        tree = proposer.propose(inputs)
         tokens, lens = tree.token_ids.tolist(), tree.num_nodes.tolist()
         drafts = [row[1:n] for row, n in zip(tokens, lens, strict=True)]
+        if proposer.num_candidates is not None:
+            num_beam_tokens = proposer.num_candidates * len(drafts)
+            self.stats.merged(num_beam_tokens, sum(map(len, drafts)))
         rows = {req_id: row for row, req_id in enumerate(req_ids)}
         return Proposal(tree, scheduled, rows, drafts)

@@ -15,6 +15,7 @@ from vllm_treespec.engine.reading import ReadingPlan, ReadMarks
 from vllm_treespec.engine.requests import drafts_tree, sampling_tensors
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.stats import StepStats
+from vllm_treespec.engine.tree_step import TreeStep, last_rows
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.uniforms import DRAFTING, UniformSource
 
@@ -39,6 +40,7 @@ class DraftingMixin:
     marks: ReadMarks
     proposal: Proposal | None
     stats: StepStats
+    tree_step: TreeStep | None
     uniforms: UniformSource
 
     def propose_draft_token_ids(
@@ -46,6 +48,10 @@ class DraftingMixin:
         scheduler_output: SchedulerOutput,
         sampled_token_ids: list[list[int]],
         sampling_metadata: Any,
+        hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        aux_hidden_states: Any,
+        spec_decode_metadata: Any,
         *_: Any,
     ) -> list[list[int]]:
         """Draw the next tree of every request that may have one."""
@@ -62,19 +68,21 @@ class DraftingMixin:
             written = self._written_tokens(sampled_token_ids)
             if scheduled is None:
                 return drafts
-            committed = self._committed_tokens(written, scheduled)
-            if not len(committed.reqs):
-                return drafts
-            self.drafter.read(committed)
-            drafting = committed.reqs[committed.drafting].tolist()
+            drafting = self._drafting(written, scheduled)
             if not drafting:
                 return drafts
-            roots = committed.end[committed.drafting] - 1
-            req_ids = [batch.req_ids[r] for r in drafting]
+            hidden = None
+            if self.drafter.head is not None:
+                reqs = torch.tensor(drafting, device=runner.device)
+                rows = last_rows(self.tree_step, spec_decode_metadata, reqs)
+                hidden = sample_hidden_states[rows]
             self.proposal = self.drafter.propose(
                 scheduled,
-                req_ids,
-                self._proposer_inputs(scheduled, drafting, roots, sampling_metadata),
+                [batch.req_ids[r] for r in drafting],
+                self._proposer_inputs(
+                    scheduled, drafting, written.end[drafting], sampling_metadata
+                ),
+                hidden,
             )
             for r, row in zip(drafting, self.proposal.drafts, strict=True):
                 drafts[r] = row
@@ -129,8 +137,40 @@ class DraftingMixin:
         root = batch.num_tokens_no_spec[:num_reqs].astype(np.int64) - 1
         sampled = np.fromiter((len(s) > 0 for s in sampled_token_ids), bool, num_reqs)
         end = np.where(sampled, root, chunk_end)
-        self.marks.written(batch.block_table[0].block_table.np, first, end)
+        if self.drafter.draft_models:
+            self.marks.written(batch.block_table[0].block_table.np, first, end)
         return WrittenTokens(end, sampled)
+
+    def _drafting(self, written: WrittenTokens, scheduled: int) -> list[int]:
+        """Batch indices of the requests that draft; their draft models have read."""
+        drafter = self.drafter
+        if not drafter.draft_models:
+            reqs, may_draft = self._tree_requests(written, scheduled)
+            return [r for r in reqs if may_draft[r]][: drafter.config.max_trees]
+        committed = self._committed_tokens(written, scheduled)
+        if len(committed.reqs):
+            drafter.read(committed)
+        return committed.reqs[committed.drafting].tolist()
+
+    def _tree_requests(
+        self, written: WrittenTokens, scheduled: int
+    ) -> tuple[list[int], np.ndarray]:
+        """Requests that draft trees, and whether a request may do so in this step.
+
+        Returns:
+            batch indices, and bool [num_reqs].
+
+        """
+        runner: Any = self
+        reasons = self.drafter.reasons
+        reqs = [
+            r
+            for r, req_id in enumerate(runner.input_batch.req_ids)
+            if drafts_tree(runner.requests[req_id].sampling_params, reasons)
+        ]
+        depth = self.drafter.proposers[scheduled].max_depth
+        fits = written.end + depth + 1 < runner.max_model_len
+        return reqs, written.sampled & fits
 
     def _committed_tokens(
         self, written: WrittenTokens, scheduled: int
@@ -140,16 +180,12 @@ class DraftingMixin:
         batch = runner.input_batch
         table = batch.block_table[0]
         blocks = table.block_table.np
-        depth = self.drafter.proposers[scheduled].max_depth
         plan = ReadingPlan(
             self.marks, runner.max_num_tokens, self.drafter.config.max_trees
         )
-        for r, req_id in enumerate(batch.req_ids):
-            params = runner.requests[req_id].sampling_params
-            if drafts_tree(params, self.drafter.reasons):
-                end = int(written.end[r])
-                fits = end + depth + 1 < runner.max_model_len
-                plan.add(r, blocks[r], end, bool(written.sampled[r]) and fits)
+        tree_reqs, may_draft = self._tree_requests(written, scheduled)
+        for r in tree_reqs:
+            plan.add(r, blocks[r], int(written.end[r]), bool(may_draft[r]))
         reqs = np.array(plan.reqs, dtype=np.int64)
         plan.mark(blocks[reqs])
         return CommittedTokens(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,39 +11,19 @@ from torch import Tensor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_treespec.engine.attention import BranchSwitch
-from vllm_treespec.engine.branches import (
-    BatchLayout,
-    BranchPlan,
-    commit_copies,
-    plan_branches,
-)
+from vllm_treespec.engine.branches import BatchLayout, commit_copies, plan_branches
 from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.drafting import DraftingMixin
 from vllm_treespec.engine.kv_cache import BlockCopier, with_fork_blocks
 from vllm_treespec.engine.reading import ReadMarks
 from vllm_treespec.engine.requests import sampling_tensors
 from vllm_treespec.engine.scoring import score_trees, with_plain_samples
-from vllm_treespec.scorers import ScorerOutput, TargetLogits
-from vllm_treespec.tree import TreeBatch
+from vllm_treespec.engine.tree_step import TreeStep, first_rows
+from vllm_treespec.scorers import TargetLogits
 from vllm_treespec.uniforms import SCORING, UniformSource
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-
-@dataclass
-class TreeStep:
-    """The trees that the target scores in the running step."""
-
-    # int64 [num_trees], batch index of each tree's request, ascending
-    reqs: Tensor
-    tree: TreeBatch
-    # index of the schedule's tree that they were drawn as
-    scheduled: int
-    layout: BatchLayout
-    # None when every tree is a chain
-    plan: BranchPlan | None = None
-    scored: ScorerOutput | None = None
 
 
 class TreeRunnerMixin(DraftingMixin):
@@ -271,11 +250,6 @@ class TreeRunnerMixin(DraftingMixin):
                 step.plan, last, depth, step.reqs, step.layout, self.forks
             )
             self.target_blocks.copy_apart(*copies)
-
-
-def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
-    """Logits row of every request's root, int64 [num_reqs]."""
-    return torch.nn.functional.pad(cu_num_sampled_tokens, (1, 0))[:-1].long()
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):

@@ -40,6 +40,7 @@ class Seam:
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _GRAMMAR = "vllm.v1.structured_output.backend_types"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 SEAMS = (
     Seam(
@@ -100,6 +101,8 @@ SEAMS = (
     Seam("vllm.v1.kv_cache_interface", "KVCacheTensor", "how KV blocks are laid out"),
     Seam("vllm.forward_context", "set_forward_context", "draft model forwards"),
     Seam("vllm.model_executor.model_loader", "get_model", "loading the draft model"),
+    Seam(_EMBEDDING, "VocabParallelEmbedding", "the embedding that a head shares"),
+    Seam(_EMBEDDING, "ParallelLMHead", "the output layer that a head shares"),
     Seam("vllm.v1.sample.sampler", "Sampler.gather_logprobs", "logprobs of drafts"),
     Seam("vllm.v1.metrics.loggers", "AggregateStatLoggerBase", "our metrics"),
 )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 # In the order of a step. "draft_forward", also counted, is the part of "draft" that the
-# draft models' forwards take.
+# draft models' or the head's forwards take.
 STAGES = ("tree_build", "forward", "score", "commit", "draft")
 DRAFT_FORWARD = "draft_forward"
 
@@ -97,6 +97,11 @@ class StepStats:
         self.trees = 0
         self.nodes = 0
         self.accepted: Counter[int] = Counter()
+        # trees by how many nodes they had, roots included
+        self.node_counts: Counter[int] = Counter()
+        # tokens of the beams that trees were made of, and the trees' draft nodes
+        self.beam_tokens = 0
+        self.beam_nodes = 0
 
     @property
     def steps(self) -> int:
@@ -136,10 +141,20 @@ class StepStats:
         """Count the scored trees of a step."""
         self.trees += len(num_nodes)
         self.nodes += sum(num_nodes)
+        self.node_counts.update(num_nodes)
         self.accepted.update(num_accepted)
 
+    def merged(self, num_beam_tokens: int, num_nodes: int) -> None:
+        """Count tokens of beams and the draft nodes that they were merged into."""
+        self.beam_tokens += num_beam_tokens
+        self.beam_nodes += num_nodes
+        if self._shared is not None:
+            self._shared.add("beam:tokens", num_beam_tokens)
+            self._shared.add("beam:nodes", num_nodes)
+
     def as_dict(self) -> dict[str, Any]:
-        """Totals: seconds per stage, steps, modes, trees, nodes, accepted lengths."""
+        """Totals: seconds per stage, steps, modes, trees, nodes, accepted lengths,
+        node counts of trees, tokens of beams and the nodes that these became."""
         return {
             "seconds": dict(self.seconds),
             "steps": self.steps,
@@ -147,4 +162,7 @@ class StepStats:
             "trees": self.trees,
             "nodes": self.nodes,
             "accepted": dict(self.accepted),
+            "node_counts": dict(self.node_counts),
+            "beam_tokens": self.beam_tokens,
+            "beam_nodes": self.beam_nodes,
         }

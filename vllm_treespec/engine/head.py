@@ -1,0 +1,95 @@
+"""A draft head beside the target: shared weights, and its time in the statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+
+from vllm_treespec.engine.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.heads import load_head
+from vllm_treespec.proposers import DraftModel
+
+
+class EngineHead:
+    """The head of ``redrafter`` or ``medusa``; it keeps nothing between steps."""
+
+    def __init__(self, vllm_config: VllmConfig, folder: str, stats: StepStats) -> None:
+        """Prepare to load the head in ``folder``."""
+        self.folder = Path(folder)
+        self.device = vllm_config.device_config.device
+        self.dtype = vllm_config.model_config.dtype
+        self.stats = stats
+
+    def load(self, target_model: torch.nn.Module) -> None:
+        """Load the head and let it share weights of the loaded target.
+
+        Raises:
+            ValueError: the target's embedding or output layer is not found.
+
+        """
+        self.head = load_head(self.folder).to(device=self.device, dtype=self.dtype)
+        config = self.head.config
+        if config.share_embedding or config.share_output:
+            self.head.share(*shared_weights(target_model))
+
+    def draft(self, hidden: Tensor, root_token_ids: Tensor) -> DraftModel:
+        """Begin the trees of a step; see ``DraftHead.draft``."""
+        with self.stats.stage(DRAFT_FORWARD):
+            return TimedDraft(self.head.draft(hidden, root_token_ids), self.stats)
+
+
+class TimedDraft:
+    """The trees that a head grows in one step, with the time that takes."""
+
+    def __init__(self, draft: DraftModel, stats: StepStats) -> None:
+        """Wrap what the head began."""
+        self._draft = draft
+        self._stats = stats
+        self.vocabulary = draft.vocabulary
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots, [num_reqs, draft_vocab_size]."""
+        with self._stats.stage(DRAFT_FORWARD):
+            return self._draft.root_logits()
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level; see ``proposers.DraftModel.extend``."""
+        with self._stats.stage(DRAFT_FORWARD):
+            return self._draft.extend(token_ids, parents)
+
+
+def shared_weights(target_model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """Find the embedding and the output layer of a vLLM model.
+
+    Both are found by their layer's type, which all text models of vLLM share, and
+    inside LoRA's wrappers too.
+
+    Returns:
+        [at least vocab_size, hidden_size], both; the same tensor when they are tied.
+
+    Raises:
+        ValueError: when there is not exactly one embedding and at most one output
+            layer.
+
+    """
+    outputs, embeddings = [], []
+    for layer in target_model.modules():
+        if isinstance(layer, ParallelLMHead):
+            outputs.append(layer.weight)
+        elif isinstance(layer, VocabParallelEmbedding):
+            embeddings.append(layer.weight)
+    if len(embeddings) != 1 or len(outputs) > 1:
+        raise ValueError(
+            f"the head shares the target's embedding and output layer, and "
+            f"{type(target_model).__name__} has {len(embeddings)} and {len(outputs)} "
+            f"of them; train a head with --own-embedding and --own-output, or remove "
+            f"speculative_config"
+        )
+    return embeddings[0], (outputs or embeddings)[0]

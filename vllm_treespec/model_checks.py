@@ -1,0 +1,93 @@
+"""Whether draft models and heads fit their target, before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.heads import read_head_config
+from vllm_treespec.method_config import MethodConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_weights(config: MethodConfig) -> None:
+    """Check that draft models given as folders are complete.
+
+    Raises:
+        SpecConfigError: naming the missing file.
+
+    """
+    for model in config.models:
+        folder = Path(model)
+        if not folder.exists():
+            if folder.is_absolute() or model.startswith((".", "~")):
+                raise SpecConfigError(
+                    f"speculative_config 'model': there is no folder {model}; "
+                    f"`treespec assets` prints where the shipped draft models lie"
+                )
+            continue
+        if not (folder / "config.json").is_file():
+            raise SpecConfigError(
+                f"speculative_config 'model': {folder} holds no config.json; name the "
+                f"folder of a model in Hugging Face format"
+            )
+        method = json.loads((folder / "config.json").read_text()).get("method")
+        if method is not None:
+            raise SpecConfigError(
+                f"speculative_config 'model': {folder} holds a {method} head, not a "
+                f"draft model; write method '{method}'"
+            )
+        if not any(folder.glob("*.safetensors")):
+            raise SpecConfigError(
+                f"speculative_config 'model': {folder} holds no *.safetensors weights; "
+                f"convert them with save_pretrained(..., safe_serialization=True)"
+            )
+
+
+def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
+    """Check that target and draft model speak of the same tokens.
+
+    Raises:
+        SpecConfigError: naming both sizes.
+
+    """
+    if target_size != draft_size:
+        raise SpecConfigError(
+            f"speculative_config 'model': the vocabulary of {model} has "
+            f"{draft_size} tokens, the target's {target_size}; use a draft model "
+            f"trained for this target (treespec train draft)"
+        )
+
+
+def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
+    """Check that a head was made for a target like this one.
+
+    Raises:
+        SpecConfigError: naming what differs.
+
+    """
+    if config.head is None:
+        return
+    head = read_head_config(Path(config.head))
+    sizes = {
+        "hidden_size": (head.hidden_size, target.hidden_size),
+        "vocab_size": (head.vocab_size, target.vocab_size),
+    }
+    for name, (found, wanted) in sizes.items():
+        if found != wanted:
+            raise SpecConfigError(
+                f"speculative_config 'model': the head {config.head} has {name} "
+                f"{found}, the target {wanted}; use a head trained for this target "
+                f"(treespec train {config.name})"
+            )
+    embedding_size = target.to_dict().get("word_embed_proj_dim", target.hidden_size)
+    if embedding_size != target.hidden_size:
+        raise SpecConfigError(
+            f"heads do not support targets whose embeddings ({embedding_size}) and "
+            f"hidden states ({target.hidden_size}) differ in size yet; remove "
+            f"speculative_config"
+        )
