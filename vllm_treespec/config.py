@@ -200,7 +200,7 @@ class ReDrafterConfig(HeadMethodConfig):
     HEAD = "redrafter"
 
     method: Literal["redrafter"]
-    beam_width: PositiveInt = Field(default=4, le=MAX_DRAFTS, description="beams")
+    beam_width: PositiveInt = Field(default=6, le=MAX_DRAFTS, description="beams")
     length: PositiveInt = Field(
         default=4, le=MAX_DRAFTS, description="draft tokens of each beam"
     )
@@ -230,18 +230,18 @@ class ReDrafterConfig(HeadMethodConfig):
         return PROPOSERS[self.name](**{"num_drafts": HEAD_DRAFTS, **self.shape})
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Fewer and shorter beams: about 16 nodes in a batch."""
-        smaller = ((2, 3, 2), (1, 3, 4), (1, 1, 8))
-        return [
-            (
-                {
-                    "beam_width": min(beam_width, self.beam_width),
-                    "length": min(length, self.length),
-                },
-                batch_size,
-            )
-            for beam_width, length, batch_size in smaller
-        ]
+        """Two levels, then one of four draft tokens, then of two."""
+        smaller = (((6, 2, 7), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
+        shapes = []
+        for (beam_width, length, num_drafts), batch_size in smaller:
+            shape = {
+                "beam_width": min(beam_width, self.beam_width),
+                "length": min(length, self.length),
+            }
+            if self.beam_search == "deterministic":
+                shape["num_drafts"] = min(num_drafts, self.num_drafts or HEAD_DRAFTS)
+            shapes.append((shape, batch_size))
+        return shapes
 
     def drafting_cost(self, depth: int) -> float:
         """One pass of the head a level."""
@@ -277,10 +277,10 @@ class MedusaConfig(HeadMethodConfig):
         return PROPOSERS[self.name](**self.shape, **ranks)
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Fewer drafts: about 16 nodes in a batch."""
+        """Seven draft tokens, then four, then two."""
         return [
             ({"num_drafts": min(num_drafts, self.num_drafts)}, batch_size)
-            for num_drafts, batch_size in ((7, 2), (3, 4), (1, 8))
+            for num_drafts, batch_size in ((7, 1), (4, 2), (2, 4))
         ]
 
     def drafting_cost(self, depth: int) -> float:

@@ -93,4 +93,4 @@ def _first_problem(error: json.JSONDecodeError | ValidationError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return str(error)
     problem = error.errors()[0]
-    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+    return ": ".join([*map(str, problem["loc"]), problem["msg"]])
