@@ -1,6 +1,6 @@
 """Heads that draft from the target's hidden state (torch only)."""
 
-from vllm_treespec.heads.base import DraftHead
+from vllm_treespec.heads.base import DraftHead, OutputLayer
 from vllm_treespec.heads.config import (
     HeadConfig,
     HeadError,
@@ -18,6 +18,7 @@ __all__ = [
     "HeadError",
     "MedusaHead",
     "MedusaHeadConfig",
+    "OutputLayer",
     "ReDrafterHead",
     "ReDrafterHeadConfig",
     "build_head",

@@ -20,14 +20,12 @@ class DraftHead(nn.Module, ABC):
 
     Attributes:
         hot_token_ids: int64 [draft_vocab_size], ascending; None: all tokens.
-        embedding: [vocab_size, hidden_size], the target's or our own.
-        output: [draft_vocab_size, hidden_size], the target's rows or our own.
+        embedding: its weight is [vocab_size, hidden_size], the target's or our own.
+        output: its weight is [draft_vocab_size, hidden_size], alike.
 
     """
 
     hot_token_ids: Tensor | None
-    embedding: Tensor
-    output: Tensor
 
     def __init__(self, config: HeadConfig) -> None:
         """Make fresh layers; shared weights come with ``share``."""
@@ -37,16 +35,9 @@ class DraftHead(nn.Module, ABC):
         if config.num_hot_tokens is not None:
             hot = torch.arange(config.num_hot_tokens)
         self.register_buffer("hot_token_ids", hot)
-        sizes = {
-            "embedding": (config.vocab_size, config.share_embedding),
-            "output": (config.draft_vocab_size, config.share_output),
-        }
-        for name, (rows, shared) in sizes.items():
-            weight = torch.zeros((0 if shared else rows, config.hidden_size))
-            if shared:
-                self.register_buffer(name, weight, persistent=False)
-            else:
-                self.register_parameter(name, nn.Parameter(weight))
+        size = config.hidden_size
+        self.embedding = Weight(config.vocab_size, size, config.share_embedding)
+        self.output = OutputLayer(config.draft_vocab_size, size, config.share_output)
 
     def share(self, embedding: Tensor, output: Tensor) -> None:
         """Take the target's weights where they are shared.
@@ -57,9 +48,9 @@ class DraftHead(nn.Module, ABC):
 
         """
         if self.config.share_embedding:
-            self.embedding = embedding.detach()[: self.config.vocab_size]
+            self.embedding.weight = embedding.detach()[: self.config.vocab_size]
         if self.config.share_output:
-            self.output = self.output_rows(output.detach())
+            self.output.weight = self.output_rows(output.detach())
 
     def output_rows(self, output: Tensor) -> Tensor:
         """Rows of the draft vocabulary out of the target's output layer."""
@@ -69,11 +60,12 @@ class DraftHead(nn.Module, ABC):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of tokens of the target's vocabulary, at root mean square 1."""
-        return unit_rms(nn.functional.embedding(token_ids, self.embedding))
+        return unit_rms(nn.functional.embedding(token_ids, self.embedding.weight))
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [..., draft_vocab_size]."""
-        return nn.functional.linear(features, self.output)
+        logits: Tensor = self.output(features)
+        return logits
 
     @abstractmethod
     def forward(self, hidden: Tensor, token_ids: Tensor, wanted: Tensor) -> Tensor:
@@ -100,6 +92,30 @@ class DraftHead(nn.Module, ABC):
             root_token_ids: int64 [num_reqs].
 
         """
+
+
+class Weight(nn.Module):
+    """A matrix that is our own and trained, or the target's and not saved with us."""
+
+    weight: Tensor
+
+    def __init__(self, rows: int, size: int, shared: bool) -> None:
+        """Make a matrix of zeros; an empty one if it is to be shared."""
+        super().__init__()
+        if shared:
+            self.register_buffer("weight", torch.zeros(0, size), persistent=False)
+        else:
+            self.weight = nn.Parameter(torch.zeros(rows, size))
+
+
+class OutputLayer(Weight):
+    """Logits over the draft vocabulary."""
+
+    bias = None
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map [..., hidden_size] to [..., draft_vocab_size]."""
+        return nn.functional.linear(features, self.weight)
 
 
 class ResNetBlock(nn.Module):

@@ -72,7 +72,9 @@ class HeadTrainer(DistillTrainer):
         part = used[known]
         targets = targets_of({k: inputs[k][part] for k in ("ids", "probs", "rest")})
         features = head_features(self.head, inputs, used)
-        return topk_kl(features, self.head.output, targets, self.rows, torch.bfloat16)
+        return topk_kl(
+            features, self.head.output.weight, targets, self.rows, torch.bfloat16
+        )
 
     def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """``level_quality`` of the batch's positions, by level."""
@@ -101,7 +103,7 @@ def head_features(head: Any, inputs: dict[str, Tensor], wanted: Tensor) -> Tenso
 def draft_rows(head: DraftHead) -> HeadRows:
     """The draft vocabulary as the rows of the output layer."""
     size = head.config.draft_vocab_size
-    device = head.output.device
+    device = head.output.weight.device
     column = torch.full((head.config.vocab_size,), size, device=device)
     hot = head.hot_token_ids
     column[slice(None) if hot is None else hot] = torch.arange(size, device=device)
@@ -132,7 +134,7 @@ def level_quality(
         rows: ``draft_rows`` of the head.
     """
     kl, ranks, acceptance = [], [], []
-    weight = head.output.float()
+    weight = head.output.weight.float()
     for start in range(0, len(features), HEAD_CHUNK):
         part = slice(start, start + HEAD_CHUNK)
         column, probs = rows.column[targets.ids[part]], targets.probs[part]
@@ -161,7 +163,7 @@ def measure(head: DraftHead, data: HeadDataset) -> dict[str, list[Any]]:
     rows, depth = draft_rows(head), data.depth
     counts = torch.zeros(depth, NUM_RANKS + 1)
     accepted = torch.zeros(depth)
-    device = head.output.device
+    device = head.output.weight.device
     for number in range(len(data)):
         inputs = {name: value.to(device) for name, value in data[number].items()}
         known = inputs["known"]

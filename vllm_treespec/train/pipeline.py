@@ -97,18 +97,11 @@ def make_draft(
     plot_history(history, work / "curves.png")
     size_mb = save_draft(draft, out, max_mb)
     record = {
-        "target": target,
-        "conversations": len(rows),
-        "answer_positions": len(cache.rest),
         "result": {**result, "size_mb": round(size_mb, 2)},
         "shape": asdict(shape),
-        "teacher": asdict(teacher_options),
         "draft": asdict(draft_options),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "evaluations": [log for log in history if "eval_kl" in log],
     }
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-    return record
+    return write_record(out, target, rows, cache, teacher_options, record, history)
 
 
 def make_head(
@@ -155,13 +148,29 @@ def make_head(
     size_mb = save_head(head, out)
     check_size(out / "model.safetensors", max_mb, "--hot-tokens or --blocks")
     record = {
+        "result": {**result, "size_mb": round(size_mb, 2)},
+        "rank_accuracies": ranks,
+        "training": asdict(head_options),
+    }
+    return write_record(out, target, rows, cache, teacher_options, record, history)
+
+
+def write_record(
+    out: Path,
+    target: str,
+    rows: list[Row],
+    cache: TeacherCache,
+    teacher_options: TeacherOptions,
+    record: dict[str, Any],
+    history: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Write and return ``out/training.json``: ``record`` and what all runs note."""
+    record = {
         "target": target,
         "conversations": len(rows),
         "answer_positions": len(cache.rest),
-        "result": {**result, "size_mb": round(size_mb, 2)},
-        "rank_accuracies": ranks,
+        **record,
         "teacher": asdict(teacher_options),
-        "training": asdict(head_options),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "evaluations": [log for log in history if "eval_kl" in log],
     }
@@ -207,9 +216,9 @@ def start_head(
     head.share(embedding, output)
     with torch.no_grad():
         if not head.config.share_embedding:
-            head.embedding.copy_(embedding)
+            head.embedding.weight.copy_(embedding)
         if not head.config.share_output:
-            head.output.copy_(head.output_rows(output))
+            head.output.weight.copy_(head.output_rows(output))
     return head
 
 

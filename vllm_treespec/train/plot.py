@@ -7,6 +7,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 
 def plot_history(history: list[dict[str, Any]], path: Path) -> None:
@@ -32,12 +33,7 @@ def plot_history(history: list[dict[str, Any]], path: Path) -> None:
     left.set_ylim(0, 1.5 * max(losses))
     right.set_ylabel("share of positions")
     right.set_ylim(0, 1)
-    for axes in (left, right):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def plot_head_history(history: list[dict[str, Any]], path: Path) -> None:
@@ -62,7 +58,11 @@ def plot_head_history(history: list[dict[str, Any]], path: Path) -> None:
         right.plot(steps, values, marker="o", label=f"t+{level}")
     right.set_ylabel("likeliest token is the target's")
     right.set_ylim(0, 1)
-    for axes in (left, right):
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    for axes in figure.axes:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         axes.legend()
