@@ -28,7 +28,7 @@ from vllm_treespec.method_config import (
 )
 from vllm_treespec.proposers import PROPOSERS, Proposer, RsdS, Suffix
 
-# Draft tokens of a head's tree: with the root 16 nodes.
+# Draft tokens of ReDrafter's tree unless the user says more.
 HEAD_DRAFTS = 15
 
 
@@ -200,9 +200,9 @@ class ReDrafterConfig(HeadMethodConfig):
     HEAD = "redrafter"
 
     method: Literal["redrafter"]
-    beam_width: PositiveInt = Field(default=6, le=MAX_DRAFTS, description="beams")
+    beam_width: PositiveInt = Field(default=4, le=MAX_DRAFTS, description="beams")
     length: PositiveInt = Field(
-        default=4, le=MAX_DRAFTS, description="draft tokens of each beam"
+        default=2, le=MAX_DRAFTS, description="draft tokens of each beam"
     )
     num_drafts: PositiveInt | None = Field(
         default=None,
@@ -230,8 +230,8 @@ class ReDrafterConfig(HeadMethodConfig):
         return PROPOSERS[self.name](**{"num_drafts": HEAD_DRAFTS, **self.shape})
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Two levels, then one of four draft tokens, then of two."""
-        smaller = (((6, 2, 7), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
+        """Two levels of five draft tokens, then one of four, then of two."""
+        smaller = (((4, 2, 5), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
         shapes = []
         for (beam_width, length, num_drafts), batch_size in smaller:
             shape = {
@@ -266,7 +266,7 @@ class MedusaConfig(HeadMethodConfig):
 
     method: Literal["medusa"]
     num_drafts: PositiveInt = Field(
-        default=HEAD_DRAFTS, le=MAX_DRAFTS, description="draft tokens"
+        default=5, le=MAX_DRAFTS, description="draft tokens"
     )
 
     def proposer(self) -> Proposer:
@@ -277,10 +277,10 @@ class MedusaConfig(HeadMethodConfig):
         return PROPOSERS[self.name](**self.shape, **ranks)
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Seven draft tokens, then four, then two."""
+        """Four draft tokens, then two."""
         return [
             ({"num_drafts": min(num_drafts, self.num_drafts)}, batch_size)
-            for num_drafts, batch_size in ((7, 1), (4, 2), (2, 4))
+            for num_drafts, batch_size in ((4, 2), (2, 4))
         ]
 
     def drafting_cost(self, depth: int) -> float:

@@ -22,7 +22,7 @@ SPECS: dict[str, dict[str, object]] = {
     "spectr": {"method": "spectr", "num_paths": 3, "depth": 3},
     "specinfer": {"method": "specinfer"},
     "suffix": {"method": "suffix", "num_drafts": 8, "depth": 4},
-    "redrafter": {"method": "redrafter"},
+    "redrafter": {"method": "redrafter", "beam_width": 6, "length": 4},
     "redrafter-stochastic": {
         "method": "redrafter",
         "beam_search": "stochastic",

@@ -38,12 +38,12 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter")
     proposer = config.proposer()
     assert (proposer.name, config.rule) == ("redrafter", "target_draw")
-    assert (proposer.max_nodes, proposer.num_candidates) == (16, 24)
+    assert (proposer.max_nodes, proposer.num_candidates) == (9, 8)
     assert (config.head, config.models) == (config.model_dump()["model"], ())
-    assert config.scheduled()[0].name == "redrafter 6x4"
+    assert config.scheduled()[0].name == "redrafter 4x2"
     medusa = parse("medusa")
     assert (medusa.proposer().name, medusa.rule) == ("medusa", "target_draw")
-    assert medusa.proposer().max_nodes == 16
+    assert medusa.proposer().max_nodes == 6
     assert medusa.proposer().max_depth <= 3
 
 
@@ -66,7 +66,8 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
 def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> None:
     """Red when larger batches get larger trees, or drafting costs as a model's."""
     trees = parse(method).scheduled()
-    assert [tree.batch_size for tree in trees] == [1, 1, 2, 4]
+    batch_sizes = {"redrafter": [1, 1, 2, 4], "medusa": [1, 2, 4]}
+    assert [tree.batch_size for tree in trees] == batch_sizes[method]
     sizes = [tree.config.proposer().max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)
     assert all(n * tree.batch_size <= 20 for n, tree in zip(sizes, trees, strict=True))
@@ -88,7 +89,7 @@ def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> No
             "tokens; remove 'num_drafts'",
         ),
         (
-            {"beam_search": "stochastic", "beam_width": 16},
+            {"beam_search": "stochastic", "beam_width": 32},
             "64 draft tokens and at most 63 fit; lower beam_width, length",
         ),
         (
