@@ -103,6 +103,11 @@ SEAMS = (
     Seam("vllm.model_executor.model_loader", "get_model", "loading the draft model"),
     Seam(_EMBEDDING, "VocabParallelEmbedding", "the embedding that a head shares"),
     Seam(_EMBEDDING, "ParallelLMHead", "the output layer that a head shares"),
+    Seam(
+        "vllm.model_executor.layers.utils",
+        "dispatch_cpu_unquantized_gemm",
+        "packed linear layers for heads, on CPU",
+    ),
     Seam("vllm.v1.sample.sampler", "Sampler.gather_logprobs", "logprobs of drafts"),
     Seam("vllm.v1.metrics.loggers", "AggregateStatLoggerBase", "our metrics"),
 )
