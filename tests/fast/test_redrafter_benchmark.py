@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import tasks
 from benchmarks.redrafter import __main__ as command
 from benchmarks.redrafter import experiments
 from benchmarks.redrafter.chains import (
@@ -207,7 +208,7 @@ def test_a_side_that_fails_does_not_stop_the_others(
         if task.job.side.name == "medusa":
             raise CompareError("medusa: no luck")
 
-    monkeypatch.setattr(experiments, "run_task", run_task)
+    monkeypatch.setattr(tasks, "run_task", run_task)
     failed = experiments.execute(mine, after_task=lambda failed: None)
     assert failed == {"medusa": "medusa: no luck"}
     assert started == [*SIDES, *(side for side in SIDES if side != "medusa")]
@@ -405,10 +406,13 @@ def test_wrong_options_are_refused_in_one_line(
     assert message in output
 
 
-def test_a_head_of_the_wrong_kind_is_refused(heads: dict[str, str]) -> None:
+def test_a_head_of_the_wrong_kind_is_refused(
+    heads: dict[str, str], tmp_path: Path
+) -> None:
     """Red when heads can be mixed up; only heads that are needed are looked at."""
     mixed = {**heads, "medusa": heads["redrafter"]}
     code, output = cli(mixed, "--dry-run")
     assert code == 1
     assert "holds a redrafter head" in output
-    assert cli(mixed, "--dry-run", "--only", "figure5")[0] == 0
+    out = str(tmp_path / "out")
+    assert cli(mixed, "--dry-run", "--only", "figure5", "--out", out)[0] == 0
