@@ -71,6 +71,14 @@ def run_task(task: EngineTask, module: str) -> None:
         raise CompareError(f"{task.job.side.name}: {reason}")
 
 
+def try_task(task: EngineTask, module: str, failed: dict[str, str]) -> None:
+    """Run one engine process; note by side why when it fails, the others go on."""
+    try:
+        run_task(task, module)
+    except CompareError as error:
+        failed[task.job.side.name] = str(error)
+
+
 def store(path: Path, content: BaseModel) -> None:
     """Write a file that appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,12 +16,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from benchmarks.paper.trees import Tree
-from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, run_task
+from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, try_task
 from vllm_treespec.compare import (
     PLAIN,
     Cell,
     CellResult,
-    CompareError,
     Job,
     Side,
     plain_side,
@@ -195,18 +194,10 @@ def execute(plan: Plan) -> dict[str, str]:
     """Run what is to do and rescore it; returns why engines failed, by name."""
     failed: dict[str, str] = {}
     for runs in plan.todo():
-        work(plan.task(runs), failed)
+        try_task(plan.task(runs), ENGINE, failed)
     if runs := plan.unscored():
-        work(plan.task(runs, rescore=True), failed)
+        try_task(plan.task(runs, rescore=True), ENGINE, failed)
     return failed
-
-
-def work(task: Task, failed: dict[str, str]) -> None:
-    """Run one engine process; note why when it fails, the others go on."""
-    try:
-        run_task(task, ENGINE)
-    except CompareError as error:
-        failed[task.job.side.name] = str(error)
 
 
 def finished_runs(plan: Plan) -> list[StoredRun]:

@@ -22,12 +22,11 @@ from benchmarks.redrafter.parts import (
     Run,
     distinct,
 )
-from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, run_task
+from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, try_task
 from vllm_treespec.compare import (
     PLAIN,
     Cell,
     CellResult,
-    CompareError,
     Job,
     Side,
     plain_side,
@@ -217,19 +216,11 @@ def execute(plan: Plan, after_task: Callable[[dict[str, str]], None]) -> dict[st
     failed: dict[str, str] = {}
     for round_, runs in plan.todo():
         if runs[0].side not in failed:
-            work(plan.task(round_, runs), failed)
+            try_task(plan.task(round_, runs), ENGINE, failed)
             after_task(failed)
     if plan.unscored():
-        work(plan.rescoring(), failed)
+        try_task(plan.rescoring(), ENGINE, failed)
     return failed
-
-
-def work(task: Task, failed: dict[str, str]) -> None:
-    """Run one engine process; note why when it fails, the others go on."""
-    try:
-        run_task(task, ENGINE)
-    except CompareError as error:
-        failed[task.job.side.name] = str(error)
 
 
 def finished_runs(plan: Plan) -> list[StoredRun]:

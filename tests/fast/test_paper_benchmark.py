@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import tasks
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import experiments, references, toy
 from benchmarks.paper.experiments import Plan, Run, StoredRun, Task
@@ -198,7 +199,7 @@ def test_an_engine_that_fails_does_not_stop_the_others(
             raise CompareError("sd: no luck")
         done.append(name)
 
-    monkeypatch.setattr(experiments, "run_task", run_task)
+    monkeypatch.setattr(tasks, "run_task", run_task)
     failed = experiments.execute(mine)
     assert done == ["plain", "rsd_s"]
     assert failed == {"sd": "sd: no luck"}

@@ -20,6 +20,8 @@ from vllm_treespec.train.loss import (
     HEAD_CHUNK,
     HeadRows,
     TeacherTargets,
+    in_columns,
+    position_loss,
     topk_kl,
 )
 from vllm_treespec.train.teacher import TeacherCache
@@ -135,9 +137,10 @@ def level_quality(
     """
     kl, ranks, acceptance = [], [], []
     weight = head.output.weight.float()
+    targets = in_columns(targets, rows)
     for start in range(0, len(features), HEAD_CHUNK):
         part = slice(start, start + HEAD_CHUNK)
-        column, probs = rows.column[targets.ids[part]], targets.probs[part]
+        column, probs = targets.ids[part], targets.probs[part]
         logits = torch.nn.functional.linear(features[part], weight)
         logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
         log_probs = logits.log_softmax(-1).gather(1, column)
@@ -145,8 +148,7 @@ def level_quality(
         best = logits.gather(1, column[:, :1])
         rank = (logits > best).sum(-1)
         ranks.append(rank.masked_fill(best[:, 0] == -torch.inf, NUM_RANKS))
-        chunk = TeacherTargets(targets.ids[part], probs, targets.rest[part])
-        kl.append(topk_kl(features[part], weight, chunk, rows).expand(len(column)))
+        kl.append(position_loss(logits, column, probs, targets.rest[part])[0])
     return LevelQuality(
         torch.cat(kl), torch.cat(ranks).clamp(max=NUM_RANKS), torch.cat(acceptance)
     )

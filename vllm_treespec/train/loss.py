@@ -101,17 +101,27 @@ def topk_kl(
     Returns:
         float32 scalar with gradients for ``hidden`` and ``weight``.
     """
-    ids, probs, rest, bias = targets.ids, targets.probs, targets.rest, None
+    bias = None
     if head_rows is not None:
-        ids = head_rows.column[ids]
-        absent = ids == len(head_rows.rows)
-        rest = rest + (probs * absent).sum(-1)
-        probs = probs.masked_fill(absent, 0)
+        targets = in_columns(targets, head_rows)
         # The padding row's logit is -inf by its bias: its weight does not matter.
         weight = torch.cat([weight[head_rows.rows], weight[:1].detach()])
         bias = head_rows.bias.to(compute_dtype)
-    mean: Tensor = _TopKKL.apply(hidden, weight, bias, ids, probs, rest, compute_dtype)
+    mean: Tensor = _TopKKL.apply(
+        hidden, weight, bias, targets.ids, targets.probs, targets.rest, compute_dtype
+    )
     return mean
+
+
+def in_columns(targets: TeacherTargets, head_rows: HeadRows) -> TeacherTargets:
+    """The targets with columns of the head's rows as ids; absent mass joins the rest.
+
+    An absent token's id is the padding column, its probability 0.
+    """
+    ids = head_rows.column[targets.ids]
+    absent = ids == len(head_rows.rows)
+    rest = targets.rest + (targets.probs * absent).sum(-1)
+    return TeacherTargets(ids, targets.probs.masked_fill(absent, 0), rest)
 
 
 class _TopKKL(torch.autograd.Function):
@@ -131,7 +141,7 @@ class _TopKKL(torch.autograd.Function):
             logits = (
                 inputs @ head.T if bias is None else torch.addmm(bias, inputs, head.T)
             )
-            loss, grad = _position_loss(logits, ids[part], probs[part], rest[part])
+            loss, grad = position_loss(logits, ids[part], probs[part], rest[part])
             total += loss.sum()
             grad_hidden[part] = (grad @ head).to(hidden.dtype) / count
             if trains_weight:
@@ -146,7 +156,7 @@ class _TopKKL(torch.autograd.Function):
         return hidden, weight, None, None, None, None, None
 
 
-def _position_loss(
+def position_loss(
     logits: Tensor, ids: Tensor, probs: Tensor, rest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the loss [n] and its gradient [n, num_rows] for one chunk of logits.
@@ -190,5 +200,5 @@ def agreement(
         found["top1"].append((logits.argmax(-1) == ids[:, 0]).float())
         draft = (logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
         found["acceptance"].append(torch.minimum(draft, probs).sum(-1))
-        found["kl"].append(_position_loss(logits, ids, probs, targets.rest[part])[0])
+        found["kl"].append(position_loss(logits, ids, probs, targets.rest[part])[0])
     return {name: torch.cat(parts) for name, parts in found.items()}
