@@ -77,6 +77,8 @@ class Proposer(ABC):
         max_leaves: leaves of its most branching tree.
         num_uniforms: uniform numbers one request's tree takes.
         max_draws: draws behind its largest tree, repeats included.
+        max_siblings: most draws below one node, repeats included.
+        max_parents: most nodes with draws below them.
         num_candidates: tokens that a tree is made of before equal ones are merged;
             None: its nodes are all there is.
 
@@ -96,6 +98,16 @@ class Proposer(ABC):
     def max_draws(self) -> int:
         """Draws behind the largest tree; more than its drafts where they repeat."""
         return self.max_nodes - 1
+
+    @property
+    def max_siblings(self) -> int:
+        """Most draws below one node, repeats included."""
+        return self.max_width
+
+    @property
+    def max_parents(self) -> int:
+        """Most nodes with draws below them."""
+        return min(self.max_nodes, 1 + (self.max_depth - 1) * self.max_width)
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> TreeBatch:

@@ -42,6 +42,16 @@ class RsdC(Proposer):
         """Levels below the root."""
         return len(self.branching_factors)
 
+    @property
+    def max_siblings(self) -> int:
+        """Most draws below one node."""
+        return max(self.branching_factors)
+
+    @property
+    def max_parents(self) -> int:
+        """All nodes but the last level's."""
+        return sum(self.widths[:-1])
+
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models

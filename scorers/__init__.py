@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from vllm_treespec.scorers.at_once import AT_ONCE, TreeShape, score_at_once
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.greedy import greedy_matching
 from vllm_treespec.scorers.k_seq import k_seq
@@ -26,14 +27,17 @@ SCORERS: dict[str, Rule] = {
 }
 
 __all__ = [
+    "AT_ONCE",
     "SCORERS",
     "Rule",
     "ScorerOutput",
     "TargetLogits",
+    "TreeShape",
     "TypicalAcceptance",
     "greedy_matching",
     "k_seq",
     "multi_round",
     "recursive_rejection",
+    "score_at_once",
     "target_draw",
 ]

@@ -1,6 +1,7 @@
 """The command `treespec`. Heavy modules are imported by the commands that use them."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,13 @@ PASS_ON = {
     "ignore_unknown_options": True,
     "help_option_names": [],
 }
+
+
+class Device(StrEnum):
+    """What vLLM runs on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 def _fail(error: Exception) -> typer.Exit:
@@ -77,12 +85,13 @@ def expand(
         str | None,
         typer.Option(metavar="DIR", help="The target model the spec-config is for."),
     ] = None,
+    device: Annotated[Device, typer.Option(help="What vLLM runs on.")] = Device.CPU,
 ) -> None:
     """Print the stock vLLM arguments a spec-config stands for."""
     from vllm_treespec import plugin
 
     try:
-        arguments = plugin.expand_file(spec_file, target)
+        arguments = plugin.expand_file(spec_file, target, device.value)
     except ValueError as error:
         raise _fail(error) from None
     typer.echo(json.dumps(arguments, indent=2))

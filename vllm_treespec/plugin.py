@@ -21,10 +21,19 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 DRAFTER = "vllm_treespec.engine.drafter.TreeDrafter"
-CPU_WORKER = "vllm_treespec.engine.worker.TreeCPUWorker"
+WORKERS = {
+    "cpu": "vllm_treespec.engine.cpu_worker.TreeCPUWorker",
+    "cuda": "vllm_treespec.engine.gpu_worker.TreeGPUWorker",
+}
 SCHEDULER = "vllm_treespec.engine.scheduler.TreeScheduler"
 # Fork blocks are copies of partly filled blocks; small blocks keep them small.
 CPU_BLOCK_SIZE = 32
+# Our GPU worker puts tree attention in its place.
+GPU_ATTENTION = "TRITON_ATTN"
+KV_CACHE_DTYPES = {
+    "cpu": ("auto", "bfloat16", "float16"),
+    "cuda": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+}
 
 
 @functools.cache
@@ -40,8 +49,9 @@ def register() -> None:
         if not isinstance(spec, dict) or spec.get("method") not in METHODS:
             return stock(self, *args, **kwargs)
         config = parse_spec_config(spec)
-        refuse_arguments(self)
-        for name, value in stock_arguments(config, self.block_size).items():
+        device = refuse_arguments(self)
+        arguments = stock_arguments(config, self.block_size, device)
+        for name, value in arguments.items():
             if name == "additional_config":
                 value = {**self.additional_config, **value}
             setattr(self, name, value)
@@ -52,15 +62,18 @@ def register() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
-def stock_arguments(config: MethodConfig, block_size: int | None) -> dict[str, Any]:
+def stock_arguments(
+    config: MethodConfig, block_size: int | None, device: str
+) -> dict[str, Any]:
     """The stock vLLM arguments that a spec-config stands for.
 
     Args:
         config: validated.
         block_size: what the user asked for, None to leave it to us.
+        device: ``"cpu"`` or ``"cuda"``.
 
     """
-    return {
+    arguments: dict[str, Any] = {
         "speculative_config": {
             "method": "custom_class",
             "model": DRAFTER,
@@ -68,14 +81,20 @@ def stock_arguments(config: MethodConfig, block_size: int | None) -> dict[str, A
                 tree.config.proposer().max_nodes - 1 for tree in config.scheduled()
             ),
         },
-        "worker_cls": CPU_WORKER,
+        "worker_cls": WORKERS[device],
         "scheduler_cls": SCHEDULER,
-        "block_size": block_size or CPU_BLOCK_SIZE,
         "additional_config": {"treespec": config.model_dump(mode="json")},
     }
+    if device == "cuda":
+        arguments["attention_backend"] = GPU_ATTENTION
+    else:
+        arguments["block_size"] = block_size or CPU_BLOCK_SIZE
+    return arguments
 
 
-def expand_file(spec_file: Path, target: str | None = None) -> dict[str, Any]:
+def expand_file(
+    spec_file: Path, target: str | None = None, device: str = "cpu"
+) -> dict[str, Any]:
     """Read a spec-config from a JSON file and expand it, for ``treespec expand``.
 
     With a ``target``, its sizes are compared with the draft model's or head's, too.
@@ -92,7 +111,7 @@ def expand_file(spec_file: Path, target: str | None = None) -> dict[str, Any]:
         raise SpecConfigError(f"{spec_file} must hold one JSON object, a spec-config")
     config = parse_spec_config(spec)
     check_weights(config)
-    arguments = stock_arguments(config, None)
+    arguments = stock_arguments(config, None, device)
     if target is None:
         return arguments
     from transformers import AutoConfig
@@ -105,8 +124,11 @@ def expand_file(spec_file: Path, target: str | None = None) -> dict[str, Any]:
     return {"model": target, **arguments}
 
 
-def refuse_arguments(args: EngineArgs) -> None:
+def refuse_arguments(args: EngineArgs) -> str:
     """Refuse vLLM arguments under which draft trees were not tested.
+
+    Returns:
+        the device of this platform, ``"cpu"`` or ``"cuda"``.
 
     Raises:
         SpecConfigError: naming the first such argument and the remedy.
@@ -114,10 +136,17 @@ def refuse_arguments(args: EngineArgs) -> None:
 
     """
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_treespec.engine.seams import check_seams
 
-    check_seams()
+    device = current_platform.device_name
+    if device not in WORKERS:
+        raise SpecConfigError(
+            f"draft trees run on vLLM's CPU and CUDA platforms, this is {device}; "
+            f"remove speculative_config"
+        )
+    check_seams(device)
     untested = {
         "pipeline_parallel_size": args.pipeline_parallel_size > 1,
         "tensor_parallel_size": args.tensor_parallel_size > 1,
@@ -129,12 +158,14 @@ def refuse_arguments(args: EngineArgs) -> None:
         "kv_offloading_size": args.kv_offloading_size is not None,
         "logits_processors": bool(args.logits_processors),
         "async_scheduling": bool(args.async_scheduling),
-        "kv_cache_dtype": args.kv_cache_dtype not in ("auto", "bfloat16", "float16"),
+        "kv_cache_dtype": args.kv_cache_dtype not in KV_CACHE_DTYPES[device],
         "return_sampling_mask": args.return_sampling_mask,
         "enable_prompt_embeds": args.enable_prompt_embeds,
         "logprobs_mode": str(args.logprobs_mode).startswith("processed"),
-        "worker_cls": args.worker_cls not in ("auto", CPU_WORKER),
+        "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
         "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
+        "attention_backend": device == "cuda"
+        and args.attention_backend not in (None, AttentionBackendEnum[GPU_ATTENTION]),
     }
     for name, asked in untested.items():
         if asked:
@@ -142,11 +173,7 @@ def refuse_arguments(args: EngineArgs) -> None:
                 f"draft trees do not support {name}={getattr(args, name)!r} yet; "
                 f"leave it at its default, or remove speculative_config"
             )
-    if not current_platform.is_cpu():
-        raise SpecConfigError(
-            f"draft trees run on vLLM's CPU platform so far, this is "
-            f"{current_platform.device_type}; remove speculative_config"
-        )
+    return device
 
 
 def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
@@ -158,6 +185,11 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
     """
     from vllm.transformers_utils.config import get_config
 
+    if vllm_config.use_v2_model_runner:
+        raise SpecConfigError(
+            "draft trees run on vLLM's V1 model runner; unset "
+            "VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
+        )
     target = vllm_config.model_config
     unsupported = {
         "a multimodal model": target.is_multimodal_model,

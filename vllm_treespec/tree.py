@@ -237,6 +237,33 @@ def ancestor_mask(tree: TreeBatch) -> Tensor:
     return mask
 
 
+def node_bits(tree: TreeBatch) -> Tensor:
+    """Bit of every node, int64 [max_nodes]: bit i, of 64, is node i's."""
+    columns = torch.arange(tree.max_nodes, device=tree.token_ids.device)
+    return torch.ones_like(columns) << columns
+
+
+def ancestor_bits(tree: TreeBatch, max_depth: int) -> Tensor:
+    """Ancestor-or-self relation, int64 [num_reqs, max_nodes], without asking a device.
+
+    Bit ``j`` of entry ``[r, i]`` is set when node ``j`` lies on the path from the root
+    to node ``i`` (bit 63 is the sign). Unused entries are 0.
+
+    Args:
+        tree: the trees, of at most 64 nodes.
+        max_depth: levels below the root, or more.
+
+    """
+    bits = torch.where(tree.is_node(), node_bits(tree), 0)
+    ancestor = tree.parents
+    # Each round doubles how far up the bits of an entry reach.
+    for _ in range(max_depth.bit_length()):
+        index = ancestor.clamp(min=0)
+        bits = bits | torch.where(ancestor >= 0, bits.gather(1, index), 0)
+        ancestor = torch.where(ancestor >= 0, ancestor.gather(1, index), NO_NODE)
+    return bits
+
+
 def preorder(tree: TreeBatch, ancestors: Tensor) -> Tensor:
     """Rank of every node in depth-first order, int64 [num_reqs, max_nodes].
 

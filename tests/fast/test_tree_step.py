@@ -23,7 +23,17 @@ def test_last_rows() -> None:
         num_accepted=torch.tensor([2, 0]),
         next_token_ids=torch.tensor([7, 8]),
     )
-    step = TreeStep(torch.tensor([1, 3]), NOTHING, 0, NOTHING, scored=scored)
+    step = TreeStep(
+        torch.tensor([1, 3]),
+        NOTHING,
+        0,
+        NOTHING,
+        NOTHING,
+        host_reqs=NOTHING,
+        host_num_nodes=NOTHING,
+        host_roots=NOTHING,
+        scored=scored,
+    )
     reqs = torch.tensor([0, 1, 2, 3])
     assert last_rows(step, metadata, reqs).tolist() == [0, 1 + 3, 5, 8]
     assert last_rows(step, metadata, reqs[1::2]).tolist() == [4, 8]

@@ -174,7 +174,11 @@ def plan_branches(
 
 
 def fork_slot(
-    context: Tensor, depth: Tensor | int, tree: Tensor, fork: Tensor, forks: ForkSpace
+    context: Tensor,
+    depth: Tensor | int,
+    tree: Tensor,
+    fork: Tensor | int,
+    forks: ForkSpace,
 ) -> Tensor:
     """Slot of a node at ``depth`` on a fork of a request with ``context`` tokens."""
     place = context % forks.block_size + depth

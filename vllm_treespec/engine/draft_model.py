@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,10 +97,8 @@ class PagedDraftModel:
 
     def warm_up(self) -> None:
         """Run once without a KV cache, so that nothing compiles in a request's time."""
-        num_tokens = 16
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        with set_forward_context(None, self.vllm_config, num_tokens=num_tokens):
-            self.model(input_ids=zeros.int(), positions=zeros)
+        zeros = torch.zeros(16, dtype=torch.int64, device=self.device)
+        self._run(None, zeros.int(), zeros, zeros)
 
     def _layers(self) -> dict[str, AttentionLayerBase]:
         return get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
@@ -124,7 +123,8 @@ class PagedDraftModel:
         reqs = np.repeat(np.arange(num_reqs), lens)
         starts = np.cumsum(lens) - lens
         positions = np.arange(num_tokens) - starts[reqs] + committed.first[reqs]
-        roots = torch.from_numpy(committed.end[committed.drafting] - 1)
+        self.host_roots = committed.end[committed.drafting] - 1
+        roots = torch.from_numpy(self.host_roots)
         self.root_positions = roots.to(self.device)[:, None]
         self.trees = torch.arange(len(roots), device=self.device)[:, None]
         self.level = 0
@@ -139,17 +139,18 @@ class PagedDraftModel:
             place,
             block * self.forks.block_size + place % self.forks.block_size,
             np.concatenate([[0], np.cumsum(lens)]),
-            torch.from_numpy(committed.end).to(self.device),
+            committed.end,
             table,
         )
         last_rows = torch.from_numpy(np.cumsum(lens) - 1)[committed.drafting]
         self.root_hidden = hidden[last_rows.to(self.device)]
+        self._begin_levels()
 
     def _with_root_blocks(self, committed: CommittedTokens) -> Tensor:
         """The block table, with a fork block where a root has no block yet.
 
         Also prepares what all levels of this step share: the blocks that hold the
-        roots, and the block table of every fork.
+        roots, and the block table of every fork that levels are read in.
         """
         forks = self.forks
         table = committed.block_table.clone()
@@ -161,22 +162,26 @@ class PagedDraftModel:
             column < num_blocks.to(self.device), table[drafting, column].long(), spare
         )
         table[drafting, column] = self.root_blocks.to(table.dtype)
-        rows = torch.arange(
-            len(drafting) * (forks.forks_per_tree - 1), device=self.device
-        )
-        tree = rows // (forks.forks_per_tree - 1)
+        forks_per_level = self._forks_per_level()
+        rows = torch.arange(len(drafting) * forks_per_level, device=self.device)
+        tree = rows // forks_per_level
         fork_tables = fork_block_table(
             table[drafting[tree]],
             rows,
             column[tree],
             tree,
-            rows % (forks.forks_per_tree - 1),
+            rows % forks_per_level,
             forks,
         )
-        self.fork_tables = fork_tables.unflatten(
-            0, (len(drafting), forks.forks_per_tree - 1)
-        )
+        self.fork_tables = fork_tables.unflatten(0, (len(drafting), forks_per_level))
         return table
+
+    def _forks_per_level(self) -> int:
+        """Forks of a tree that levels are read in; the last fork is the root's."""
+        return self.forks.forks_per_tree - 1
+
+    def _begin_levels(self) -> None:
+        """Prepare to read levels; the committed tokens are read."""
 
     def root_logits(self) -> Tensor:
         """Logits after the committed tokens, [num_drafting, vocab_size]."""
@@ -206,12 +211,16 @@ class PagedDraftModel:
             positions,
             slots.flatten(),
             np.arange(num_trees * width + 1),
-            positions + 1,
+            (self.host_roots + self.level + 1).repeat(width),
             self.fork_tables[:, :width].flatten(0, 1),
         )
+        return self._level_logits(hidden, width)
+
+    def _level_logits(self, hidden: Tensor, width: int) -> Tensor:
+        """Logits of a level's rows, [num_trees, width, vocab_size]."""
         with self.stats.stage("draft_forward"):
             logits = self.model.compute_logits(hidden)
-        return logits.unflatten(0, (num_trees, width))
+        return logits.unflatten(0, (-1, width))
 
     def _forward(
         self,
@@ -219,17 +228,17 @@ class PagedDraftModel:
         positions: Tensor,
         slots: Tensor,
         query_start_loc: np.ndarray,
-        seq_lens: Tensor,
+        seq_lens: np.ndarray,
         block_table: Tensor,
     ) -> Tensor:
-        """One forward over ordinary causal sequences; hidden states of all rows."""
+        """One forward over sequences of the cache; hidden states of all rows."""
         starts = torch.from_numpy(query_start_loc.astype(np.int32))
-        seq_lens = seq_lens.int()
+        lens = torch.from_numpy(seq_lens.astype(np.int32))
         metadata = CommonAttentionMetadata(
             query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
-            seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=seq_lens.cpu(),
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu_upper_bound=lens,
             num_reqs=len(seq_lens),
             num_actual_tokens=len(token_ids),
             max_query_len=int(np.diff(query_start_loc).max()),
@@ -242,14 +251,21 @@ class PagedDraftModel:
         for group in self.groups:
             built = group.get_metadata_builder().build(0, metadata)
             per_layer.update(dict.fromkeys(group.layer_names, built))
-        slot_mapping = dict.fromkeys(self.layer_names, slots)
-        with (
-            self.stats.stage("draft_forward"),
-            set_forward_context(
-                per_layer,
-                self.vllm_config,
-                num_tokens=len(token_ids),
-                slot_mapping=slot_mapping,
-            ),
+        with self.stats.stage("draft_forward"):
+            return self._run(per_layer, token_ids.int(), positions, slots)
+
+    def _run(
+        self,
+        attn_metadata: dict[str, Any] | None,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Run the model; ``attn_metadata`` by layer, None to skip attention."""
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=len(token_ids),
+            slot_mapping=dict.fromkeys(self.layer_names, slots),
         ):
-            return self.model(input_ids=token_ids.int(), positions=positions)
+            return self.model(input_ids=token_ids, positions=positions)

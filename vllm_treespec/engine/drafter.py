@@ -10,13 +10,25 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.engine.branch_placement import BranchPlacement
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.draft_model import CommittedTokens, PagedDraftModel
 from vllm_treespec.engine.head import EngineHead
+from vllm_treespec.engine.scoring import score_trees
 from vllm_treespec.engine.stats import StepStats
+from vllm_treespec.engine.tree_step import TreePlacement
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.schedule import AdaptiveSchedule
-from vllm_treespec.scorers import SCORERS, Rule, TypicalAcceptance
+from vllm_treespec.scorers import (
+    AT_ONCE,
+    SCORERS,
+    Rule,
+    ScorerOutput,
+    TargetLogits,
+    TreeShape,
+    TypicalAcceptance,
+    score_at_once,
+)
 from vllm_treespec.tree import TreeBatch
 
 
@@ -54,17 +66,25 @@ class TreeDrafter:
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Read our settings, which travel in vLLM's ``additional_config``."""
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
+        self.masked = self.uses_masks(vllm_config)
         self.schedule = AdaptiveSchedule(self.config.scheduled())
         self.proposers = [tree.config.proposer() for tree in self.schedule.trees]
         self.stats = StepStats()
         self.draft_models = [
-            PagedDraftModel(vllm_config, model, f"draft_model_{index}", self.stats)
+            self.draft_model_class(
+                vllm_config, model, f"draft_model_{index}", self.stats
+            )
             for index, model in enumerate(self.config.models)
         ]
         self.head: EngineHead | None = None
         if self.config.head is not None:
             self.head = EngineHead(vllm_config, self.config.head, self.stats)
         self.max_depth = max(p.max_depth for p in self.proposers)
+        self.shapes = [
+            TreeShape(p.max_depth, p.max_siblings, p.max_parents)
+            for p in self.proposers
+        ]
+        self.max_nodes = max(p.max_nodes for p in self.proposers)
         self.max_draws = max(p.max_draws for p in self.proposers)
         grammars = vllm_config.structured_outputs_config
         self.reasons = bool(grammars.reasoning_parser)
@@ -79,20 +99,64 @@ class TreeDrafter:
             return TypicalAcceptance(typical.epsilon, typical.delta)
         return SCORERS[self.config.rule]
 
+    def score(
+        self, scheduled: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+    ) -> ScorerOutput:
+        """Score trees that were drawn as the schedule's tree of this index.
+
+        On a GPU by the forms of the rules that ask the device nothing, where a rule
+        has one.
+        """
+        lossy = self.config.lossy_typical_acceptance is not None
+        if not self.masked or lossy or self.config.rule not in AT_ONCE:
+            return score_trees(tree, target, uniforms, self.rule)
+        return score_at_once(
+            tree, target, uniforms, self.config.rule, self.shapes[scheduled]
+        )
+
+    @staticmethod
+    def uses_masks(vllm_config: VllmConfig) -> bool:
+        """Whether attention sees trees by masks (GPU) or along branches (CPU)."""
+        return vllm_config.device_config.device_type != "cpu"
+
+    @property
+    def draft_model_class(self) -> type[PagedDraftModel]:
+        """How draft models read their levels."""
+        if not self.masked:
+            return PagedDraftModel
+        # Needs Triton, which a CPU may not have.
+        from vllm_treespec.engine.masked_draft_model import MaskedDraftModel
+
+        return MaskedDraftModel
+
+    def placement(self) -> TreePlacement:
+        """How the runner places trees."""
+        if not self.masked:
+            return BranchPlacement()
+        from vllm_treespec.engine.mask_placement import MaskPlacement
+
+        return MaskPlacement()
+
     @property
     def forks_per_tree(self) -> int:
         """Forks one tree may need, while it is drawn or while it is scored."""
+        if self.masked:
+            return 1 if self.draft_models else 0
         forks = max(p.max_leaves for p in self.proposers) - 1
         if self.draft_models:
             forks = max(forks, *(p.max_width + 1 for p in self.proposers))
         return forks
 
     def fork_space(self, first_block: int, block_size: int) -> ForkSpace:
-        """Fork blocks for ``max_trees`` trees from ``first_block`` on."""
+        """Fork blocks for ``max_trees`` trees from ``first_block`` on.
+
+        A fork holds a path of a tree, or under masks all of its nodes.
+        """
+        last = self.max_nodes - 1 if self.masked else self.max_depth
         return ForkSpace(
             first_block=first_block,
             forks_per_tree=self.forks_per_tree,
-            blocks_per_fork=(block_size - 1 + self.max_depth) // block_size + 1,
+            blocks_per_fork=(block_size - 1 + last) // block_size + 1,
             block_size=block_size,
         )
 

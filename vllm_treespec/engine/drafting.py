@@ -59,6 +59,7 @@ class DraftingMixin:
         batch = runner.input_batch
         schedule = self.drafter.schedule
         with self.stats.stage("draft"):
+            self._observe(sampled_token_ids)
             scheduled = schedule.choose(batch.num_reqs)
             self.stats.mode(
                 "plain" if scheduled is None else schedule.trees[scheduled].name
@@ -79,14 +80,21 @@ class DraftingMixin:
             self.proposal = self.drafter.propose(
                 scheduled,
                 [batch.req_ids[r] for r in drafting],
-                self._proposer_inputs(
-                    scheduled, drafting, written.end[drafting], sampling_metadata
-                ),
+                self._proposer_inputs(scheduled, drafting, written.end[drafting]),
                 hidden,
             )
             for r, row in zip(drafting, self.proposal.drafts, strict=True):
                 drafts[r] = row
             return drafts
+
+    def _observe(self, sampled_token_ids: list[list[int]]) -> None:
+        """Note how many drafts of each tree of this step were accepted."""
+        step = self.tree_step
+        if step is None:
+            return
+        num_accepted = [len(sampled_token_ids[r]) - 1 for r in step.host_reqs]
+        self.drafter.schedule.observe(step.scheduled, num_accepted)
+        self.stats.observe(step.host_num_nodes.tolist(), num_accepted)
 
     def take_draft_token_ids(self) -> Any:
         """Hand the drafts to the scheduler, with the trees that they form."""
@@ -102,7 +110,6 @@ class DraftingMixin:
         scheduled: int,
         reqs: list[int],
         roots: np.ndarray,
-        sampling_metadata: Any,
     ) -> ProposerInputs:
         """What the proposer may draw from, for the drafting requests."""
         runner: Any = self
@@ -111,7 +118,9 @@ class DraftingMixin:
             root_token_ids=torch.from_numpy(batch.token_ids_cpu[reqs, roots])
             .long()
             .to(runner.device),
-            sampling=sampling_tensors(sampling_metadata, torch.tensor(reqs)),
+            sampling=sampling_tensors(
+                batch, np.array(reqs), torch.tensor(reqs, device=runner.device)
+            ),
             uniforms=self._uniforms(
                 reqs, roots.tolist(), proposer.num_uniforms, DRAFTING
             ),

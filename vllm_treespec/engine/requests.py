@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_treespec.sampling import SamplingTensors
 
@@ -40,19 +42,27 @@ def drafts_tree(params: SamplingParams, reasons: bool = False) -> bool:
     )
 
 
-def sampling_tensors(metadata: SamplingMetadata, reqs: Tensor) -> SamplingTensors:
-    """Sampling parameters of some requests of a batch, ``reqs`` int64 [n]."""
-    if metadata.all_greedy:
+def sampling_tensors(
+    batch: Any, host_reqs: np.ndarray, reqs: Tensor
+) -> SamplingTensors:
+    """Sampling parameters of some requests of a batch.
+
+    Args:
+        batch: vLLM's input batch, with its sampling metadata up to date.
+        host_reqs: int64 [n], batch indices of the requests.
+        reqs: the same on the device.
+
+    """
+    metadata = batch.sampling_metadata
+    greedy_reqs = batch.temperature_cpu[host_reqs] < GREEDY_BELOW
+    if greedy_reqs.all():
         return SamplingTensors(
             torch.zeros(len(reqs), device=reqs.device), all_greedy=True
         )
-    assert metadata.temperature is not None
     temperature = metadata.temperature[reqs]
-    greedy = temperature < GREEDY_BELOW
     return SamplingTensors(
-        temperature=temperature.masked_fill(greedy, 0.0),
+        temperature=temperature.masked_fill(temperature < GREEDY_BELOW, 0.0),
         top_k=None if metadata.top_k is None else metadata.top_k[reqs].long(),
         top_p=None if metadata.top_p is None else metadata.top_p[reqs],
-        all_greedy=bool(greedy.all()),
-        all_random=not bool(greedy.any()),
+        all_random=not greedy_reqs.any(),
     )

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_treespec.engine.attention import BranchSwitch
-from vllm_treespec.engine.branches import BatchLayout, commit_copies, plan_branches
+from vllm_treespec.engine.branches import BatchLayout
 from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.drafting import DraftingMixin
-from vllm_treespec.engine.kv_cache import BlockCopier, with_fork_blocks
+from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.reading import ReadMarks
 from vllm_treespec.engine.requests import sampling_tensors
-from vllm_treespec.engine.scoring import score_trees, with_plain_samples
+from vllm_treespec.engine.scoring import with_plain_samples
 from vllm_treespec.engine.tree_step import TreeStep, first_rows
 from vllm_treespec.scorers import TargetLogits
 from vllm_treespec.uniforms import SCORING, UniformSource
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
 class TreeRunnerMixin(DraftingMixin):
     """Overrides the steps of vLLM's V1 runner in which a tree is not a chain.
 
-    In the order of a step: ``_prepare_inputs`` puts the nodes of each tree in branch
-    order with their positions, ``_sample`` scores the trees,
+    In the order of a step: ``_prepare_inputs`` puts the nodes of each tree into their
+    places and gives them their positions, ``_sample`` scores the trees,
     ``_update_states_after_model_execute`` commits the accepted paths' KV, and
     ``propose_draft_token_ids`` draws the next trees. Everything else is stock.
     """
@@ -40,7 +38,7 @@ class TreeRunnerMixin(DraftingMixin):
     def init_trees(self) -> None:
         """Set up our state; called once, when the stock runner is made."""
         runner: Any = self
-        self.branches = BranchSwitch()
+        self.placement = self.drafter.placement()
         self.uniforms = UniformSource(runner.model_config.seed)
         self.stats = self.drafter.stats
         self.stats.share(runner.vllm_config)
@@ -69,27 +67,20 @@ class TreeRunnerMixin(DraftingMixin):
         self.forks = self.drafter.fork_space(
             kv_cache_config.num_blocks * per_block, kernel_block_sizes[0]
         )
-        groups = runner.attn_groups[0]
         ours: set[str] = set()
         for draft_model in self.drafter.draft_models:
-            draft_model.bind(kv_caches, groups, self.forks)
+            draft_model.bind(kv_caches, runner.attn_groups[0], self.forks)
             ours.update(draft_model.layer_names)
         self.marks = ReadMarks(
             kv_cache_config.num_blocks * per_block, kernel_block_sizes[0]
         )
-        self.target_blocks = BlockCopier(
-            cache for name, cache in kv_caches.items() if name not in ours
-        )
-        layers = runner.compilation_config.static_forward_context
-        for name in kv_caches:
-            layers[name].impl.branches = self.branches
-        for group in groups:
-            for builder in group.metadata_builders:
-                builder.branches = self.branches
+        target_layers = [name for name in kv_caches if name not in ours]
+        self.placement.bind(runner, kv_caches, target_layers, self.forks)
         return kv_caches
 
     def profile_run(self, *args: Any, **options: Any) -> None:
         """Run the models once before the KV cache is made, draft models included."""
+        self.placement.prepare(self)
         super().profile_run(*args, **options)  # type: ignore[misc]
         for draft_model in self.drafter.draft_models:
             draft_model.warm_up()
@@ -106,42 +97,20 @@ class TreeRunnerMixin(DraftingMixin):
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[Tensor, Any, int]:
-        """Prepare the stock inputs, then put trees in branch order."""
+        """Prepare the stock inputs, then put trees into their places."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         with self.stats.stage("tree_build"):
-            self.branches.plan = None
-            self.tree_step = step = self._match_trees(scheduler_output)
+            self.placement.clear()
+            logits_indices, metadata, _ = prepared
+            self.tree_step = step = self._match_trees(scheduler_output, metadata)
             if step is not None and self.drafter.branching:
-                logits_indices, metadata, _ = prepared
-                self._put_in_branch_order(step, logits_indices, metadata)
+                self.placement.place(self, step, logits_indices)
         self._reached_forward = time.perf_counter()
         return prepared
 
-    def _put_in_branch_order(
-        self, step: TreeStep, logits_indices: Tensor, metadata: Any
-    ) -> None:
-        """Reorder the step's nodes along branches, and give them their positions.
-
-        Changes vLLM's input ids and positions and ``logits_indices`` in place; row
-        ``i`` of a request's logits stays node ``i``.
-        """
-        runner: Any = self
-        plan = plan_branches(step.tree, step.reqs, step.layout, self.forks)
-        self.branches.plan = step.plan = plan
-        self.target_blocks.copy_apart(plan.copy_from, plan.copy_to)
-        is_node = step.tree.is_node()
-        rows = plan.node_rows[is_node]
-        context = step.layout.context_lens[step.reqs]
-        runner.positions[rows] = (context[:, None] + step.tree.depths)[is_node]
-        ids = runner.input_ids.gpu[: len(plan.row_order)]
-        ids.copy_(ids[plan.row_order])
-        first = first_rows(metadata.cu_num_sampled_tokens)[step.reqs]
-        nodes = torch.arange(step.tree.max_nodes, device=first.device)
-        logits_indices[(first[:, None] + nodes)[is_node]] = rows.to(
-            logits_indices.dtype
-        )
-
-    def _match_trees(self, scheduler_output: SchedulerOutput) -> TreeStep | None:
+    def _match_trees(
+        self, scheduler_output: SchedulerOutput, metadata: Any
+    ) -> TreeStep | None:
         """Find the trees whose drafts the scheduler sends back in this step.
 
         A request whose drafts are not (a prefix of) its last tree is read as a chain
@@ -150,31 +119,46 @@ class TreeRunnerMixin(DraftingMixin):
         runner: Any = self
         if self.proposal is None:
             return None
-        found: list[tuple[int, int, int]] = []
+        found: list[tuple[int, int, int, int]] = []
         limits = self._node_limits(scheduler_output)
         for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
             row = self.proposal.find(req_id, drafts)
             if row is not None:
                 index = runner.input_batch.req_id_to_index[req_id]
-                whole = len(drafts) == len(self.proposal.drafts[row])
+                num_drafts = len(self.proposal.drafts[row])
+                whole = len(drafts) == num_drafts
                 limit = limits[req_id] if whole else len(drafts) + 1
-                found.append((index, row, limit))
+                found.append((index, row, limit, min(limit, num_drafts + 1)))
         if not found:
             return None
-        reqs, rows, limit = torch.tensor(sorted(found), device=runner.device).T
+        host = np.array(sorted(found)).T
+        reqs, rows, limit, _ = torch.from_numpy(host).to(runner.device)
+        tree = self.proposal.tree
+        if host[1].tolist() != list(range(tree.num_reqs)):
+            tree = tree.select(rows)
+        return TreeStep(
+            reqs,
+            tree.cut(limit),
+            self.proposal.scheduled,
+            self._layout(scheduler_output),
+            first_rows(metadata.cu_num_sampled_tokens)[reqs],
+            host_reqs=host[0],
+            host_num_nodes=host[3],
+            host_roots=runner.input_batch.num_computed_tokens_cpu[host[0]],
+        )
+
+    def _layout(self, scheduler_output: SchedulerOutput) -> BatchLayout:
+        """How vLLM laid out this step's batch."""
+        runner: Any = self
         num_reqs = runner.input_batch.num_reqs
-        num_tokens = scheduler_output.total_num_scheduled_tokens
         table = runner.input_batch.block_table[0]
-        layout = BatchLayout(
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        return BatchLayout(
             query_start_loc=runner.query_start_loc.gpu[: num_reqs + 1].long(),
             context_lens=runner.num_computed_tokens[:num_reqs].long(),
             block_table=table.get_device_tensor(num_reqs),
             slot_mapping=table.slot_mapping.gpu[:num_tokens].clone(),
         )
-        tree = self.proposal.tree
-        if rows.tolist() != list(range(tree.num_reqs)):
-            tree = tree.select(rows)
-        return TreeStep(reqs, tree.cut(limit), self.proposal.scheduled, layout)
 
     def _node_limits(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
         """How many tokens the scheduler had room for, by request.
@@ -205,74 +189,29 @@ class TreeRunnerMixin(DraftingMixin):
             metadata = runner.input_batch.sampling_metadata
             if step is None:
                 return runner.sampler(logits=logits[first], sampling_metadata=metadata)
-            sampling = sampling_tensors(metadata, step.reqs)
-            step.scored = score_trees(
+            step.scored = self.drafter.score(
+                step.scheduled,
                 step.tree,
-                TargetLogits(logits, first[step.reqs], sampling),
+                TargetLogits(
+                    logits,
+                    step.first_row,
+                    sampling_tensors(runner.input_batch, step.host_reqs, step.reqs),
+                ),
                 self._uniforms(
-                    step.reqs.tolist(),
-                    step.layout.context_lens[step.reqs].tolist(),
+                    step.host_reqs.tolist(),
+                    step.host_roots.tolist(),
                     1 + self.drafter.max_draws,
                     SCORING,
                 ),
-                self.drafter.rule,
             )
-            self.drafter.schedule.observe(
-                step.scheduled, step.scored.num_accepted.tolist()
-            )
-            self.stats.observe(
-                step.tree.num_nodes.tolist(), step.scored.num_accepted.tolist()
-            )
-            return with_plain_samples(
-                runner.sampler,
-                metadata,
-                logits,
-                first,
-                step.reqs,
-                step.tree,
-                step.scored,
-            )
+            return with_plain_samples(runner.sampler, metadata, logits, first, step)
 
     def _update_states_after_model_execute(
         self, output_token_ids: Tensor, scheduler_output: SchedulerOutput
     ) -> None:
         """Commit: bring the accepted paths' KV into the requests' own slots."""
         super()._update_states_after_model_execute(output_token_ids, scheduler_output)  # type: ignore[misc]
-        step = self.tree_step
-        self.branches.plan = None
-        if step is None or step.plan is None:
-            return
-        assert step.scored is not None
-        with self.stats.stage("commit"):
-            last = step.scored.last_node()
-            depth = step.scored.num_accepted
-            copies = commit_copies(
-                step.plan, last, depth, step.reqs, step.layout, self.forks
-            )
-            self.target_blocks.copy_apart(*copies)
-
-
-class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
-    """vLLM's CPU model runner with draft trees.
-
-    It also mends what kills stock vLLM 0.32 on CPU: a token is drawn for a prompt that
-    is not complete, too, and then the generator of its seeded request is set back by an
-    offset, which CPU generators do not have. Here they are set aside meanwhile.
-    """
-
-    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
-        """Sample without the generators of incomplete prompts."""
-        batch = self.input_batch
-        incomplete = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
-        self._set_aside = {
-            r: batch.generators.pop(r)
-            for r in incomplete.tolist()
-            if r in batch.generators
-        }
-        return super()._sample(logits, spec_decode_metadata)
-
-    def _bookkeeping_sync(self, *args: Any) -> Any:
-        """Keep the books, then put the generators back."""
-        result = super()._bookkeeping_sync(*args)
-        self.input_batch.generators.update(self._set_aside)
-        return result
+        if self.tree_step is not None and self.drafter.branching:
+            with self.stats.stage("commit"):
+                self.placement.commit(self.tree_step)
+        self.placement.clear()

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
+from vllm_treespec.engine.tree_step import TreeStep
 from vllm_treespec.scorers import (
     Rule,
     ScorerOutput,
@@ -70,9 +71,7 @@ def with_plain_samples(
     metadata: SamplingMetadata,
     logits: Tensor,
     first_row: Tensor,
-    tree_reqs: Tensor,
-    tree: TreeBatch,
-    scored: ScorerOutput,
+    step: TreeStep,
 ) -> SamplerOutput:
     """Put scored trees and plainly sampled requests into one sampler output.
 
@@ -81,19 +80,16 @@ def with_plain_samples(
         metadata: sampling metadata of the whole batch.
         logits: [num_rows, vocab_size].
         first_row: int64 [num_reqs], each request's root row.
-        tree_reqs: int64 [num_trees], the requests with a tree.
-        tree: their trees.
-        scored: what the scorer accepted.
+        step: trees and what the scorer accepted of them.
 
     """
+    scored = step.scored
+    assert scored is not None
     num_reqs = len(first_row)
-    emitted = scored.emitted(tree)
-    tokens = torch.full(
-        (num_reqs, emitted.shape[1]), -1, dtype=torch.int64, device=emitted.device
-    )
-    tokens[tree_reqs] = emitted
-    if len(tree_reqs) < num_reqs:
-        scored_reqs = set(tree_reqs.tolist())
+    emitted = scored.emitted(step.tree)
+    tokens = emitted.new_full((num_reqs, emitted.shape[1]), -1)
+    if len(step.host_reqs) < num_reqs:
+        scored_reqs = set(step.host_reqs.tolist())
         others = {r: g for r, g in metadata.generators.items() if r not in scored_reqs}
         plain = sampler(
             logits=logits[first_row],
@@ -101,13 +97,12 @@ def with_plain_samples(
                 metadata, generators=others, max_num_logprobs=None
             ),
         )
-        is_plain = torch.ones(num_reqs, dtype=torch.bool, device=tokens.device)
-        is_plain[tree_reqs] = False
-        tokens[is_plain, 0] = plain.sampled_token_ids[is_plain, 0].long()
+        tokens[:, :1] = plain.sampled_token_ids
+    tokens[step.reqs] = emitted
     logprobs = None
     if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
         rows = first_row[:, None].repeat(1, tokens.shape[1])
-        rows[tree_reqs, 1:] += scored.path.clamp(min=0)
+        rows[step.reqs, 1:] += scored.path.clamp(min=0)
         logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)
 

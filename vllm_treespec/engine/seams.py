@@ -23,6 +23,12 @@ class Seam:
     module: str
     attribute: str
     purpose: str
+    # None: on every device
+    device: str | None = None
+
+    def needed_on(self, device: str) -> bool:
+        """Whether draft trees need it on ``"cpu"`` or ``"cuda"``."""
+        return self.device in (None, device)
 
     def found(self) -> bool:
         """Whether the running vLLM has it."""
@@ -41,6 +47,7 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _GRAMMAR = "vllm.v1.structured_output.backend_types"
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+_TRITON_ATTENTION = "vllm.v1.attention.backends.triton_attn"
 _CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 SEAMS = (
     Seam(
@@ -53,13 +60,41 @@ SEAMS = (
         "create_custom_proposer",
         "the runner makes our drafter",
     ),
-    Seam("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "our runner on CPU"),
+    Seam(
+        "vllm.v1.worker.cpu_worker",
+        "CPUWorker.init_device",
+        "our runner on CPU",
+        "cpu",
+    ),
     Seam(
         "vllm.v1.worker.cpu_worker",
         "CPUWorker.determine_available_memory",
         "room for fork blocks",
+        "cpu",
     ),
-    Seam("vllm.v1.worker.cpu_model_runner", "CPUModelRunner", "the runner we extend"),
+    Seam(
+        "vllm.v1.worker.cpu_model_runner",
+        "CPUModelRunner",
+        "the runner we extend",
+        "cpu",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "our runner", "cuda"
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.determine_available_memory",
+        "room for fork blocks",
+        "cuda",
+    ),
+    Seam(_RUNNER, "GPUModelRunner.profile_run", "buffers that last", "cuda"),
+    Seam(_RUNNER, "GPUModelRunner._dummy_run", "graphs of draft models", "cuda"),
+    Seam(
+        "vllm.v1.cudagraph_dispatcher",
+        "CudagraphDispatcher.dispatch",
+        "graphs of draft models",
+        "cuda",
+    ),
     Seam(
         _RUNNER,
         "GPUModelRunner.initialize_kv_cache_tensors",
@@ -71,7 +106,8 @@ SEAMS = (
     Seam(
         _RUNNER,
         "GPUModelRunner._bookkeeping_sync",
-        "generators of seeded requests whose prompt is read in chunks, on CPU",
+        "generators of seeded requests whose prompt is read in chunks",
+        "cpu",
     ),
     Seam(_RUNNER, "GPUModelRunner._update_states_after_model_execute", "commit of KV"),
     Seam(_RUNNER, "GPUModelRunner.propose_draft_token_ids", "the next draft trees"),
@@ -96,8 +132,21 @@ SEAMS = (
         _CPU_ATTENTION,
         "CPUAttentionBackendImpl.do_kv_cache_update",
         "KV of a node goes to every branch",
+        "cpu",
     ),
-    Seam(_CPU_ATTENTION, "CPUAttentionMetadataBuilder.build", "one sequence a branch"),
+    Seam(
+        _CPU_ATTENTION,
+        "CPUAttentionMetadataBuilder.build",
+        "one sequence a branch",
+        "cpu",
+    ),
+    Seam(
+        _TRITON_ATTENTION,
+        "TritonAttentionMetadataBuilder.build",
+        "masks of a batch",
+        "cuda",
+    ),
+    Seam(_TRITON_ATTENTION, "TritonAttentionImpl.forward", "tree attention", "cuda"),
     Seam("vllm.v1.kv_cache_interface", "KVCacheTensor", "how KV blocks are laid out"),
     Seam("vllm.forward_context", "set_forward_context", "draft model forwards"),
     Seam("vllm.model_executor.model_loader", "get_model", "loading the draft model"),
@@ -106,7 +155,8 @@ SEAMS = (
     Seam(
         "vllm.model_executor.layers.utils",
         "dispatch_cpu_unquantized_gemm",
-        "packed linear layers for heads, on CPU",
+        "packed linear layers for heads",
+        "cpu",
     ),
     Seam("vllm.v1.sample.sampler", "Sampler.gather_logprobs", "logprobs of drafts"),
     Seam("vllm.v1.metrics.loggers", "AggregateStatLoggerBase", "our metrics"),
@@ -119,8 +169,11 @@ def supported(version: str) -> bool:
     return Version(MIN_VLLM).release <= release < Version(BELOW_VLLM).release
 
 
-def check_seams() -> None:
+def check_seams(device: str) -> None:
     """Check the running vLLM.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``, whose seams are needed.
 
     Raises:
         SeamError: naming the version or the missing seam, and the remedy.
@@ -134,7 +187,7 @@ def check_seams() -> None:
             f"install vllm>={MIN_VLLM},<{BELOW_VLLM}"
         )
     for seam in SEAMS:
-        if not seam.found():
+        if seam.needed_on(device) and not seam.found():
             raise SeamError(
                 f"vLLM {vllm.__version__} has no {seam.module}.{seam.attribute} "
                 f"({seam.purpose}); reinstall vllm>={MIN_VLLM},<{BELOW_VLLM}"
@@ -144,18 +197,22 @@ def check_seams() -> None:
 def doctor(console: Console) -> bool:
     """Print the seams and what this vLLM offers; return whether all is well."""
     import vllm
+    from vllm.platforms import current_platform
 
+    device = current_platform.device_name
     table = Table(title=f"vLLM {vllm.__version__}: what vllm_treespec relies on")
     table.add_column("seam", overflow="fold")
     table.add_column("for")
+    table.add_column("device")
     table.add_column("found")
     complete = supported(vllm.__version__)
     for seam in SEAMS:
         found = seam.found()
-        complete &= found
+        complete &= found or not seam.needed_on(device)
         table.add_row(
             f"{seam.module}.{seam.attribute}",
             seam.purpose,
+            seam.device or "all",
             "[green]yes[/]" if found else "[red]no[/]",
         )
     console.print(table)

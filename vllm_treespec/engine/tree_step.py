@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.engine.branches import BatchLayout, BranchPlan
+from vllm_treespec.engine.branches import BatchLayout, ForkSpace
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.tree import TreeBatch
 
@@ -23,9 +24,48 @@ class TreeStep:
     # index of the schedule's tree that they were drawn as
     scheduled: int
     layout: BatchLayout
-    # None when every tree is a chain
-    plan: BranchPlan | None = None
+    # int64 [num_trees], row of each tree's root among the logits
+    first_row: Tensor
+    # known on the host, so that no step has to ask the device: int64 [num_trees], as
+    # ``reqs`` and as the trees' ``num_nodes``
+    host_reqs: np.ndarray
+    host_num_nodes: np.ndarray
+    # int64 [num_trees], positions of the roots
+    host_roots: np.ndarray
     scored: ScorerOutput | None = None
+
+
+class TreePlacement(Protocol):
+    """Where tree nodes lie in batch and KV cache, so that attention sees trees.
+
+    On CPU along branches, for stock kernels (``branch_placement``); on GPU in the
+    requests' own slots, under masks (``mask_placement``).
+    """
+
+    def prepare(self, runner: Any) -> None:
+        """Allocate what lasts, before the memory for the KV cache is measured."""
+
+    def bind(
+        self,
+        runner: Any,
+        kv_caches: dict[str, Tensor],
+        target_layers: list[str],
+        forks: ForkSpace,
+    ) -> None:
+        """Connect to the KV cache and the attention layers, once they are made."""
+
+    def clear(self) -> None:
+        """Forget the trees of the step before."""
+
+    def place(self, runner: Any, step: TreeStep, logits_indices: Tensor) -> None:
+        """Bring the step's nodes into place, in vLLM's input buffers too.
+
+        Changes input ids, positions and ``logits_indices`` in place; row ``i`` of a
+        request's logits stays node ``i``.
+        """
+
+    def commit(self, step: TreeStep) -> None:
+        """Bring the accepted paths' KV into the requests' own slots."""
 
 
 def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
@@ -50,5 +90,5 @@ def last_rows(step: TreeStep | None, spec_decode_metadata: Any, reqs: Tensor) ->
     rows = first_rows(spec_decode_metadata.cu_num_sampled_tokens)
     if step is not None:
         assert step.scored is not None
-        rows[step.reqs] += step.scored.last_node()
+        rows.index_add_(0, step.reqs, step.scored.last_node())
     return rows[reqs]

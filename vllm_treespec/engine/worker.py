@@ -1,13 +1,8 @@
-"""Workers that run the tree model runner."""
+"""What the workers that run draft trees share."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.worker.cpu_worker import CPUWorker
-
-from vllm_treespec.engine.runner import TreeCPUModelRunner
 
 
 class TreeWorkerMixin:
@@ -44,20 +39,3 @@ class TreeWorkerMixin:
         """
         worker: Any = self
         worker.model_runner.drafter.schedule.use_always(shape)
-
-
-class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
-    """vLLM's CPU worker with draft trees."""
-
-    def init_device(self) -> None:
-        """Make the stock runner, then give it its tree methods.
-
-        The stock method names its runner class itself, so the class is changed after.
-        """
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            "vllm_treespec.engine.attention.BranchingCPUBackend",
-        )
-        super().init_device()
-        self.model_runner.__class__ = TreeCPUModelRunner
-        self.model_runner.init_trees()

@@ -1,0 +1,26 @@
+"""vLLM's CPU worker with draft trees."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_treespec.engine.cpu_runner import TreeCPUModelRunner
+from vllm_treespec.engine.worker import TreeWorkerMixin
+
+
+class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with draft trees."""
+
+    def init_device(self) -> None:
+        """Make the stock runner, then give it its tree methods.
+
+        The stock method names its runner class itself, so the class is changed after.
+        """
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            "vllm_treespec.engine.attention.BranchingCPUBackend",
+        )
+        super().init_device()
+        self.model_runner.__class__ = TreeCPUModelRunner
+        self.model_runner.init_trees()

@@ -1,0 +1,47 @@
+"""vLLM's GPU model runner with draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_treespec.engine.masked_draft_model import PIECEWISE, MaskedDraftModel
+from vllm_treespec.engine.runner import TreeRunnerMixin
+from vllm_treespec.tree import MAX_NODES
+
+
+class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
+    """vLLM's V1 GPU model runner with draft trees.
+
+    The target's CUDA graphs are stock: full ones for batches in which every request
+    brings the largest tree, piecewise ones for others. Draft models get piecewise
+    graphs of the same sizes, captured beside the target's.
+    """
+
+    def profile_run(self, *args: Any, **options: Any) -> None:
+        """Run the models once, with the draft models' graph inputs in place."""
+        size = max(self.max_num_tokens, self.drafter.config.max_trees * MAX_NODES)
+        for draft_model in self._masked_draft_models():
+            draft_model.make_graph_inputs(self.cudagraph_dispatcher, size)
+        super().profile_run(*args, **options)
+
+    def _masked_draft_models(self) -> Iterator[MaskedDraftModel]:
+        for draft_model in self.drafter.draft_models:
+            assert isinstance(draft_model, MaskedDraftModel)
+            yield draft_model
+
+    @torch.inference_mode()
+    def _dummy_run(self, num_tokens: int, *args: Any, **options: Any) -> Any:
+        """Run the target, and where piecewise graphs are captured the draft models."""
+        outputs = super()._dummy_run(num_tokens, *args, **options)
+        if options.get("cudagraph_runtime_mode") == CUDAGraphMode.PIECEWISE:
+            mode, desc = self.cudagraph_dispatcher.dispatch(
+                num_tokens, valid_modes=PIECEWISE
+            )
+            for draft_model in self._masked_draft_models():
+                draft_model.capture(desc.num_tokens, mode, desc)
+        return outputs

@@ -1,0 +1,22 @@
+"""vLLM's GPU worker with draft trees."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_treespec.engine.gpu_runner import TreeGPUModelRunner
+from vllm_treespec.engine.worker import TreeWorkerMixin
+
+TREE_ATTENTION = "vllm_treespec.engine.tree_attention.TreeAttentionBackend"
+
+
+class TreeGPUWorker(TreeWorkerMixin, Worker):
+    """vLLM's GPU worker with draft trees."""
+
+    def _make_model_runner(self) -> TreeGPUModelRunner:
+        """Make our runner, with tree attention in the place of Triton attention."""
+        register_backend(AttentionBackendEnum.TRITON_ATTN, TREE_ATTENTION)
+        runner = TreeGPUModelRunner(self.vllm_config, self.device)
+        runner.init_trees()
+        return runner
