@@ -8,7 +8,7 @@ host knows, so that a CUDA graph can hold a whole rule.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -65,13 +65,12 @@ def score_at_once(
         shape: the trees' bounds.
 
     Raises:
-        KeyError: for a rule that has no such form.
+        KeyError: for a rule that has no such form, unless all requests are greedy.
 
     """
-    rule = AT_ONCE[rule_name]
     if target.sampling.all_greedy:
         return greedy_at_once(tree, target, shape)
-    sampled = rule(tree, target, uniforms, shape)
+    sampled = AT_ONCE[rule_name](tree, target, uniforms, shape)
     if target.sampling.all_random:
         return sampled
     matched, greedy = greedy_at_once(tree, target, shape), target.sampling.greedy
@@ -138,8 +137,12 @@ def follow_at_once(
     """
     wanted = next_tokens.gather(1, tree.parents.clamp(min=0))
     kept = (tree.parents >= 0) & (tree.token_ids == wanted)
-    kept_bits = torch.where(kept, node_bits(tree), 0).sum(dim=1)
-    path, num_accepted, last = accepted_path(tree, kept_bits, shape)
+    path, num_accepted, last = accepted_path(
+        ancestor_bits(tree, shape.max_depth),
+        tree.depths,
+        (node_bits(tree) * kept).sum(dim=1),
+        shape,
+    )
     return ScorerOutput(path, num_accepted, next_tokens.gather(1, last[:, None])[:, 0])
 
 
@@ -159,11 +162,11 @@ def rejection_at_once(
         shape: the trees' bounds.
 
     """
-    tries = Tries.of(tree, shape)
-    reqs = torch.arange(tree.num_reqs, device=tries.nodes.device)
+    parents = parents_with_draws(tree, shape)
+    reqs = torch.arange(tree.num_reqs, device=parents.device)
     parts = [
-        reject(tree, target, uniforms, shape, part, tries.select(part))
-        for part in reqs.split(max(ROWS_AT_ONCE // tries.nodes.shape[1], 1))
+        reject(tree, target, uniforms, shape, part, parents[part])
+        for part in reqs.split(max(ROWS_AT_ONCE // parents.shape[1], 1))
     ]
     return ScorerOutput(
         torch.cat([part.path for part in parts]),
@@ -172,31 +175,19 @@ def rejection_at_once(
     )
 
 
-@dataclass(frozen=True)
-class Tries:
-    """Each request's nodes with draws, those with the most draws first."""
+def parents_with_draws(tree: TreeBatch, shape: TreeShape) -> Tensor:
+    """Each request's nodes with draws, those with the most first, int64.
 
-    # int64 [num_reqs, width]; nodes without draws fill the rows
-    nodes: Tensor
-    # int64 [num_reqs, width], number of the first draw, and how many there are
-    first: Tensor
-    count: Tensor
+    Returns:
+        [num_reqs, at most max_parents]; nodes without draws fill the rows.
 
-    @classmethod
-    def of(cls, tree: TreeBatch, shape: TreeShape) -> Tries:
-        """Find them in trees with ``draws``."""
-        assert tree.draws is not None
-        counts = num_draws(tree)
-        width = max(min(shape.max_parents, tree.draws.nodes.shape[1]), 1)
-        order = counts.argsort(dim=1, descending=True, stable=True)
-        # The last node is a leaf: it stands in for entries that hold no node.
-        leaf = (tree.num_nodes - 1).clamp(min=0)
-        nodes = torch.minimum(order, leaf[:, None])[:, :width]
-        return cls(nodes, first_draw(tree).gather(1, nodes), counts.gather(1, nodes))
-
-    def select(self, reqs: Tensor) -> Tries:
-        """Return the rows of the given requests, ``reqs`` int64 [n]."""
-        return Tries(self.nodes[reqs], self.first[reqs], self.count[reqs])
+    """
+    assert tree.draws is not None
+    width = max(min(shape.max_parents, tree.draws.nodes.shape[1]), 1)
+    order = num_draws(tree).argsort(dim=1, descending=True, stable=True)
+    # The last node is a leaf: it stands in for entries that hold no node.
+    leaf = (tree.num_nodes - 1).clamp(min=0)
+    return torch.minimum(order[:, :width], leaf[:, None])
 
 
 def reject(
@@ -205,15 +196,17 @@ def reject(
     uniforms: Tensor,
     shape: TreeShape,
     reqs: Tensor,
-    tries: Tries,
+    parents: Tensor,
 ) -> ScorerOutput:
-    """Score the trees of the requests ``reqs``, int64 [n]; ``tries`` are theirs."""
-    below, residual = judge(tree, target, uniforms, shape, reqs, tries)
-    bits = torch.where(below > 0, torch.ones_like(below) << below, 0)
-    own = replace(tree, draws=None).select(reqs)
-    path, num_accepted, last = accepted_path(own, bits.sum(dim=1), shape)
-
-    is_last = tries.nodes == last[:, None]
+    """Score the trees of the requests ``reqs``; arguments as for ``judge``."""
+    below, residual = judge(tree, target, uniforms, shape, reqs, parents)
+    # Bit 0 is no child's: it is set where none was accepted.
+    bits = (torch.ones_like(below) << below) & ~1
+    ancestors = ancestor_bits(tree, shape.max_depth)[reqs]
+    path, num_accepted, last = accepted_path(
+        ancestors, tree.depths[reqs], bits.sum(dim=1), shape
+    )
+    is_last = parents == last[:, None]
     place = is_last.int().argmax(dim=1)
     columns = torch.arange(len(reqs), device=reqs.device)
     law = torch.where(
@@ -230,7 +223,7 @@ def judge(
     uniforms: Tensor,
     shape: TreeShape,
     reqs: Tensor,
-    tries: Tries,
+    parents: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Try the draws of nodes as if the walk stood at each of them.
 
@@ -240,7 +233,8 @@ def judge(
         uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1).
         shape: the trees' bounds.
         reqs: int64 [n].
-        tries: the nodes of these requests.
+        parents: int64 [n, width], nodes of these requests, those with the most draws
+            first.
 
     Returns:
         the accepted child of every node, int64 [n, width], 0 where none was, and, of
@@ -249,42 +243,47 @@ def judge(
     """
     draws = tree.draws
     assert draws is not None
-    num_reqs, width = tries.nodes.shape
+    num_reqs, width = parents.shape
     max_draws = draws.nodes.shape[1]
-    reqs = reqs.repeat(width)
-    first, count = tries.first.t().flatten(), tries.count.t().flatten()
-    residual = target.probs(reqs, tries.nodes.t().flatten())
-    below = torch.zeros_like(reqs)
-    token, draft = below, residual
-    for k in range(min(shape.max_siblings, max_draws)):
+    max_tries = min(shape.max_siblings, max_draws)
+    reqs, nodes = reqs.repeat(width), parents.t().flatten()
+    tries = torch.arange(max_tries, device=reqs.device)[:, None]
+    is_tried = tries < num_draws(tree)[reqs, nodes]
+    tried = (first_draw(tree)[reqs, nodes] + tries).clamp(0, max_draws - 1)
+    rows, from_rest = draws.rows[reqs, tried], draws.from_rest[reqs, tried]
+    children = draws.nodes[reqs, tried]
+    tokens, numbers = tree.token_ids[reqs, children], uniforms[reqs, 1 + tried]
+    accepts = torch.zeros_like(is_tried)
+    residual = target.probs(reqs, nodes)
+    draft = residual
+    for k in range(max_tries):
         # At most so many nodes of a request have more than k draws each.
-        rows = slice(num_reqs * min(width, max_draws // (k + 1)))
-        req, is_tried = reqs[rows], count[rows] > k
-        tried = (first[rows] + k).clamp(0, max_draws - 1)
-        fresh = draws.probs_of(req, draws.rows[req, tried], residual.shape[1])
+        n = num_reqs * min(width, max_draws // (k + 1))
+        fresh = draws.probs_of(reqs[:n], rows[k, :n], residual.shape[1])
         if k:
-            from_rest = draws.from_rest[req, tried, None]
-            fresh = torch.where(from_rest, drop(draft[rows], token[rows]), fresh)
-        draft, child = fresh, draws.nodes[req, tried]
-        token = tree.token_ids[req, child]
-        draft_prob = draft.gather(1, token[:, None])[:, 0].double()
-        target_prob = residual[rows].gather(1, token[:, None])[:, 0]
-        accept = is_tried & (uniforms[req, 1 + tried] * draft_prob < target_prob)
-        below[rows] = torch.where(accept & (below[rows] == 0), child, below[rows])
-        left = subtract(residual[rows], draft)
-        residual[rows] = torch.where(is_tried[:, None], left, residual[rows])
+            rest = drop(draft[:n], tokens[k - 1, :n])
+            fresh = torch.where(from_rest[k, :n, None], rest, fresh)
+        draft, token = fresh, tokens[k, :n, None]
+        draft_prob = numbers[k, :n, None] * draft.gather(1, token).double()
+        accepts[k, :n, None] = draft_prob < residual[:n].gather(1, token)
+        left = subtract(residual[:n], draft)
+        residual[:n] = torch.where(is_tried[k, :n, None], left, residual[:n])
+    accepts &= is_tried
+    wins = accepts & (accepts.cumsum(dim=0) == 1)
+    below = (children * wins).sum(dim=0)
     return below.view(width, -1).t(), residual.view(width, num_reqs, -1)
 
 
 def accepted_path(
-    tree: TreeBatch, kept_bits: Tensor, shape: TreeShape
+    ancestors: Tensor, depths: Tensor, kept_bits: Tensor, shape: TreeShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the path along which every node was kept below its parent.
 
     Args:
-        tree: drafts.
+        ancestors: int64 [num_reqs, max_nodes], see ``ancestor_bits``.
+        depths: int64 [num_reqs, max_nodes], 0 in unused entries.
         kept_bits: int64 [num_reqs], bit i is set iff node i was kept; at most one
-            child of a node is.
+            child of a node is, and the root need not be.
         shape: the trees' bounds.
 
     Returns:
@@ -292,23 +291,22 @@ def accepted_path(
         [num_reqs], 0 for the root.
 
     """
-    # The root is certain: its bit counts as set.
-    missing = ancestor_bits(tree, shape.max_depth) & ~(kept_bits | 1)[:, None]
-    accepted = tree.is_node() & (missing == 0)
-    columns = torch.arange(tree.max_nodes, device=kept_bits.device).expand_as(accepted)
+    accepted = (ancestors & ~(kept_bits | 1)[:, None]) == 0
+    places = depths * accepted
+    columns = torch.arange(depths.shape[1], device=depths.device)
     path = torch.full(
-        (tree.num_reqs, max(shape.max_depth, 1) + 1), NO_NODE, device=kept_bits.device
+        (len(depths), max(shape.max_depth, 1) + 1), NO_NODE, device=depths.device
     )
     # Column 0 takes the root and all that was not accepted.
-    path.scatter_(1, torch.where(accepted, tree.depths, 0), columns)
-    last = (columns * accepted).amax(dim=1)
-    return path[:, 1:].contiguous(), (accepted.sum(dim=1) - 1).clamp(min=0), last
+    path.scatter_(1, places, columns.expand_as(places))
+    last = (columns * (places > 0)).amax(dim=1)
+    return path[:, 1:].contiguous(), places.amax(dim=1), last
 
 
 def nodes(tree: TreeBatch) -> Tensor:
     """Every entry's node, int64 [num_reqs, max_nodes]; the root in unused entries."""
     columns = torch.arange(tree.max_nodes, device=tree.token_ids.device)
-    return torch.where(tree.is_node(), columns, 0)
+    return columns * tree.is_node()
 
 
 # The rules that have this form, by the names used in spec-configs.

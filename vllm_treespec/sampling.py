@@ -100,8 +100,7 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
         int64 [rows].
 
     """
-    tokens, _ = draw_without_replacement(probs, uniforms[:, None])
-    return tokens[:, 0]
+    return _invert(probs, uniforms[:, None])[:, 0]
 
 
 def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,8 +155,12 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token per row for ``uniforms`` [rows, 1], int64 [rows, 1]."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    total = cumulative[:, -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    point = torch.minimum(uniforms.double() * total, below_total)
+    return torch.searchsorted(cumulative, point, right=True)
 
 
 def truncated_gumbel(location: Tensor, bound: Tensor, uniforms: Tensor) -> Tensor:

@@ -254,14 +254,13 @@ def ancestor_bits(tree: TreeBatch, max_depth: int) -> Tensor:
         max_depth: levels below the root, or more.
 
     """
-    bits = torch.where(tree.is_node(), node_bits(tree), 0)
-    ancestor = tree.parents
-    # Each round doubles how far up the bits of an entry reach.
+    bits = node_bits(tree).expand_as(tree.parents)
+    ancestor = tree.parents.clamp(min=0)
+    # Each round doubles how far up the bits of an entry reach; the root stays there.
     for _ in range(max_depth.bit_length()):
-        index = ancestor.clamp(min=0)
-        bits = bits | torch.where(ancestor >= 0, bits.gather(1, index), 0)
-        ancestor = torch.where(ancestor >= 0, ancestor.gather(1, index), NO_NODE)
-    return bits
+        bits = bits | bits.gather(1, ancestor)
+        ancestor = ancestor.gather(1, ancestor)
+    return bits * tree.is_node()
 
 
 def preorder(tree: TreeBatch, ancestors: Tensor) -> Tensor:

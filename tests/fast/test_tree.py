@@ -12,6 +12,7 @@ from vllm_treespec.tree import (
     MAX_NODES,
     Draws,
     TreeBatch,
+    ancestor_bits,
     ancestor_mask,
     first_child,
     first_draw,
@@ -76,6 +77,10 @@ def test_docstring_example() -> None:
         [1, 0, 1, 0, 0, 1],
     ]
     assert mask[1].equal(torch.eye(6, dtype=torch.bool))
+    assert ancestor_bits(tree, 2).tolist() == [
+        [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101],
+        [1, 0, 0, 0, 0, 0],
+    ]
     # depth first: r a c d b e
     assert preorder(tree, mask).tolist() == [[0, 1, 4, 2, 3, 5], [0, 1, 2, 3, 4, 5]]
 
@@ -105,6 +110,23 @@ def test_functions_on_random_trees(seed: int) -> None:
         assert following[req, size:].tolist() == [-1] * (width - size)
         assert rank[req, size:].equal(unused)
         assert mask[req, size:].equal(torch.eye(width, dtype=torch.bool)[size:])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ancestor_bits_are_the_masks(seed: int) -> None:
+    """Red when a bit goes missing far from the root, or in the sign's place."""
+    tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
+    if seed == 1:
+        parents = list(range(-1, MAX_NODES - 1))
+        tree = from_parents([parents], [parents])
+    max_depth = int(tree.depths.max())
+    mask = ancestor_mask(tree) & tree.is_node()[..., None]
+    expected = mask.flatten(0, 1).tolist()
+    for depth in (max_depth, max_depth + 1, MAX_NODES):
+        found = ancestor_bits(tree, depth).flatten().tolist()
+        for bits, seen in zip(found, expected, strict=True):
+            assert [bool(bits >> j & 1) for j in range(len(seen))] == seen
+            assert (bits < 0) == (len(seen) == MAX_NODES and seen[-1])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -98,7 +98,7 @@ class PagedDraftModel:
     def warm_up(self) -> None:
         """Run once without a KV cache, so that nothing compiles in a request's time."""
         zeros = torch.zeros(16, dtype=torch.int64, device=self.device)
-        self._run(None, zeros.int(), zeros, zeros)
+        self._run(None, zeros.int(), zeros, None)
 
     def _layers(self) -> dict[str, AttentionLayerBase]:
         return get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
@@ -259,13 +259,17 @@ class PagedDraftModel:
         attn_metadata: dict[str, Any] | None,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
+        slots: Tensor | None,
     ) -> Tensor:
-        """Run the model; ``attn_metadata`` by layer, None to skip attention."""
+        """Run the model; without a KV cache metadata (by layer) and slots are None."""
         with set_forward_context(
             attn_metadata,
             self.vllm_config,
             num_tokens=len(token_ids),
-            slot_mapping=dict.fromkeys(self.layer_names, slots),
+            slot_mapping=self._slot_mapping(slots),
         ):
             return self.model(input_ids=token_ids, positions=positions)
+
+    def _slot_mapping(self, slots: Tensor | None) -> dict[str, Tensor] | None:
+        """Slots by layer, as vLLM wants them."""
+        return None if slots is None else dict.fromkeys(self.layer_names, slots)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -100,22 +101,24 @@ def shared_weights(target_model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     """Find the embedding and the output layer of a vLLM model.
 
     Both are found by their layer's type, which all text models of vLLM share, and
-    inside LoRA's wrappers too.
+    inside LoRA's wrappers too. Tensor-parallel ranks must call this together.
 
     Returns:
         [at least vocab_size, hidden_size], both; the same tensor when they are tied.
+        The target's own tensors, unless ranks hold a part each.
 
     Raises:
         ValueError: when there is not exactly one embedding and at most one output
             layer.
 
     """
-    outputs, embeddings = [], []
+    outputs: list[VocabParallelEmbedding] = []
+    embeddings: list[VocabParallelEmbedding] = []
     for layer in target_model.modules():
         if isinstance(layer, ParallelLMHead):
-            outputs.append(layer.weight)
+            outputs.append(layer)
         elif isinstance(layer, VocabParallelEmbedding):
-            embeddings.append(layer.weight)
+            embeddings.append(layer)
     if len(embeddings) != 1 or len(outputs) > 1:
         raise ValueError(
             f"the head shares the target's embedding and output layer, and "
@@ -123,4 +126,20 @@ def shared_weights(target_model: torch.nn.Module) -> tuple[Tensor, Tensor]:
             f"of them; train a head with --own-embedding and --own-output, or remove "
             f"speculative_config"
         )
-    return embeddings[0], (outputs or embeddings)[0]
+    embedding = whole_weight(embeddings[0])
+    if not outputs or outputs[0].weight is embeddings[0].weight:
+        return embedding, embedding
+    return embedding, whole_weight(outputs[0])
+
+
+def whole_weight(layer: VocabParallelEmbedding) -> Tensor:
+    """The rows of all tokens, [at least vocab_size, hidden_size].
+
+    Ranks hold equal parts, padded; this puts them together in the order of the
+    tokens, with the padding behind them.
+    """
+    order = layer.get_sharded_to_full_mapping()
+    if order is None:
+        return layer.weight
+    parts = tensor_model_parallel_all_gather(layer.weight.detach(), dim=0)
+    return parts[torch.tensor(order, device=parts.device)]

@@ -107,10 +107,10 @@ class MaskedDraftModel(PagedDraftModel):
         attn_metadata: dict[str, Any] | None,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
+        slots: Tensor | None,
     ) -> Tensor:
         """Run the model, in a graph where one of a fitting size was captured."""
-        if self.graphs is None:
+        if self.graphs is None or slots is None:
             return super()._run(attn_metadata, token_ids, positions, slots)
         num_tokens = len(token_ids)
         mode, desc = self.graphs.dispatch(num_tokens, valid_modes=PIECEWISE)
@@ -129,7 +129,7 @@ class MaskedDraftModel(PagedDraftModel):
             attn_metadata,
             self.vllm_config,
             num_tokens=size,
-            slot_mapping=dict.fromkeys(self.layer_names, inputs.slots[:size]),
+            slot_mapping=self._slot_mapping(inputs.slots[:size]),
             cudagraph_runtime_mode=mode,
             batch_descriptor=desc,
         ):

@@ -29,7 +29,7 @@ class NodeMasks:
         self.tree_starts = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         # whether any row has a mask; known on the host
         self.present = False
-        self._workspaces: dict[tuple[int, int], Workspace] = {}
+        self.workspaces: dict[tuple[int, int], Workspace] = {}
 
     def clear(self) -> None:
         """Make all rows causal."""
@@ -56,8 +56,8 @@ class NodeMasks:
     def workspace(self, num_heads: int, head_size: int) -> Workspace:
         """The kernel's buffers for layers of this shape, made once."""
         key = num_heads, head_size
-        if key not in self._workspaces:
-            self._workspaces[key] = Workspace(
+        if key not in self.workspaces:
+            self.workspaces[key] = Workspace(
                 self.max_tokens, num_heads, head_size, self.device
             )
-        return self._workspaces[key]
+        return self.workspaces[key]

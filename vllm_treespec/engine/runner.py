@@ -13,6 +13,7 @@ from vllm_treespec.engine.branches import BatchLayout
 from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.drafting import DraftingMixin
 from vllm_treespec.engine.kv_cache import with_fork_blocks
+from vllm_treespec.engine.ranks import check_same_drafts
 from vllm_treespec.engine.reading import ReadMarks
 from vllm_treespec.engine.requests import sampling_tensors
 from vllm_treespec.engine.scoring import with_plain_samples
@@ -121,7 +122,9 @@ class TreeRunnerMixin(DraftingMixin):
             return None
         found: list[tuple[int, int, int, int]] = []
         limits = self._node_limits(scheduler_output)
+        rank = runner.parallel_config.rank
         for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            check_same_drafts(rank, self.proposal, req_id, drafts)
             row = self.proposal.find(req_id, drafts)
             if row is not None:
                 index = runner.input_batch.req_id_to_index[req_id]

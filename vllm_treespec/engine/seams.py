@@ -153,6 +153,11 @@ SEAMS = (
     Seam(_EMBEDDING, "VocabParallelEmbedding", "the embedding that a head shares"),
     Seam(_EMBEDDING, "ParallelLMHead", "the output layer that a head shares"),
     Seam(
+        _EMBEDDING,
+        "VocabParallelEmbedding.get_sharded_to_full_mapping",
+        "their rows in order, where tensor-parallel ranks hold a part each",
+    ),
+    Seam(
         "vllm.model_executor.layers.utils",
         "dispatch_cpu_unquantized_gemm",
         "packed linear layers for heads",

@@ -1,0 +1,133 @@
+"""The engine's GPU path on a CPU: masks, our kernels in Triton's interpreter.
+
+What differs from a GPU: the worker, writes to the KV cache (stock kernels do not run
+in the interpreter), and that all batches run on our kernel.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import BatchDescriptor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_treespec.engine.cpu_worker import TreeCPUWorker
+from vllm_treespec.engine.drafter import TreeDrafter
+from vllm_treespec.engine.gpu_runner import TreeGPUModelRunner
+from vllm_treespec.engine.masks import NodeMasks
+from vllm_treespec.engine.tree_attention import (
+    TreeAttentionBackend,
+    TreeAttentionImpl,
+    TreeAttentionMetadata,
+    TreeAttentionMetadataBuilder,
+)
+from vllm_treespec.kernels.tree_attention import Workspace
+
+
+class InterpretedDrafter(TreeDrafter):
+    """Draws for the GPU path."""
+
+    @staticmethod
+    def uses_masks(vllm_config: VllmConfig) -> bool:
+        """Whatever the device is."""
+        return True
+
+
+class InterpretedBuilder(TreeAttentionMetadataBuilder):
+    """Gives every batch masks."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TreeAttentionMetadata:
+        """Build the metadata of a batch with trees."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        assert self.masks is not None
+        metadata.masks = self.masks
+        metadata.workspace = self.masks.workspace(self.num_heads_q, self.headdim)
+        return metadata
+
+
+class InterpretedImpl(TreeAttentionImpl):
+    """Writes to the KV cache without Triton."""
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write keys and values to their slots."""
+        page = kv_cache.shape[2]
+        caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        used = slot_mapping >= 0
+        slots = slot_mapping[used]
+        for cache, new in zip(caches, (key, value), strict=True):
+            cache[slots // page, slots % page] = new[: len(used)][used]
+
+
+class InterpretedBackend(TreeAttentionBackend):
+    """Tree attention as a GPU has it."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        """Return the implementation."""
+        return InterpretedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
+        """Return the metadata builder."""
+        return InterpretedBuilder
+
+
+class PaddingDispatcher:
+    """Pads as if CUDA graphs of every eighth size had been captured."""
+
+    def dispatch(
+        self, num_tokens: int, **options: Any
+    ) -> tuple[CUDAGraphMode, BatchDescriptor]:
+        """Return no graph, and the padded size."""
+        return CUDAGraphMode.NONE, BatchDescriptor(-(-num_tokens // 8) * 8)
+
+
+class InterpretedRunner(TreeGPUModelRunner, CPUModelRunner):
+    """The GPU's runner, on vLLM's CPU runner."""
+
+    drafter: Any
+    placement: Any
+
+    def profile_run(self, *args: Any, **options: Any) -> None:
+        """Run the models once; draft models read padded batches afterwards."""
+        super().profile_run(*args, **options)
+        for draft_model in self.drafter.draft_models:
+            draft_model.make_graph_inputs(PaddingDispatcher(), self.max_num_tokens)
+        masks: NodeMasks = self.placement.masks
+        for heads, size in masks.workspaces:
+            # A card's number of splits would fill a card: too much for an interpreter.
+            masks.workspaces[heads, size] = Workspace(
+                masks.max_tokens, heads, size, masks.device, num_splits=2
+            )
+
+
+class InterpretedWorker(TreeCPUWorker):
+    """The CPU worker with the GPU's runner and attention."""
+
+    def init_device(self) -> None:
+        """Make the runner; attention is chosen when models are loaded."""
+        super().init_device()
+        self.model_runner.__class__ = InterpretedRunner
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            f"{__name__}.{InterpretedBackend.__name__}",
+        )
+
+    def load_model(self, **options: Any) -> None:
+        """Load the models and profile them, as a GPU worker does."""
+        super().load_model(**options)
+        self.model_runner.profile_run()

@@ -1,0 +1,82 @@
+"""The GPU path on a CPU: masks, commit by moves, rules at once, Triton interpreted."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.tiny_models import SIZES, write_pair
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.plugin import stock_arguments
+
+ROOT = Path(__file__).parents[2]
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+SAMPLED = {"temperature": 0.8, "max_tokens": 12, "ignore_eos": True, "seed": 5}
+# Draws without replacement, and independent ones that repeat.
+SPECS: dict[str, dict[str, object]] = {
+    "rsd_s": {"method": "rsd_s", "beam_width": 3, "depth": 2},
+    "spectr": {"method": "spectr", "num_paths": 3, "depth": 2},
+}
+# Prompts that cross a page at once, late, and while they are read in chunks.
+LENGTHS = (31, 5, 40)
+ENGINE: dict[str, object] = {
+    "skip_tokenizer_init": True,
+    "max_num_batched_tokens": 48,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 2**26,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target and its draft model."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return write_pair(tmp_path_factory.mktemp("tiny"), **heads)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Token ids."""
+    return [
+        [(7 * i + 13 * j) % SIZES["vocab_size"] for i in range(length)]
+        for j, length in enumerate(LENGTHS)
+    ]
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_gpu_path_equals_plain_and_cpu_path(
+    method: str,
+    run_engine: Callable[..., dict],
+    models: tuple[str, str],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when kernel, masks, moves or rules of the GPU path are wrong anywhere.
+
+    Greedy answers are plain vLLM's on its stock attention. Sampled ones with a seed
+    are those of the CPU path, which draws the same numbers: branches and masks are one
+    method.
+    """
+    job = {"prompts": prompts, "params": [GREEDY, SAMPLED, GREEDY], "at_once": 3}
+    plain = run_engine(None, [job], model=models[0], **ENGINE)
+    spec = {**SPECS[method], "model": models[1], "schedule": "fixed"}
+    arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
+    branches = run_engine(None, [job], model=models[0], **{**ENGINE, **arguments})
+    arguments["worker_cls"] = "tests.engine.interpreted.InterpretedWorker"
+    arguments["speculative_config"]["model"] = (
+        "tests.engine.interpreted.InterpretedDrafter"
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    masks = run_engine(None, [job], model=models[0], **{**ENGINE, **arguments})
+    for i in (0, 2):
+        assert tokens_of(masks)[i] == tokens_of(plain)[i]
+    assert tokens_of(masks) == tokens_of(branches)
+    for name in ("trees", "nodes", "accepted"):
+        assert masks["stats"][name] == branches["stats"][name]
+    assert {"1", "2"} <= set(masks["stats"]["accepted"]), "no tree was accepted deep"
+
+
+def tokens_of(result: dict) -> list[list[int]]:
+    """Tokens of the answers."""
+    return [answer["token_ids"] for answer in result["jobs"][0]]

@@ -1,0 +1,47 @@
+"""Small targets with random weights, and draft models that often agree with them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def write_pair(folder: Path, noise: float = 0.1, **sizes: Any) -> tuple[str, str]:
+    """Write a target, and a draft model that has its weights with noise on them.
+
+    Args:
+        folder: gets two folders.
+        noise: of a weight matrix, relative to its own deviation.
+        sizes: other sizes than ``SIZES``.
+
+    Returns:
+        folders of the target and of the draft model.
+
+    """
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=2 * weight.shape[1] ** -0.5)
+    target, draft = folder / "target", folder / "draft"
+    model.save_pretrained(target)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight += noise * weight.std() * torch.randn_like(weight)
+    model.save_pretrained(draft)
+    return str(target), str(draft)

@@ -1,0 +1,37 @@
+"""The rules for a GPU, with bounds that are taken from the trees."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tests.fast.drawn_trees import Plan, Planned
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
+from vllm_treespec.scorers.at_once import (
+    TreeShape,
+    rejection_at_once,
+    target_draw_at_once,
+)
+from vllm_treespec.tree import TreeBatch, num_draws
+
+# Model 0 without replacement, then model 1 independently, twice.
+MIXED: Plan = [[Planned(), Planned(from_rest=True), Planned(0, 1), Planned(0, 1)]]
+
+
+def shape_of(tree: TreeBatch) -> TreeShape:
+    """The tightest bounds."""
+    if tree.draws is None:
+        return TreeShape(int(tree.depths.max()), 0, 0)
+    counts = num_draws(tree)
+    return TreeShape(
+        max_depth=int(tree.depths.max()),
+        max_siblings=int(counts.amax()),
+        max_parents=int((counts > 0).sum(1).max()),
+    )
+
+
+def rejection(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
+    return rejection_at_once(tree, target, uniforms, shape_of(tree))
+
+
+def drawing(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
+    return target_draw_at_once(tree, target, uniforms, shape_of(tree))

@@ -1,0 +1,399 @@
+"""The rules for a GPU against the lazy ones: same results, and no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fast.at_once_rules import MIXED, drawing, rejection, shape_of
+from tests.fast.beam_trees import rand
+from tests.fast.drawn_trees import Plan, drawn_trees, paths
+from tests.fast.enumeration import Scorer
+from tests.fast.languages import plain_sampling, random_tables
+from tests.fast.random_trees import random_trees
+from tests.fast.wrong_scorers import draws_of
+from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.scorers import (
+    ScorerOutput,
+    TargetLogits,
+    at_once,
+    greedy_matching,
+    recursive_rejection,
+    target_draw,
+)
+from vllm_treespec.scorers.at_once import (
+    AT_ONCE,
+    TreeShape,
+    greedy_at_once,
+    rejection_at_once,
+    score_at_once,
+)
+from vllm_treespec.tree import Draws, TreeBatch
+from vllm_treespec.tree_builders import from_parents
+
+ONE_RANDOM = SamplingTensors(torch.ones(1), all_random=True)
+
+LAZY: dict[str, Scorer] = {
+    "recursive_rejection": recursive_rejection,
+    "target_draw": target_draw,
+}
+
+
+def assert_same(found: ScorerOutput, expected: ScorerOutput) -> None:
+    """Compare results; the path of looser bounds is wider."""
+    wider = found.path.shape[1] - expected.path.shape[1]
+    padded = torch.nn.functional.pad(expected.path, (0, wider), value=-1)
+    assert found.path.equal(padded)
+    assert found.num_accepted.equal(expected.num_accepted)
+    assert found.next_token_ids.equal(expected.next_token_ids)
+
+
+# Bit equality with the lazy rules
+
+
+def mixed_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
+    """Some draws become independent ones of a distribution of their own."""
+    draws = draws_of(tree)
+    shape = draws.rows.shape
+    alone = torch.rand(shape, generator=generator) < 0.4
+    others = torch.randint(draws.probs.shape[1], shape, generator=generator)
+    draws = replace(
+        draws,
+        from_rest=draws.from_rest & ~alone,
+        rows=torch.where(alone, others, draws.rows),
+    )
+    return replace(tree, draws=draws)
+
+
+def repeated_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
+    """Some draws hit the node of the draw before them again, if it is a sibling."""
+    draws = draws_of(tree)
+    again = draws.from_rest & (torch.rand(draws.nodes.shape, generator=generator) < 0.3)
+    before = torch.nn.functional.pad(draws.nodes, (1, 0))[:, :-1]
+    nodes = torch.where(again, before, draws.nodes)
+    draws = replace(draws, nodes=nodes, from_rest=draws.from_rest & ~again)
+    return replace(tree, draws=draws)
+
+
+def cut_trees(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
+    """What the scheduler may leave."""
+    sizes = torch.randint(
+        1, tree.max_nodes + 1, tree.num_nodes.shape, generator=generator
+    )
+    return tree.cut(sizes)
+
+
+def unchanged(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
+    return tree
+
+
+CHANGES: list[Callable[[TreeBatch, torch.Generator], TreeBatch]] = [
+    unchanged,
+    mixed_draws,
+    repeated_draws,
+    cut_trees,
+]
+SAMPLINGS = ["plain float64", "plain", "top-k", "top-p", "both", "mixed"]
+
+
+def sampling_of(
+    kind: str, num_reqs: int, generator: torch.Generator
+) -> SamplingTensors:
+    """Sampling parameters of a batch."""
+    if kind == "plain float64":
+        return plain_sampling(num_reqs)
+    temperature = 0.5 + torch.rand(num_reqs, generator=generator)
+    if kind == "mixed":
+        temperature *= torch.rand(num_reqs, generator=generator) < 0.5
+    top_k = torch.randint(1, 20, (num_reqs,), generator=generator)
+    top_p = 0.5 + 0.5 * torch.rand(num_reqs, generator=generator)
+    return SamplingTensors(
+        temperature,
+        top_k=top_k if kind in ("top-k", "both", "mixed") else None,
+        top_p=top_p if kind in ("top-p", "both", "mixed") else None,
+        all_random=kind != "mixed",
+    )
+
+
+def batch(
+    vocab_size: int, num_reqs: int, max_nodes: int, kind: str, seed: int
+) -> tuple[TreeBatch, TargetLogits, Tensor]:
+    """Random trees, a target that resembles their drafts, and uniforms.
+
+    Requests without a tree lie between: their rows come before each request's own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_trees(num_reqs, max_nodes, vocab_size, generator)
+    draws = draws_of(tree)
+    noise = torch.randn(draws.probs.shape, generator=generator, dtype=torch.float64)
+    noise *= torch.rand((*noise.shape[:2], 1), generator=generator) > 0.25
+    logits = torch.nn.functional.pad(draws.probs.log() + noise, (0, 0, 1, 0))
+    used = torch.nn.functional.pad(tree.is_node(), (1, 0), value=True)
+    sampling = sampling_of(kind, num_reqs, generator)
+    uniforms = torch.rand(
+        (num_reqs, max_nodes + 1), generator=generator, dtype=torch.float64
+    )
+    logits = logits[used]
+    first_row = tree.cu_num_nodes[:-1] + torch.arange(num_reqs) + 1
+    if kind == "plain float64":
+        return tree, TargetLogits(logits.softmax(1), first_row, sampling), uniforms
+    tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))
+    return tree, TargetLogits(logits.float(), first_row, sampling), uniforms
+
+
+def lazily(
+    name: str, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """The lazy rules, each request by its own."""
+    matched, drawn = greedy_matching(tree, target), LAZY[name](tree, target, uniforms)
+    greedy = target.sampling.greedy
+    return ScorerOutput(
+        torch.where(greedy[:, None], matched.path, drawn.path),
+        torch.where(greedy, matched.num_accepted, drawn.num_accepted),
+        torch.where(greedy, matched.next_token_ids, drawn.next_token_ids),
+    )
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("name", LAZY)
+def test_equals_the_lazy_rule(
+    name: str, kind: str, change: Callable[[TreeBatch, torch.Generator], TreeBatch]
+) -> None:
+    """Red when judging all nodes at once decides anything but what a walk decides."""
+    accepted = 0
+    for seed, (vocab_size, max_nodes) in enumerate([(5, 12), (77, 24), (301, 64)]):
+        tree, target, uniforms = batch(vocab_size, 30, max_nodes, kind, seed)
+        tree = change(tree, torch.Generator().manual_seed(seed))
+        found = score_at_once(tree, target, uniforms, name, shape_of(tree))
+        assert_same(found, lazily(name, tree, target, uniforms))
+        accepted = max(accepted, int(found.num_accepted.max()))
+    assert accepted > 1
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 40])
+def test_groups_of_requests(rows_at_once: int) -> None:
+    """Red when splitting a large batch mixes its requests up."""
+    tree, target, uniforms = batch(77, 30, 24, "both", 1)
+    with patch.object(at_once, "ROWS_AT_ONCE", rows_at_once):
+        found = rejection(tree, target, uniforms)
+        drawn = drawing(tree, target, uniforms)
+    assert_same(found, recursive_rejection(tree, target, uniforms))
+    assert_same(drawn, target_draw(tree, target, uniforms))
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_too_large_bounds_change_nothing(name: str) -> None:
+    """Red when a result depends on how well the host knows the trees."""
+    tree, target, uniforms = batch(77, 30, 24, "plain", 1)
+    expected = LAZY[name](tree, target, uniforms)
+    for shape in (TreeShape(24, 24, 24), TreeShape(63, 100, 100)):
+        assert_same(AT_ONCE[name](tree, target, uniforms, shape), expected)
+
+
+PARENTS = {
+    "root only": [-1, 0],
+    "chain of 64": list(range(-1, 63)),
+    "63 children": [-1] + [0] * 63,
+    "7 times 8": [-1] + [0] * 7 + [1 + i // 8 for i in range(56)],
+}
+
+
+@pytest.mark.parametrize("equal", [False, True], ids=["other law", "same law"])
+@pytest.mark.parametrize("name", PARENTS)
+def test_trees_at_the_limits(name: str, equal: bool) -> None:
+    """Red when 64 nodes, or one, no longer fit into the bit masks."""
+    parents, num_reqs, vocab_size = PARENTS[name], 20, 70
+    generator = torch.Generator().manual_seed(0)
+    with patch("tests.fast.random_trees.random_parents", lambda *_: parents):
+        tree = random_trees(num_reqs, len(parents), vocab_size, generator)
+    draws = draws_of(tree)
+    tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))
+    if name == "root only":
+        tree = tree.cut(torch.ones_like(tree.num_nodes))
+    logits = draws_of(tree).probs.log()
+    if not equal:
+        logits = logits + torch.randn(logits.shape, generator=generator) / 4
+    first_row = torch.arange(num_reqs) * tree.max_nodes
+    sampling = SamplingTensors(torch.ones(num_reqs), all_random=True)
+    target = TargetLogits(logits.flatten(0, 1), first_row, sampling)
+    uniforms = torch.rand(
+        (num_reqs, tree.max_nodes + 1), generator=generator, dtype=torch.float64
+    )
+    found = rejection(tree, target, uniforms)
+    assert_same(found, recursive_rejection(tree, target, uniforms))
+    assert_same(drawing(tree, target, uniforms), target_draw(tree, target, uniforms))
+    assert_same(
+        greedy_at_once(tree, target, shape_of(tree)), greedy_matching(tree, target)
+    )
+    if equal:
+        depth = int(tree.depths.max())
+        assert found.num_accepted.tolist() == [depth] * num_reqs
+        assert "64" not in name or found.path[0].tolist() == list(range(1, 64))
+
+
+PLANS = {"3 paths": paths(3, 2, 2), "2 paths": paths(2, 3), "mixed": MIXED}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_all_outcomes_of_a_plan(plan: Plan) -> None:
+    """Red when repeats, models or mixed draws at one node are tried differently."""
+    (one, target), (other, _) = (random_tables("zeros", 3, 3, seed=s) for s in (0, 7))
+    tree = drawn_trees([one, other], plan).tree
+    logits = target.target_logits(tree, plain_sampling(tree.num_reqs))
+    for seed in range(4):
+        uniforms = rand(tree.num_reqs, tree.max_nodes + 1, seed=seed)
+        assert_same(
+            rejection(tree, logits, uniforms),
+            recursive_rejection(tree, logits, uniforms),
+        )
+
+
+def test_part_of_the_vocabulary() -> None:
+    """Red when the draft's columns are taken for tokens."""
+    generator = torch.Generator().manual_seed(0)
+    tree, target, uniforms = batch(40, 60, 24, "top-p", 0)
+    vocabulary = torch.randperm(77, generator=generator)[:40].sort().values
+    logits = torch.full((len(target.logits), 77), -5.0)
+    logits[:, vocabulary] = target.logits
+    target = replace(target, logits=logits)
+    tree = replace(
+        tree,
+        token_ids=vocabulary[tree.token_ids],
+        draws=replace(draws_of(tree), vocabulary=vocabulary),
+    )
+    found = rejection(tree, target, uniforms)
+    assert_same(found, recursive_rejection(tree, target, uniforms))
+    assert int(found.num_accepted.max()) > 1
+
+
+def test_empty_residual() -> None:
+    """Red when a rejection that only rounding can cause leaves no law, or NaN."""
+    logits = torch.tensor([1.0, 2.0, -torch.inf])
+    law = logits.softmax(0)
+    nothing = torch.zeros((1, 1), dtype=torch.int64)
+    tree = from_parents([[0, 2]], [[-1, 0]])
+    draws = Draws(nothing + 1, nothing, nothing.bool(), law[None, None])
+    tree = replace(tree, draws=draws)
+    target = TargetLogits(logits.repeat(2, 1), nothing[0], ONE_RANDOM)
+    for uniform, token in ((0.2, 0), (0.3, 1)):
+        uniforms = torch.full((1, 2), uniform, dtype=torch.float64)
+        found = rejection(tree, target, uniforms)
+        assert found.num_accepted.tolist() == [0]
+        assert found.next_token_ids.tolist() == [token]
+
+
+def test_trees_without_a_draw() -> None:
+    """Red when a step in which nobody has drafted breaks the rule."""
+    tree, target, uniforms = batch(5, 3, 1, "plain", 0)
+    assert draws_of(tree).nodes.shape == (3, 0)
+    expected = target_draw(tree, target, uniforms)
+    for shape in (shape_of(tree), TreeShape(3, 2, 2)):
+        assert_same(rejection_at_once(tree, target, uniforms, shape), expected)
+
+
+def test_entries_without_a_request() -> None:
+    """Red when a padded request accepts something or touches another's result."""
+    tree, target, uniforms = batch(77, 6, 12, "plain", 1)
+    rows = torch.tensor([0, 1, 2, 0, 0])
+    some, part = tree.select(rows), replace(target, first_row=target.first_row[rows])
+    gone = some.cut(torch.tensor([64, 64, 64, 0, 0]))
+    for rule in (rejection, drawing):
+        found = rule(gone, part, uniforms[rows])
+        expected = rule(tree, target, uniforms)
+        assert found.path[:3].equal(expected.path[:3, : found.path.shape[1]])
+        assert found.next_token_ids[:3].equal(expected.next_token_ids[:3])
+        assert found.num_accepted[3:].tolist() == [0, 0]
+        assert found.path[3:].unique().tolist() == [-1]
+
+
+# No waiting
+
+WAITING = {
+    "_local_scalar_dense",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+    "item",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations for which the host would wait for a device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        tensors = [
+            leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)
+        ]
+        is_mask = name.startswith("index") and any(
+            index.dtype == torch.bool
+            for index in pytree.tree_leaves(args[1:2])
+            if isinstance(index, Tensor)
+        )
+        is_copied = len({tensor.device for tensor in tensors}) > 1
+        if is_mask or is_copied or name in WAITING:
+            raise RuntimeError(f"{func} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
+def on_meta(value: Any) -> Any:
+    """Tensors without values: they cannot be read, nor meet one of another device."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, TreeBatch | Draws | TargetLogits | SamplingTensors):
+        named = {field.name: getattr(value, field.name) for field in fields(value)}
+        return type(value)(**{name: on_meta(part) for name, part in named.items()})
+    return value
+
+
+@pytest.mark.parametrize("kind", ["plain", "both", "mixed"])
+@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
+def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
+    """Red when a rule asks the device for a value, or makes a tensor on the host."""
+    tree, target, uniforms = batch(77, 6, 24, kind, 1)
+    if hot:
+        draws = replace(draws_of(tree), vocabulary=torch.arange(77))
+        tree = replace(tree, draws=draws)
+    shape = shape_of(tree)
+    with NoWaiting():
+        score_at_once(tree, target, uniforms, name, shape)
+        found = score_at_once(
+            on_meta(tree), on_meta(target), uniforms.to("meta"), name, shape
+        )
+    assert found.path.shape == (6, shape.max_depth)
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_waiting_is_noticed(name: str) -> None:
+    """Red when the check above could no longer see a rule that waits."""
+    tree, target, uniforms = batch(77, 6, 24, "plain", 1)
+    with NoWaiting(), pytest.raises(RuntimeError, match="makes the host wait"):
+        LAZY[name](tree, target, uniforms)
+    mask = uniforms > 0.5
+    for waiting in (
+        lambda: uniforms[mask],
+        lambda: uniforms.masked_fill(mask, 0).index_put_((mask,), uniforms[0, 0]),
+        lambda: bool(mask.any()),
+        lambda: uniforms.to("meta")[torch.arange(2)],
+    ):
+        with NoWaiting(), pytest.raises(RuntimeError, match="makes the host wait"):
+            waiting()
+    nowhere = uniforms.to("meta")
+    for reading in (nowhere.tolist, nowhere.cpu, lambda: nowhere * uniforms):
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            reading()

@@ -1,0 +1,1 @@
+"""Triton kernels of the GPU path: torch and triton only, no vLLM."""
