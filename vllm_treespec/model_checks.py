@@ -63,6 +63,28 @@ def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
         )
 
 
+def check_shards(model: str, draft: PretrainedConfig, num_ranks: int) -> None:
+    """Check that tensor-parallel ranks can share a draft model's layers evenly.
+
+    Ranks beyond the number of key-value heads hold copies of them, as vLLM does it.
+
+    Raises:
+        SpecConfigError: naming the size that does not divide.
+
+    """
+    sizes = draft.to_dict() | {"num_attention_heads": draft.num_attention_heads}
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = sizes.get(name) or num_ranks
+        copied = name == "num_key_value_heads" and num_ranks % size == 0
+        if size % num_ranks and not copied:
+            raise SpecConfigError(
+                f"speculative_config 'model': {model} has {name} {size}, which "
+                f"tensor_parallel_size={num_ranks} does not divide; use a draft model "
+                f"of other sizes (treespec train draft --heads, --intermediate-size), "
+                f"or another tensor_parallel_size"
+            )
+
+
 def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     """Check that a head was made for a target like this one.
 

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.method_config import MethodConfig
-from vllm_treespec.model_checks import check_head, check_vocabulary, check_weights
+from vllm_treespec.model_checks import (
+    check_head,
+    check_shards,
+    check_vocabulary,
+    check_weights,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +61,7 @@ def register() -> None:
                 value = {**self.additional_config, **value}
             setattr(self, name, value)
         vllm_config = stock(self, *args, **kwargs)
-        refuse_models(config, vllm_config)
+        refuse_models(config, vllm_config, device)
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config
@@ -149,7 +154,6 @@ def refuse_arguments(args: EngineArgs) -> str:
     check_seams(device)
     untested = {
         "pipeline_parallel_size": args.pipeline_parallel_size > 1,
-        "tensor_parallel_size": args.tensor_parallel_size > 1,
         "data_parallel_size": args.data_parallel_size > 1,
         "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
         "decode_context_parallel_size": args.decode_context_parallel_size > 1,
@@ -176,8 +180,13 @@ def refuse_arguments(args: EngineArgs) -> str:
     return device
 
 
-def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
+def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) -> None:
     """Refuse targets, draft models and heads that draft trees cannot serve.
+
+    Args:
+        config: validated.
+        vllm_config: made from stock arguments.
+        device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
         SpecConfigError: naming what is in the way and the remedy.
@@ -197,7 +206,8 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
         "multi-head latent attention": target.use_mla,
         "an encoder-decoder model": target.is_encoder_decoder,
         "a pooling model": target.runner_type == "pooling",
-        "sliding-window attention": target.get_sliding_window() is not None,
+        "sliding-window attention on a CPU": device == "cpu"
+        and target.get_sliding_window() is not None,
         "chunked local attention": target.attention_chunk_size is not None,
         "position ids with several axes": target.uses_mrope,
         "quantised weights": target.quantization is not None,
@@ -213,6 +223,7 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig) -> None:
     for model in config.models:
         draft = get_config(model, trust_remote_code=target.trust_remote_code)
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
+        check_shards(model, draft, vllm_config.parallel_config.tensor_parallel_size)
         if draft.max_position_embeddings < target.max_model_len:
             raise SpecConfigError(
                 f"speculative_config 'model': {model} reads at most "

@@ -141,9 +141,10 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
             repeated = (tokens[:, :k] == token).any(dim=1)
             thin = left[:, 0] < THIN * total[:, 0]
             again = valid[:, k] & (thin | repeated)
-            if bool(again.any()):
-                rest = probs[again].scatter(1, tokens[again, :k], 0.0)
-                token[again] = _invert(rest, uniform[again])
+            # Rare. To ask a GPU would take longer than to draw anew for nothing.
+            if probs.device.type != "cpu" or bool(again.any()):
+                rest = probs.scatter(1, tokens[:, :k], 0.0)
+                token = torch.where(again[:, None], _invert(rest, uniform), token)
         tokens[:, k] = token[:, 0]
         if k + 1 < count:
             start = cumulative.gather(1, (token - 1).clamp(min=0))

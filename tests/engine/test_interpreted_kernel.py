@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.tiny_models import SIZES, write_pair
+from tests.engine.tiny_models import SIZES, write_pair, write_windowed
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.plugin import stock_arguments
 
@@ -27,29 +27,36 @@ ENGINE: dict[str, object] = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Folders of a target and its draft model."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return write_pair(tmp_path_factory.mktemp("tiny"), **heads)
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    """Token ids."""
-    return [
-        [(7 * i + 13 * j) % SIZES["vocab_size"] for i in range(length)]
-        for j, length in enumerate(LENGTHS)
-    ]
+@pytest.fixture
+def interpreted(
+    run_engine: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict]:
+    """Return a function that runs jobs on the GPU path, from stock arguments."""
+
+    def run(jobs: list[dict], arguments: dict, **options: object) -> dict:
+        speculative = arguments["speculative_config"] | {
+            "model": "tests.engine.interpreted.InterpretedDrafter"
+        }
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        ours = {
+            "worker_cls": "tests.engine.interpreted.InterpretedWorker",
+            "speculative_config": speculative,
+        }
+        return run_engine(None, jobs, **{**ENGINE, **arguments, **ours, **options})
+
+    return run
 
 
 @pytest.mark.parametrize("method", SPECS)
 def test_gpu_path_equals_plain_and_cpu_path(
     method: str,
     run_engine: Callable[..., dict],
-    models: tuple[str, str],
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    interpreted: Callable[..., dict],
+    tmp_path: Path,
 ) -> None:
     """Red when kernel, masks, moves or rules of the GPU path are wrong anywhere.
 
@@ -57,24 +64,42 @@ def test_gpu_path_equals_plain_and_cpu_path(
     are those of the CPU path, which draws the same numbers: branches and masks are one
     method.
     """
+    target, draft = write_pair(tmp_path, **HEADS)
+    prompts = [
+        [(7 * i + 13 * j) % SIZES["vocab_size"] for i in range(length)]
+        for j, length in enumerate(LENGTHS)
+    ]
     job = {"prompts": prompts, "params": [GREEDY, SAMPLED, GREEDY], "at_once": 3}
-    plain = run_engine(None, [job], model=models[0], **ENGINE)
-    spec = {**SPECS[method], "model": models[1], "schedule": "fixed"}
+    spec = {**SPECS[method], "model": draft, "schedule": "fixed"}
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
-    branches = run_engine(None, [job], model=models[0], **{**ENGINE, **arguments})
-    arguments["worker_cls"] = "tests.engine.interpreted.InterpretedWorker"
-    arguments["speculative_config"]["model"] = (
-        "tests.engine.interpreted.InterpretedDrafter"
-    )
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    masks = run_engine(None, [job], model=models[0], **{**ENGINE, **arguments})
+    plain = run_engine(None, [job], model=target, **ENGINE)
+    branches = run_engine(None, [job], model=target, **{**ENGINE, **arguments})
+    masks = interpreted([job], arguments, model=target)
     for i in (0, 2):
         assert tokens_of(masks)[i] == tokens_of(plain)[i]
     assert tokens_of(masks) == tokens_of(branches)
     for name in ("trees", "nodes", "accepted"):
         assert masks["stats"][name] == branches["stats"][name]
     assert {"1", "2"} <= set(masks["stats"]["accepted"]), "no tree was accepted deep"
+
+
+def test_window_goes_by_position(
+    run_engine: Callable[..., dict], interpreted: Callable[..., dict], tmp_path: Path
+) -> None:
+    """Red when a node's window is counted in slots, or keys before it are read.
+
+    Prompts repeat themselves, so that a tree of earlier text is drafted at once.
+    """
+    sizes = {**HEADS, "vocab_size": 64}
+    target = write_windowed(tmp_path / "target", window=12, **sizes)
+    prompts = [[(3 * i * i + j) % 11 for i in range(n)] for j, n in enumerate((20, 45))]
+    job = {"prompts": prompts, "params": GREEDY, "at_once": 2}
+    spec = {"method": "suffix", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
+    arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
+    plain = run_engine(None, [job], model=target, **ENGINE)
+    masks = interpreted([job], arguments, model=target)
+    assert tokens_of(masks) == tokens_of(plain)
+    assert masks["nodes"][0] > 2 * masks["trees"][0], "no tree branched"
 
 
 def tokens_of(result: dict) -> list[list[int]]:

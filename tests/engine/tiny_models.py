@@ -4,7 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 SIZES = {
     "vocab_size": 512,
@@ -31,17 +37,29 @@ def write_pair(folder: Path, noise: float = 0.1, **sizes: Any) -> tuple[str, str
         folders of the target and of the draft model.
 
     """
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.normal_(std=2 * weight.shape[1] ** -0.5)
     target, draft = folder / "target", folder / "draft"
-    model.save_pretrained(target)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+    write_random(model, target)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
                 weight += noise * weight.std() * torch.randn_like(weight)
     model.save_pretrained(draft)
     return str(target), str(draft)
+
+
+def write_windowed(folder: Path, window: int, **sizes: Any) -> str:
+    """Write a target whose attention sees ``window`` tokens; its folder."""
+    config = MistralConfig(**{**SIZES, **sizes}, sliding_window=window)
+    write_random(MistralForCausalLM(config), folder)
+    return str(folder)
+
+
+def write_random(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model random weights under which tokens depend on tokens; write it."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=2 * weight.shape[1] ** -0.5)
+    model.save_pretrained(folder)

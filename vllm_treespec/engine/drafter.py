@@ -41,8 +41,9 @@ class Proposal:
     scheduled: int
     # request id -> row of the tree
     rows: dict[str, int]
-    # per row, the tokens of the draft nodes
+    # per row, tokens and parents of the draft nodes
     drafts: list[list[int]]
+    draft_parents: list[list[int]]
 
     def find(self, req_id: str, scheduled: list[int]) -> int | None:
         """Row of the tree that the scheduled drafts are a prefix of, if any."""
@@ -53,11 +54,7 @@ class Proposal:
 
     def parents(self) -> dict[str, list[int]]:
         """Parents of each request's draft nodes."""
-        parents = self.tree.parents[:, 1:].tolist()
-        return {
-            req_id: parents[row][: len(self.drafts[row])]
-            for req_id, row in self.rows.items()
-        }
+        return {req_id: self.draft_parents[row] for req_id, row in self.rows.items()}
 
 
 class TreeDrafter:
@@ -205,10 +202,14 @@ class TreeDrafter:
             inputs = replace(inputs, draft_models=(draft,))
         proposer = self.proposers[scheduled]
         tree = proposer.propose(inputs)
-        tokens, lens = tree.token_ids.tolist(), tree.num_nodes.tolist()
-        drafts = [row[1:n] for row, n in zip(tokens, lens, strict=True)]
+        # All in one, so that the host waits for the device once.
+        width = tree.max_nodes
+        together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
+        known = torch.cat(together, dim=1).tolist()
+        drafts = [row[1 : row[-1]] for row in known]
+        parents = [row[width + 1 : width + row[-1]] for row in known]
         if proposer.num_candidates is not None:
             num_beam_tokens = proposer.num_candidates * len(drafts)
             self.stats.merged(num_beam_tokens, sum(map(len, drafts)))
         rows = {req_id: row for row, req_id in enumerate(req_ids)}
-        return Proposal(tree, scheduled, rows, drafts)
+        return Proposal(tree, scheduled, rows, drafts, parents)

@@ -1,0 +1,92 @@
+"""The drafter of fixed acceptance as vLLM's ``custom_class``, and its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+
+from benchmarks.gpu.oracle import (
+    OracleProposer,
+    accept_by_coins,
+    default_depth,
+    last_path,
+)
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.engine.drafter import TreeDrafter
+from vllm_treespec.plugin import stock_arguments
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
+from vllm_treespec.tree import TreeBatch
+
+DRAFTER = "benchmarks.gpu.oracle_drafter.OracleDrafter"
+
+
+class OracleDrafter(TreeDrafter):
+    """Drafts random tokens and has them accepted by coins; its text is nonsense.
+
+    Positions, masks, the target's forward, scoring, the move of keys and values and
+    all bookkeeping are those of every method. The rule of the request is run, and what
+    it accepts is replaced; a rule that looks only where its walk comes by (on CPU)
+    costs what it costs to reject random drafts.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        """Take the tree and the acceptance from ``additional_config``."""
+        super().__init__(vllm_config)
+        settings = vllm_config.additional_config["oracle"]
+        num_nodes = settings["num_nodes"]
+        oracle = OracleProposer(
+            num_nodes,
+            default_depth(num_nodes),
+            vllm_config.model_config.get_vocab_size(),
+        )
+        # The sizes that were read from the replaced proposer are not smaller.
+        self.proposers = [oracle]
+        self.acceptance = float(settings["acceptance"])
+        device = vllm_config.device_config.device
+        self.path = torch.tensor(
+            last_path(oracle.parents), dtype=torch.int64, device=device
+        )
+
+    def score(
+        self, scheduled: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+    ) -> ScorerOutput:
+        """Run the rule, then let coins decide what is accepted."""
+        scored = super().score(scheduled, tree, target, uniforms)
+        return accept_by_coins(
+            tree, self.path, self.acceptance, uniforms, scored.next_token_ids
+        )
+
+
+def oracle_arguments(
+    num_nodes: int, acceptance: float, max_trees: int, device: str
+) -> dict[str, Any]:
+    """Stock vLLM arguments of an engine that drafts through :class:`OracleDrafter`.
+
+    Args:
+        num_nodes: of every tree, root included; 1 stands for steps without drafts.
+        acceptance: probability to accept a node once its parent is accepted.
+        max_trees: most running requests.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    """
+    spec = {
+        # stands for a method without a draft model, with a tree of the same size
+        "method": "suffix",
+        "num_drafts": max(num_nodes - 1, 1),
+        "depth": max(default_depth(num_nodes), 1),
+        "max_trees": max_trees,
+        "schedule": "fixed",
+    }
+    arguments = stock_arguments(parse_spec_config(spec), None, device)
+    arguments["speculative_config"]["model"] = DRAFTER
+    oracle = {"num_nodes": num_nodes, "acceptance": acceptance}
+    arguments["additional_config"]["oracle"] = oracle
+    return arguments
+
+
+def use_acceptance(worker: Any, acceptance: float) -> None:
+    """Change the acceptance from now on, through ``LLM.collective_rpc``."""
+    worker.model_runner.drafter.acceptance = acceptance

@@ -1,0 +1,90 @@
+"""What tensor-parallel ranks share: draft models and draws."""
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.model_checks import check_shards
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm_treespec.engine.drafter import Proposal
+from vllm_treespec.engine.ranks import check_same_drafts
+from vllm_treespec.tree_builders import from_parents
+
+SIZES = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "intermediate_size": 768,
+    "hidden_size": 768,
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed"),
+    [
+        (1, {}),
+        (3, {}),
+        (6, {}),
+        (2, {"num_key_value_heads": 4}),
+        (4, {"num_key_value_heads": 1}),
+    ],
+)
+def test_draft_models_that_divide_start(ranks: int, changed: dict[str, int]) -> None:
+    """Red when a draft model is refused that vLLM can divide, or copy heads of."""
+    check_shards("some/draft", LlamaConfig(**{**SIZES, **changed}), ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "says"),
+    [
+        (5, {}, "num_attention_heads 12, which tensor_parallel_size=5 does"),
+        (2, {}, "num_key_value_heads 3, which tensor_parallel_size=2 does"),
+        (3, {"intermediate_size": 512}, "intermediate_size 512, which"),
+    ],
+)
+def test_draft_models_that_do_not_divide_are_named(
+    ranks: int, changed: dict[str, int], says: str
+) -> None:
+    """Red when such a draft model gets as far as vLLM's assertions in a worker."""
+    with pytest.raises(SpecConfigError) as error:
+        check_shards("some/draft", LlamaConfig(**{**SIZES, **changed}), ranks)
+    assert says in str(error.value)
+    assert "some/draft" in str(error.value)
+
+
+def test_sizes_under_other_names_are_found() -> None:
+    """Red when only configurations with Llama's names are checked."""
+    with pytest.raises(SpecConfigError, match="num_attention_heads 12"):
+        check_shards("gpt2", GPT2Config(n_head=12), 5)
+
+
+@pytest.fixture
+def proposal() -> Proposal:
+    """One tree of request "a"."""
+    tree = from_parents([[5, 6, 7, 8]], [[-1, 0, 0, 1]])
+    return Proposal(tree, 0, {"a": 0}, [[6, 7, 8]], [[0, 0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("rank", "req_id", "scheduled"),
+    [
+        (1, "a", [6, 7, 8]),
+        (1, "a", [6, 7]),
+        (1, "a", [-1, -1]),
+        (1, "b", [1, 2, 3]),
+        (0, "a", [6, 9, 8]),
+    ],
+)
+def test_same_drafts_pass(
+    proposal: Proposal, rank: int, req_id: str, scheduled: list[int]
+) -> None:
+    """Red when an engine stops over drafts that were cut, padded or another's."""
+    check_same_drafts(rank, proposal, req_id, scheduled)
+
+
+def test_other_drafts_stop_the_rank(proposal: Proposal) -> None:
+    """Red when a rank that drew another tree goes on."""
+    with pytest.raises(SystemExit) as stopped:
+        check_same_drafts(1, proposal, "a", [6, 9])
+    assert "rank 1 drew other drafts than rank 0 for request a" in str(stopped.value)
