@@ -75,9 +75,12 @@ def stock_arguments(
     Args:
         config: validated.
         block_size: what the user asked for, None to leave it to us.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``. The default schedule knows what trees cost on
+            a CPU; a GPU draws the same tree in every step unless told otherwise.
 
     """
+    if device == "cuda" and config.schedule == "default":
+        config = config.model_copy(update={"schedule": "fixed"})
     arguments: dict[str, Any] = {
         "speculative_config": {
             "method": "custom_class",
