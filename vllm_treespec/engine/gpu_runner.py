@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_treespec.engine.masked_draft_model import PIECEWISE, MaskedDraftModel
@@ -36,12 +35,17 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
 
     @torch.inference_mode()
     def _dummy_run(self, num_tokens: int, *args: Any, **options: Any) -> Any:
-        """Run the target, and where piecewise graphs are captured the draft models."""
+        """Run the target, and before and while piecewise graphs are captured, drafts.
+
+        vLLM names the mode in those runs only; whole trees have graphs of the
+        target's alone.
+        """
         outputs = super()._dummy_run(num_tokens, *args, **options)
-        if options.get("cudagraph_runtime_mode") == CUDAGraphMode.PIECEWISE:
+        mode = options.get("cudagraph_runtime_mode")
+        if mode in PIECEWISE and not options.get("uniform_decode"):
             mode, desc = self.cudagraph_dispatcher.dispatch(
-                num_tokens, valid_modes=PIECEWISE
+                num_tokens, valid_modes={mode}
             )
             for draft_model in self._masked_draft_models():
-                draft_model.capture(desc.num_tokens, mode, desc)
+                draft_model.dummy_run(mode, desc)
         return outputs

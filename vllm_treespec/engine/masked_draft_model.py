@@ -61,11 +61,10 @@ class MaskedDraftModel(PagedDraftModel):
         self.graphs = dispatcher
         self.inputs = GraphInputs(size, self.device)
 
-    def capture(self, num_tokens: int, mode: CUDAGraphMode, desc: Any) -> None:
-        """Run once over ``num_tokens`` tokens without attention, to capture a graph."""
-        inputs = self.inputs
-        inputs.slots[:num_tokens] = PAD_SLOT_ID
-        self._run_padded(None, num_tokens, mode, desc)
+    def dummy_run(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> None:
+        """Run once without attention, to warm up or to capture a graph."""
+        self.inputs.slots[: desc.num_tokens] = PAD_SLOT_ID
+        self._run_padded(None, mode, desc)
 
     def _forks_per_level(self) -> int:
         """All levels of a tree are read in its only fork."""
@@ -115,16 +114,15 @@ class MaskedDraftModel(PagedDraftModel):
         num_tokens = len(token_ids)
         mode, desc = self.graphs.dispatch(num_tokens, valid_modes=PIECEWISE)
         self.inputs.fill(token_ids, positions, slots, desc.num_tokens)
-        return self._run_padded(attn_metadata, desc.num_tokens, mode, desc)[:num_tokens]
+        return self._run_padded(attn_metadata, mode, desc)[:num_tokens]
 
     def _run_padded(
         self,
         attn_metadata: dict[str, Any] | None,
-        size: int,
         mode: CUDAGraphMode,
         desc: BatchDescriptor,
     ) -> Tensor:
-        inputs = self.inputs
+        inputs, size = self.inputs, desc.num_tokens
         with set_forward_context(
             attn_metadata,
             self.vllm_config,

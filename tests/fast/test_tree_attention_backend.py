@@ -1,0 +1,131 @@
+"""Which batches the GPU's attention backend gives masks, and what it refuses."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+from vllm_treespec.engine.masks import NodeMasks
+from vllm_treespec.engine.tree_attention import (
+    TreeAttentionImpl,
+    TreeAttentionMetadata,
+    TreeAttentionMetadataBuilder,
+)
+
+NOTHING: Any = None
+NUM_DRAFTS = 7
+LAYER: dict[str, Any] = {
+    "num_heads": 4,
+    "head_size": 64,
+    "scale": 0.125,
+    "num_kv_heads": 2,
+    "alibi_slopes": None,
+    "sliding_window": None,
+    "kv_cache_dtype": "auto",
+}
+
+
+@pytest.fixture
+def builder() -> TreeAttentionMetadataBuilder:
+    """A builder as vLLM makes it, without an engine."""
+    made = TreeAttentionMetadataBuilder.__new__(TreeAttentionMetadataBuilder)
+    speculative = SimpleNamespace(num_speculative_tokens=NUM_DRAFTS)
+    stock: dict[str, Any] = {
+        "vllm_config": SimpleNamespace(speculative_config=speculative),
+        "num_heads_q": 4,
+        "headdim": 64,
+        "seq_threshold_3D": 0,
+        "num_par_softmax_segments": 16,
+        "softmax_segm_output": NOTHING,
+        "softmax_segm_max": NOTHING,
+        "softmax_segm_expsum": NOTHING,
+        "max_seqs_64_segments": 0,
+        "rswa_window": None,
+        "masks": NodeMasks(32, 4, torch.device("cpu")),
+    }
+    for name, value in stock.items():
+        setattr(made, name, value)
+    return made
+
+
+def build(
+    builder: TreeAttentionMetadataBuilder, max_query_len: int, capture: bool = False
+) -> TreeAttentionMetadata:
+    """Metadata of two requests, of which the longer has so many query rows."""
+    starts = torch.tensor([0, 1, 1 + max_query_len], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([9, 30], dtype=torch.int32),
+        num_reqs=2,
+        num_actual_tokens=1 + max_query_len,
+        max_query_len=max_query_len,
+        max_seq_len=30,
+        block_table_tensor=torch.zeros((2, 2), dtype=torch.int32),
+        slot_mapping=torch.arange(1 + max_query_len),
+    )
+    if capture:
+        return builder.build_for_cudagraph_capture(common)
+    return builder.build(0, common)
+
+
+def test_batches_without_trees_stay_stock(builder: Any) -> None:
+    """Red when plain decoding or a prompt leaves vLLM's own kernel."""
+    for max_query_len in (1, 5, 12):
+        assert build(builder, max_query_len).masks is None
+
+
+def test_trees_get_masks(builder: Any) -> None:
+    """Red when a batch with trees is attended to as if they were chains."""
+    builder.masks.put(
+        torch.tensor([1]), torch.tensor([1]), torch.tensor([1]), torch.tensor([25])
+    )
+    metadata = build(builder, 5)
+    assert metadata.masks is builder.masks
+    masks = metadata.masks
+    assert masks is not None
+    assert metadata.workspace is masks.workspace(4, 64)
+
+
+def test_captured_graphs_hold_tree_attention(builder: Any) -> None:
+    """Red when a full graph, captured without any tree, holds the stock kernel.
+
+    Or when a step replays it that was built for the other kernel.
+    """
+    captured = build(builder, 1 + NUM_DRAFTS, capture=True)
+    assert captured.masks is builder.masks
+    assert captured.seq_lens.tolist() == [1, 1]
+    assert build(builder, 1 + NUM_DRAFTS).masks is builder.masks
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_layers_that_are_taken(head_size: int) -> None:
+    """Red when a supported layer is refused, or queries are quantised."""
+    impl = TreeAttentionImpl(**{**LAYER, "head_size": head_size})
+    assert not impl.supports_quant_query_input
+    assert not impl.fused_output_quant_supported(NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"head_size": 72}, "head size 72"),
+        ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
+        ({"sinks": torch.zeros(4)}, "attention sinks"),
+        ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+        ({"chunk_lookback": 2}, "chunked local attention"),
+        ({"kv_sharing_target_layer_name": "layer"}, "shared between layers"),
+    ],
+)
+def test_layers_that_are_refused(changed: dict[str, Any], says: str) -> None:
+    """Red when the kernel would leave something out in silence."""
+    TritonAttentionImpl(**{**LAYER, **changed})
+    with pytest.raises(ValueError, match=says):
+        TreeAttentionImpl(**{**LAYER, **changed})
