@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -30,7 +31,9 @@ def provenance(argv: Sequence[str], module: str = "benchmarks.run") -> dict[str,
 
 
 def commit() -> str | None:
-    """Return the checked-out commit, marked when files differ; None outside git."""
+    """Return the checked-out commit, marked when files differ; None without git."""
+    if shutil.which("git") is None:
+        return None
     here = Path(__file__).parent
 
     def git(*args: str) -> subprocess.CompletedProcess[str]:

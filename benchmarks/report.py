@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.markdown import table
 from vllm_treespec.compare import PLAIN, STAGES, Cell, Row
 
 HEADER = (
@@ -30,7 +31,7 @@ def markdown(
     parts = ["# Benchmark"]
     for cell in dict.fromkeys(row.cell for row in rows):
         here = [row for row in rows if row.cell == cell]
-        parts += [f"## {title(cell)}", table(here)]
+        parts += [f"## {title(cell)}", table(HEADER, [table_row(row) for row in here])]
         if (winner := best(here)) is not None:
             parts.append(winner)
     if failed:
@@ -58,14 +59,6 @@ NOTES = (
 def title(cell: Cell) -> str:
     """Name a cell."""
     return f"Batch {cell.batch_size}, temperature {cell.temperature:g}"
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Write the rows of one cell, in the order given."""
-    lines = ["| " + " | ".join(HEADER) + " |"]
-    lines.append("|" + "|".join(["---"] + ["---:"] * (len(HEADER) - 1)) + "|")
-    lines += ["| " + " | ".join(table_row(row)) + " |" for row in rows]
-    return "\n".join(lines)
 
 
 def table_row(row: Row) -> list[str]:

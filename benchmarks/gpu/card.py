@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import shlex
-import shutil
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -73,20 +72,13 @@ def origin(module: str, told_commit: str) -> dict[str, Any]:
     found = {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": known_commit(told_commit),
+        "commit": told_commit or provenance.commit(),
         "versions": versions(),
         "machine": provenance.machine(),
     }
     if torch.cuda.is_available():
         found["card"] = describe_card()
     return found
-
-
-def known_commit(told_commit: str) -> str | None:
-    """Commit to note in results: as told, else git's; None where neither knows."""
-    if told_commit or shutil.which("git") is None:
-        return told_commit or None
-    return provenance.commit()
 
 
 def event_times_ms(

@@ -80,9 +80,3 @@ def write_json(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Write a Markdown table; all columns but the first are numbers."""
-    rules = ["---"] + ["---:"] * (len(headings) - 1)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [headings, rules, *lines])

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cells import table, write_json
+from benchmarks.gpu.cells import write_json
 from benchmarks.gpu.engines import PLAIN_DEFAULT, PLAIN_SYNC, SIDES_NOTE, EngineCell
 from benchmarks.gpu.lossless import Comparison, LosslessCell, comparisons
 from benchmarks.gpu.step_report import choices, place, ratio, same_place
+from benchmarks.markdown import table
 from benchmarks.plot import plt
 from benchmarks.report import listing, number
 from vllm_treespec.compare import PLAIN

@@ -9,8 +9,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from pydantic import Field
 
-from benchmarks.gpu.cells import StoredCell, table, write_json
+from benchmarks.gpu.cells import StoredCell, write_json
 from benchmarks.gpu.kernel_sides import CHAIN, FA3, SIDES, STOCK, TREE
+from benchmarks.markdown import table
 from benchmarks.plot import plt
 from benchmarks.report import listing, number
 

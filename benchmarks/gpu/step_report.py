@@ -8,8 +8,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.gpu.cells import table, write_json
+from benchmarks.gpu.cells import write_json
 from benchmarks.gpu.engines import PLAIN_DEFAULT, PLAIN_SYNC, SIDES_NOTE, EngineCell
+from benchmarks.markdown import table
 from benchmarks.plot import plt
 from benchmarks.report import listing, number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.markdown import table
 from benchmarks.paper.law import Comparison, smallest_p_value
 from benchmarks.paper.metrics import METRICS, Best, Row
 from benchmarks.paper.plot import TITLES
@@ -65,13 +66,6 @@ def markdown(
         parts += ["## Failed", "\n".join(lines)]
     parts += ["## Provenance", listing(origin)]
     return "\n\n".join(parts) + "\n"
-
-
-def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Write a table; all columns but the first are numbers."""
-    rules = ["---"] + ["---:"] * (len(headings) - 1)
-    rows = [headings, rules, *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def best_tables(best: Sequence[Best]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from benchmarks.paper.report import table
+from benchmarks.markdown import table
 from benchmarks.redrafter.parts import LOSSY
 from benchmarks.redrafter.rows import Compression, Mean, Row, Stretch
 from benchmarks.report import listing, number
