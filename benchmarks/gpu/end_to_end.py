@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks import provenance
 from benchmarks.gpu import end_to_end_report, lossless
 from benchmarks.gpu.card import (
     NoCardError,
     describe_card,
-    known_commit,
     origin,
     require_card,
     versions,
@@ -99,7 +99,7 @@ def end_to_end(
                 dtypes=[dtype.strip() for dtype in dtypes.split(",")],
                 extra=known(extra),
                 device="cuda",
-                commit=known_commit(commit),
+                commit=commit or provenance.commit(),
                 out=out / "lossless",
             )
             failed |= lossless.measure(plan, plan.folder(machine()), console)
@@ -112,7 +112,7 @@ def end_to_end(
                 known_rates(rates),
                 options,
                 speed_folder(out, options),
-                known_commit(commit),
+                commit or provenance.commit(),
             )
         write_reports(out, commit, failed)
     except (NoCardError, AssetError, ValueError) as error:

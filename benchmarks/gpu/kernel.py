@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks import provenance
 from benchmarks.gpu import kernel_report
 from benchmarks.gpu.card import (
     NoCardError,
@@ -26,7 +27,6 @@ from benchmarks.gpu.card import (
     describe_card,
     event_times_ms,
     flush_buffer,
-    known_commit,
     origin,
     require_card,
     versions,
@@ -144,7 +144,7 @@ def measure(
 ) -> None:
     """Measure the cells that are not finished, each stored when it is done."""
     told = settings_of(describe_card(), versions(), paging, repeats)
-    shared = Settings(paging, repeats, known_commit(commit), told)
+    shared = Settings(paging, repeats, commit or provenance.commit(), told)
     folder = CellFolder(out, KernelCell, told)
     folder.read()
     missing = set(folder.missing(case.name for case in cases))

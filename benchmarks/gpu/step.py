@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks import provenance
 from benchmarks.gpu import step_report
 from benchmarks.gpu.card import (
     NoCardError,
     describe_card,
-    known_commit,
     origin,
     require_card,
     versions,
@@ -90,7 +90,7 @@ def step(
                 acceptance,
                 options,
                 CellFolder(out, EngineCell, told),
-                known_commit(commit),
+                commit or provenance.commit(),
             )
         write_reports(out, commit, failed)
     except (NoCardError, ValueError) as error:
