@@ -98,8 +98,12 @@ ENGINE = (
     ),
     Row(
         "tensor parallel",
-        REFUSED,
-        Arguments({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        TREE,
+        Own(
+            "tests/engine/test_tensor_parallel.py::test_two_ranks_answer_as_one",
+            "the same answers on two ranks as on one",
+        ),
+        "a draft model's heads must divide by the number of ranks",
     ),
     Row(
         "pipeline parallel",

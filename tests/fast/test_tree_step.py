@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from vllm_treespec.engine.tree_step import TreeStep, last_rows
+from vllm_treespec.engine.tree_step import TreeStep, check_attention, last_rows
 from vllm_treespec.scorers import ScorerOutput
 
 NOTHING: Any = None
@@ -39,3 +40,17 @@ def test_last_rows() -> None:
     assert last_rows(step, metadata, reqs[1::2]).tolist() == [4, 8]
     assert last_rows(None, metadata, reqs).tolist() == [0, 1, 5, 8]
     assert last_rows(None, None, reqs[2:]).tolist() == [2, 3]
+
+
+def test_attention_chosen_before_is_noticed() -> None:
+    """Red when stock attention reads trees as chains, because it was chosen before."""
+
+    class Ours:
+        pass
+
+    layers = {"a": SimpleNamespace(impl=Ours()), "b": SimpleNamespace(impl=object())}
+    config = SimpleNamespace(static_forward_context=layers)
+    runner = SimpleNamespace(compilation_config=config)
+    check_attention(runner, ["a"], Ours)
+    with pytest.raises(ValueError, match="in a process of its own"):
+        check_attention(runner, ["a", "b"], Ours)

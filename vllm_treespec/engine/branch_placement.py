@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_treespec.engine.attention import BranchSwitch
+from vllm_treespec.engine.attention import BranchingImpl, BranchSwitch
 from vllm_treespec.engine.branches import ForkSpace, commit_copies, plan_branches
 from vllm_treespec.engine.kv_cache import BlockCopier
-from vllm_treespec.engine.tree_step import TreeStep
+from vllm_treespec.engine.tree_step import TreeStep, check_attention
 
 
 class BranchPlacement:
@@ -31,6 +31,7 @@ class BranchPlacement:
         forks: ForkSpace,
     ) -> None:
         """Let every layer and metadata builder see the plan of the running step."""
+        check_attention(runner, kv_caches, BranchingImpl)
         self.forks = forks
         self.target_blocks = BlockCopier(kv_caches[name] for name in target_layers)
         layers = runner.compilation_config.static_forward_context

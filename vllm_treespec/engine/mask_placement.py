@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.masks import NodeMasks
-from vllm_treespec.engine.tree_step import TreeStep
+from vllm_treespec.engine.tree_attention import TreeAttentionImpl
+from vllm_treespec.engine.tree_step import TreeStep, check_attention
 from vllm_treespec.kernels.kv_move import KvMover
 from vllm_treespec.tree import MAX_NODES, ancestor_bits
 
@@ -47,6 +48,7 @@ class MaskPlacement:
         forks: ForkSpace,
     ) -> None:
         """Let every metadata builder see the masks."""
+        check_attention(runner, kv_caches, TreeAttentionImpl)
         caches = [kv_caches[name] for name in target_layers]
         self.mover = KvMover(caches, forks.block_size)
         for group in runner.attn_groups[0]:

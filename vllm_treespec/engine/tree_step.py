@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +67,26 @@ class TreePlacement(Protocol):
 
     def commit(self, step: TreeStep) -> None:
         """Bring the accepted paths' KV into the requests' own slots."""
+
+
+def check_attention(runner: Any, layers: Iterable[str], expected: type) -> None:
+    """Check that layers have our attention.
+
+    vLLM chooses attention once in a process; an engine that ran there before ours
+    leaves its choice, and stock attention would read trees as chains.
+
+    Raises:
+        ValueError: naming the remedy.
+
+    """
+    context = runner.compilation_config.static_forward_context
+    for name in layers:
+        if not isinstance(context[name].impl, expected):
+            raise ValueError(
+                "draft trees came too late: another engine chose this process's "
+                "attention; start the engine in a process of its own, or unset "
+                "VLLM_ENABLE_V1_MULTIPROCESSING"
+            )
 
 
 def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
