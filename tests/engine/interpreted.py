@@ -36,7 +36,17 @@ class InterpretedDrafter(TreeDrafter):
 
 
 class InterpretedBuilder(TreeAttentionMetadataBuilder):
-    """Gives every batch masks."""
+    """Gives every batch masks; batches of whole trees what the first one got.
+
+    A full CUDA graph replays with the metadata that it was captured with: all that
+    changes from step to step must lie in tensors that last.
+    """
+
+    num_replays = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.captured: dict[int, TreeAttentionMetadata] = {}
 
     def build(
         self,
@@ -49,7 +59,12 @@ class InterpretedBuilder(TreeAttentionMetadataBuilder):
         assert self.masks is not None
         metadata.masks = self.masks
         metadata.workspace = self.masks.workspace(self.num_heads_q, self.headdim)
-        return metadata
+        num_reqs = common_attn_metadata.num_reqs
+        if common_attn_metadata.num_actual_tokens != num_reqs * self.whole_tree:
+            return metadata
+        if num_reqs in self.captured:
+            InterpretedBuilder.num_replays += 1
+        return self.captured.setdefault(num_reqs, metadata)
 
 
 class InterpretedImpl(TreeAttentionImpl):
@@ -131,3 +146,8 @@ class InterpretedWorker(TreeCPUWorker):
         """Load the models and profile them, as a GPU worker does."""
         super().load_model(**options)
         self.model_runner.profile_run()
+
+    def treespec_stats(self, reset: bool = False) -> dict[str, Any]:
+        """The worker's totals, and how often metadata were replayed."""
+        replays = {"replays": InterpretedBuilder.num_replays}
+        return super().treespec_stats(reset) | replays

@@ -60,6 +60,8 @@ def test_gpu_path_equals_plain_and_cpu_path(
 ) -> None:
     """Red when kernel, masks, moves or rules of the GPU path are wrong anywhere.
 
+    Or when a captured graph would see an earlier step's batch.
+
     Greedy answers are plain vLLM's on its stock attention. Sampled ones with a seed
     are those of the CPU path, which draws the same numbers: branches and masks are one
     method.
@@ -81,6 +83,8 @@ def test_gpu_path_equals_plain_and_cpu_path(
     for name in ("trees", "nodes", "accepted"):
         assert masks["stats"][name] == branches["stats"][name]
     assert {"1", "2"} <= set(masks["stats"]["accepted"]), "no tree was accepted deep"
+    if method == "rsd_s":
+        assert masks["stats"]["replays"] >= 3, "no batch of whole trees came again"
 
 
 def test_window_goes_by_position(

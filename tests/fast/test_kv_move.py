@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.interpreted import interpreted
 from tests.fast.random_trees import random_parents
+from vllm_treespec.kernels import kv_move
 from vllm_treespec.kernels.kv_move import KvMover, compile_cases
 
 PAGE_SIZE = 4
 LAYOUTS = ["heads outside", "tokens outside"]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_interpreter() -> Iterator[None]:
+    """Run the kernel without a card."""
+    with interpreted(kv_move):
+        yield
 
 
 def caches(

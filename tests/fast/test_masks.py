@@ -1,10 +1,7 @@
 """Where nodes lie under masks: query rows, masks, positions, graph inputs."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest

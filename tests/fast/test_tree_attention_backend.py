@@ -1,10 +1,7 @@
 """Which batches the GPU's attention backend gives masks, and what it refuses."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
