@@ -143,6 +143,7 @@ def refuse_arguments(args: EngineArgs) -> str:
         SeamError: when this vLLM lacks a seam.
 
     """
+    from vllm.config import AttentionConfig
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -172,7 +173,12 @@ def refuse_arguments(args: EngineArgs) -> str:
         "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
         "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
         "attention_backend": device == "cuda"
-        and args.attention_backend not in (None, AttentionBackendEnum[GPU_ATTENTION]),
+        and AttentionConfig.validate_backend_before(args.attention_backend)
+        not in (None, AttentionBackendEnum[GPU_ATTENTION]),
+        "attention_config": device == "cuda"
+        and bool(
+            args.attention_config.backend or args.attention_config.backend_per_kind
+        ),
     }
     for name, asked in untested.items():
         if asked:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm.config import AttentionConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -45,9 +46,9 @@ def test_default_arguments_pass(on: Any) -> None:
     """Red when a GPU is refused, or its device is not told to the expansion."""
     on("cuda")
     assert refuse_arguments(EngineArgs(model="some/model")) == "cuda"
-    triton = AttentionBackendEnum.TRITON_ATTN
-    args = EngineArgs(model="some/model", attention_backend=triton)
-    assert refuse_arguments(args) == "cuda"
+    for backend in (AttentionBackendEnum.TRITON_ATTN, "TRITON_ATTN", "auto"):
+        args = EngineArgs(model="some/model", attention_backend=backend)
+        assert refuse_arguments(args) == "cuda"
     args = EngineArgs(model="some/model", kv_cache_dtype="fp8")
     assert refuse_arguments(args) == "cuda"
 
@@ -56,6 +57,8 @@ def test_default_arguments_pass(on: Any) -> None:
     ("name", "value"),
     [
         ("attention_backend", AttentionBackendEnum.FLASH_ATTN),
+        ("attention_backend", "FLASH_ATTN"),
+        ("attention_config", AttentionConfig(backend=AttentionBackendEnum.FLASH_ATTN)),
         ("kv_cache_dtype", "fp8_per_token_head"),
         ("pipeline_parallel_size", 2),
         ("async_scheduling", True),
