@@ -12,6 +12,7 @@ from vllm.forward_context import BatchDescriptor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_treespec.engine.cpu_worker import TreeCPUWorker
 from vllm_treespec.engine.drafter import TreeDrafter
@@ -23,6 +24,7 @@ from vllm_treespec.engine.tree_attention import (
     TreeAttentionMetadata,
     TreeAttentionMetadataBuilder,
 )
+from vllm_treespec.engine.warm_up import warm_up_attention
 from vllm_treespec.kernels.tree_attention import Workspace
 
 
@@ -146,6 +148,14 @@ class InterpretedWorker(TreeCPUWorker):
         """Load the models and profile them, as a GPU worker does."""
         super().load_model(**options)
         self.model_runner.profile_run()
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm up as a GPU worker does."""
+        runner = self.model_runner
+        warm_up_attention(runner, runner.placement.masks)
+        for group in runner.attn_groups[0]:
+            group.get_metadata_builder().captured.clear()
+        return super().compile_or_warm_up_model()
 
     def treespec_stats(self, reset: bool = False) -> dict[str, Any]:
         """The worker's totals, and how often metadata were replayed."""

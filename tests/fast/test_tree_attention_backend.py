@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
@@ -14,6 +15,7 @@ from vllm_treespec.engine.tree_attention import (
     TreeAttentionMetadata,
     TreeAttentionMetadataBuilder,
 )
+from vllm_treespec.engine.warm_up import batches
 
 NOTHING: Any = None
 NUM_DRAFTS = 7
@@ -126,3 +128,16 @@ def test_layers_that_are_refused(changed: dict[str, Any], says: str) -> None:
     TritonAttentionImpl(**{**LAYER, **changed})
     with pytest.raises(ValueError, match=says):
         TreeAttentionImpl(**{**LAYER, **changed})
+
+
+@pytest.mark.parametrize("whole_tree", [4, 8, 33, 64])
+def test_every_form_is_warmed_up(whole_tree: int) -> None:
+    """Red when a request's longest tree, or a batch's size, waits for a compiler."""
+    found = set(batches(32, whole_tree, 8192))
+    for query_len in range(1, whole_tree + 1):
+        block = triton.next_power_of_2(query_len)
+        rows = {triton.next_power_of_2(length) for _, length in found}
+        assert block in rows
+    assert {num_reqs for num_reqs, _ in found} == {1, 32}
+    assert all(num_reqs * length <= 8192 for num_reqs, length in found)
+    assert all(num_reqs * length <= 100 for num_reqs, length in batches(8, 33, 100))

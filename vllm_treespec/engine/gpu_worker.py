@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_treespec.engine.gpu_runner import TreeGPUModelRunner
+from vllm_treespec.engine.warm_up import warm_up_attention
 from vllm_treespec.engine.worker import TreeWorkerMixin
 
 TREE_ATTENTION = "vllm_treespec.engine.tree_attention.TreeAttentionBackend"
@@ -20,3 +22,9 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         runner = TreeGPUModelRunner(self.vllm_config, self.device)
         runner.init_trees()
         return runner
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Compile tree attention, then what vLLM compiles and captures."""
+        runner = self.model_runner
+        warm_up_attention(runner, runner.placement.masks)
+        return super().compile_or_warm_up_model()

@@ -87,6 +87,12 @@ SEAMS = (
         "room for fork blocks",
         "cuda",
     ),
+    Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.compile_or_warm_up_model",
+        "tree attention is compiled",
+        "cuda",
+    ),
     Seam(_RUNNER, "GPUModelRunner.profile_run", "buffers that last", "cuda"),
     Seam(_RUNNER, "GPUModelRunner._dummy_run", "graphs of draft models", "cuda"),
     Seam(

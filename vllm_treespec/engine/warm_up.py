@@ -1,0 +1,77 @@
+"""Runs tree attention once in all its forms, so that no request waits for a compiler.
+
+The kernel's form follows from the batch: how many rows its longest request has, and
+whether contexts are split. Graphs compile only what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_treespec.engine.masks import NodeMasks
+
+# Rows of a prompt's chunk, more than one block of the kernel holds.
+PROMPT_ROWS = 256
+
+
+def warm_up_attention(runner: Any, masks: NodeMasks) -> None:
+    """Call the kernel with empty contexts, which reads and writes no KV.
+
+    Args:
+        runner: with its KV cache.
+        masks: the placement's.
+
+    """
+    layers = runner.compilation_config.static_forward_context
+    for group in runner.attn_groups[0]:
+        builder = group.get_metadata_builder()
+        layer = layers[group.layer_names[0]]
+        for num_reqs, query_len in batches(
+            runner.max_num_reqs, builder.whole_tree, runner.max_num_tokens
+        ):
+            metadata = builder.build(0, empty_batch(runner, num_reqs, query_len))
+            metadata.masks = masks
+            metadata.workspace = masks.workspace(builder.num_heads_q, builder.headdim)
+            query = torch.zeros(
+                (num_reqs * query_len, layer.impl.num_heads, layer.impl.head_size),
+                dtype=runner.model_config.dtype,
+                device=runner.device,
+            )
+            layer.impl.attend_under_masks(
+                layer, query, layer.kv_cache, metadata, torch.empty_like(query)
+            )
+
+
+def batches(
+    max_reqs: int, whole_tree: int, max_tokens: int
+) -> Iterator[tuple[int, int]]:
+    """Numbers of requests and of rows of each, one batch for every form."""
+    rows = [1 << exponent for exponent in range(whole_tree.bit_length())]
+    for query_len in (*rows, whole_tree, PROMPT_ROWS):
+        for num_reqs in (1, max_reqs):
+            if num_reqs * query_len <= max_tokens:
+                yield num_reqs, query_len
+
+
+def empty_batch(runner: Any, num_reqs: int, query_len: int) -> CommonAttentionMetadata:
+    """A batch of requests without any key."""
+    num_tokens = num_reqs * query_len
+    starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32)
+    seq_lens = torch.zeros(num_reqs, dtype=torch.int32)
+    table = runner.input_batch.block_table[0]
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(runner.device),
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens.to(runner.device),
+        seq_lens_cpu_upper_bound=seq_lens,
+        num_reqs=num_reqs,
+        num_actual_tokens=num_tokens,
+        max_query_len=query_len,
+        max_seq_len=0,
+        block_table_tensor=table.get_device_tensor(num_reqs),
+        slot_mapping=table.slot_mapping.gpu[:num_tokens],
+    )
