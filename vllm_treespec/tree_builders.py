@@ -41,9 +41,8 @@ def from_levels(
         [root_column] + [p + s for p, s in zip(parents, starts, strict=True)], dim=1
     )
     flat_valid = torch.cat([torch.ones_like(root_column, dtype=torch.bool), *valid], 1)
-    flat_depths = torch.repeat_interleave(
-        torch.arange(len(widths), device=device), torch.tensor(widths, device=device)
-    ).expand(num_reqs, -1)
+    depths = [depth for depth, width in enumerate(widths) for _ in range(width)]
+    flat_depths = torch.tensor(depths, device=device).expand(num_reqs, -1)
 
     order = torch.argsort(~flat_valid, dim=1, stable=True)
     new_index = flat_valid.cumsum(1) - 1

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fast.at_once_rules import MIXED, drawing, rejection, shape_of
 from tests.fast.beam_trees import rand
 from tests.fast.drawn_trees import Plan, drawn_trees, paths
 from tests.fast.enumeration import Scorer
 from tests.fast.languages import plain_sampling, random_tables
+from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import draws_of
 from vllm_treespec.sampling import SamplingTensors
@@ -316,48 +314,6 @@ def test_entries_without_a_request() -> None:
 
 
 # No waiting
-
-WAITING = {
-    "_local_scalar_dense",
-    "_unique2",
-    "equal",
-    "is_nonzero",
-    "item",
-    "masked_select",
-    "nonzero",
-    "repeat_interleave",
-}
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses operations for which the host would wait for a device."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        tensors = [
-            leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)
-        ]
-        is_mask = name.startswith("index") and any(
-            index.dtype == torch.bool
-            for index in pytree.tree_leaves(args[1:2])
-            if isinstance(index, Tensor)
-        )
-        is_copied = len({tensor.device for tensor in tensors}) > 1
-        if is_mask or is_copied or name in WAITING:
-            raise RuntimeError(f"{func} makes the host wait")
-        return func(*args, **(kwargs or {}))
-
-
-def on_meta(value: Any) -> Any:
-    """Tensors without values: they cannot be read, nor meet one of another device."""
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, TreeBatch | Draws | TargetLogits | SamplingTensors):
-        named = {field.name: getattr(value, field.name) for field in fields(value)}
-        return type(value)(**{name: on_meta(part) for name, part in named.items()})
-    return value
 
 
 @pytest.mark.parametrize("kind", ["plain", "both", "mixed"])

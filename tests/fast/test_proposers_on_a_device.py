@@ -1,0 +1,68 @@
+"""Proposers on a device whose values the host cannot see."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.no_waiting import NoWaiting, on_meta
+from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.proposers.medusa import Medusa
+from vllm_treespec.proposers.redrafter import ReDrafter
+from vllm_treespec.proposers.rsd_c import RsdC
+from vllm_treespec.proposers.rsd_s import RsdS
+from vllm_treespec.proposers.sd import Sd
+from vllm_treespec.proposers.specinfer import SpecInfer
+from vllm_treespec.sampling import SamplingTensors
+
+NUM_REQS, VOCAB_SIZE = 3, 50
+# All but suffix, which draws on the host.
+PROPOSERS: dict[str, Proposer] = {
+    "sd": Sd(3),
+    "rsd_c": RsdC((3, 2, 1)),
+    "rsd_s": RsdS(4, 3),
+    "specinfer": SpecInfer([(2, 1), (1, 1)]),
+    "redrafter": ReDrafter(4, 3, 8),
+    "medusa": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
+}
+
+
+class MetaModel:
+    """A draft model whose logits have no values."""
+
+    def __init__(self, vocabulary: Tensor | None) -> None:
+        self.vocabulary = vocabulary
+
+    def root_logits(self) -> Tensor:
+        return torch.empty((NUM_REQS, VOCAB_SIZE), device="meta")
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        return torch.empty((*token_ids.shape, VOCAB_SIZE), device="meta")
+
+
+@pytest.mark.parametrize("temperature", ["greedy", "random", "mixed"])
+@pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
+    """Red when a proposer asks the device for a value, or leaves a tensor behind."""
+    proposer = PROPOSERS[name]
+    vocabulary = torch.arange(VOCAB_SIZE, device="meta") if hot else None
+    sampling = SamplingTensors(
+        torch.ones(NUM_REQS),
+        top_p=torch.full((NUM_REQS,), 0.9),
+        all_greedy=temperature == "greedy",
+        all_random=temperature == "random",
+    )
+    inputs = ProposerInputs(
+        root_token_ids=torch.zeros(NUM_REQS, dtype=torch.int64, device="meta"),
+        sampling=on_meta(sampling),
+        uniforms=torch.empty(
+            (NUM_REQS, proposer.num_uniforms), dtype=torch.float64, device="meta"
+        ),
+        draft_models=[MetaModel(vocabulary)] * proposer.num_draft_models,
+    )
+    with NoWaiting():
+        tree = proposer.propose(inputs)
+    for part in (tree.token_ids, tree.parents, tree.depths, tree.num_nodes):
+        assert part.is_meta
+    if temperature != "greedy" and tree.draws is not None:
+        assert tree.draws.probs.is_meta
