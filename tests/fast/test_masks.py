@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fast.no_waiting import NoWaiting, on_meta
 from vllm_treespec.engine.branches import BatchLayout
 from vllm_treespec.engine.mask_placement import MaskPlacement, node_rows
 from vllm_treespec.engine.masked_draft_model import GraphInputs
@@ -31,32 +32,38 @@ def test_node_rows() -> None:
     assert nodes.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_place() -> None:
-    """Red when masks, starts or positions of a step's nodes are wrong.
+def two_trees(device: torch.device) -> tuple[MaskPlacement, Any, TreeStep]:
+    """A placement, a runner and a step on a device.
 
     The batch: a prompt of 3 tokens, the first tree, a chain of 2, the second tree.
     """
     placement = MaskPlacement()
-    placement.masks = NodeMasks(16, 4, torch.device("cpu"))
-    layout = BatchLayout(
-        torch.tensor([0, 3, 7, 9, 11]), torch.tensor([0, 20, 4, 31]), NOTHING, NOTHING
-    )
+    placement.masks = NodeMasks(16, 4, device)
+    starts = torch.tensor([0, 3, 7, 9, 11])
+    positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9])
     runner = SimpleNamespace(
-        query_start_loc=SimpleNamespace(np=layout.query_start_loc.numpy()),
-        positions=torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9]),
-        device=torch.device("cpu"),
+        query_start_loc=SimpleNamespace(np=starts.numpy()),
+        positions=positions.to(device),
+        device=device,
         drafter=SimpleNamespace(max_depth=2),
     )
+    context_lens = torch.tensor([0, 20, 4, 31], device=device)
     step = TreeStep(
-        torch.tensor([1, 3]),
-        TREES,
+        torch.tensor([1, 3], device=device),
+        TREES if device.type == "cpu" else on_meta(TREES),
         0,
-        layout,
+        BatchLayout(starts.to(device), context_lens, NOTHING, NOTHING),
         NOTHING,
         host_reqs=np.array([1, 3]),
         host_num_nodes=np.array([4, 2]),
         host_roots=NOTHING,
     )
+    return placement, runner, step
+
+
+def test_place() -> None:
+    """Red when masks, starts or positions of a step's nodes are wrong."""
+    placement, runner, step = two_trees(torch.device("cpu"))
     placement.place(runner, step, NOTHING)
     masks = placement.masks
     assert masks.present
@@ -68,6 +75,13 @@ def test_place() -> None:
     placement.clear()
     assert not masks.present
     assert not masks.node_masks.any()
+
+
+def test_place_waits_for_nothing() -> None:
+    """Red when placing trees asks the device for a value."""
+    placement, runner, step = two_trees(torch.device("meta"))
+    with NoWaiting():
+        placement.place(runner, step, NOTHING)
 
 
 def test_workspaces_last() -> None:

@@ -197,14 +197,17 @@ def fork_block_table(
     """Point the given rows of a block table at fork blocks from a column on.
 
     Columns past the table are left out: no position of a request lies there.
-    Changes ``block_table`` int32 [num_seqs, max_blocks] in place and returns it.
+
+    Returns:
+        int32 [num_seqs, max_blocks], a new table.
+
     """
-    for index in range(forks.blocks_per_fork):
-        column = first_column + index
-        inside = column < block_table.shape[1]
-        blocks = forks.block(tree, fork, index).to(block_table.dtype)
-        block_table[rows[inside], column[inside]] = blocks[inside]
-    return block_table
+    width = block_table.shape[1]
+    index = torch.arange(forks.blocks_per_fork, device=rows.device)
+    blocks = forks.block(tree[:, None], fork[:, None], index)
+    wider = torch.nn.functional.pad(block_table, (0, forks.blocks_per_fork))
+    wider[rows[:, None], first_column[:, None] + index] = blocks.to(wider.dtype)
+    return wider[:, :width].contiguous()
 
 
 def commit_copies(
