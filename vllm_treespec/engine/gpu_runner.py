@@ -9,6 +9,7 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_treespec.engine.masked_draft_model import PIECEWISE, MaskedDraftModel
+from vllm_treespec.engine.rehearsal import rehearse
 from vllm_treespec.engine.runner import TreeRunnerMixin
 from vllm_treespec.tree import MAX_NODES
 
@@ -22,11 +23,19 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     """
 
     def profile_run(self, *args: Any, **options: Any) -> None:
-        """Run the models once, with the draft models' graph inputs in place."""
+        """Run the models once, with all of our buffers in place, and draw trees."""
         size = max(self.max_num_tokens, self.drafter.config.max_trees * MAX_NODES)
         for draft_model in self._masked_draft_models():
             draft_model.make_graph_inputs(self.cudagraph_dispatcher, size)
         super().profile_run(*args, **options)
+        model_config = self.model_config
+        num_reqs = min(self.drafter.config.max_trees, self.max_num_reqs)
+        hidden = torch.zeros(
+            (num_reqs, model_config.get_hidden_size()),
+            dtype=model_config.dtype,
+            device=self.device,
+        )
+        rehearse(self.drafter, num_reqs, model_config.get_vocab_size(), hidden)
 
     def _masked_draft_models(self) -> Iterator[MaskedDraftModel]:
         for draft_model in self.drafter.draft_models:
