@@ -30,7 +30,7 @@ test: test-fast  ## fast tier, then the engine tier on a real model
 
 test-fast: $(STAMP)  ## fast tier only: no vLLM engine, no download after setup
 	@echo "fast tier"
-	@$(BIN)/python -m pytest tests/fast
+	@$(BIN)/python -m pytest tests/fast --numprocesses 2
 
 quality: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .

@@ -60,6 +60,7 @@ setup(
             "pandas>=2.2",
             "pre-commit>=4",
             "pytest>=8",
+            "pytest-xdist>=3.6",
             "ruff>=0.12",
             "scipy>=1.14",
         ],
