@@ -58,6 +58,5 @@ def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
         head = load_head(Path(folder))
         head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
     drafter: Any = Recorder(spec, head)
-    with torch.inference_mode():
-        rehearse(drafter, NUM_REQS, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
+    rehearse(drafter, NUM_REQS, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
     assert drafter.scored == [(NUM_REQS, p.max_nodes) for p in drafter.proposers]

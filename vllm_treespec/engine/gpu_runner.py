@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_treespec.engine.masked_draft_model import PIECEWISE, MaskedDraftModel
@@ -47,13 +48,14 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
         """Run the target, and before and while piecewise graphs are captured, drafts.
 
         vLLM names the mode in those runs only; whole trees have graphs of the
-        target's alone.
+        target's alone. With LoRA vLLM has graphs for batches with adapters only, which
+        drafts are not: they run without.
         """
         outputs = super()._dummy_run(num_tokens, *args, **options)
         mode = options.get("cudagraph_runtime_mode")
         if mode in PIECEWISE and not options.get("uniform_decode"):
             mode, desc = self.cudagraph_dispatcher.dispatch(
-                num_tokens, valid_modes={mode}
+                num_tokens, valid_modes={mode, CUDAGraphMode.NONE}
             )
             for draft_model in self._masked_draft_models():
                 draft_model.dummy_run(mode, desc)

@@ -36,6 +36,7 @@ class IdleModel:
         return torch.zeros(shape, device=self.device)
 
 
+@torch.inference_mode()
 def rehearse(
     drafter: TreeDrafter,
     num_reqs: int,
