@@ -58,9 +58,7 @@ class InterpretedBuilder(TreeAttentionMetadataBuilder):
     ) -> TreeAttentionMetadata:
         """Build the metadata of a batch with trees."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        assert self.masks is not None
-        metadata.masks = self.masks
-        metadata.workspace = self.masks.workspace(self.num_heads_q, self.headdim)
+        self.add_masks(metadata)
         num_reqs = common_attn_metadata.num_reqs
         if common_attn_metadata.num_actual_tokens != num_reqs * self.whole_tree:
             return metadata
@@ -122,9 +120,9 @@ class InterpretedRunner(TreeGPUModelRunner, CPUModelRunner):
     def profile_run(self, *args: Any, **options: Any) -> None:
         """Run the models once; draft models read padded batches afterwards."""
         super().profile_run(*args, **options)
-        for draft_model in self.drafter.draft_models:
-            draft_model.make_graph_inputs(PaddingDispatcher(), self.max_num_tokens)
         masks: NodeMasks = self.placement.masks
+        for draft_model in self.drafter.draft_models:
+            draft_model.prepare(masks, PaddingDispatcher())
         for heads, size in masks.workspaces:
             # A card's number of splits would fill a card: too much for an interpreter.
             masks.workspaces[heads, size] = Workspace(
@@ -152,7 +150,7 @@ class InterpretedWorker(TreeCPUWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up as a GPU worker does."""
         runner = self.model_runner
-        warm_up_attention(runner, runner.placement.masks)
+        warm_up_attention(runner)
         for group in runner.attn_groups[0]:
             group.get_metadata_builder().captured.clear()
         return super().compile_or_warm_up_model()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.fast.no_waiting import NoWaiting, on_meta
-from vllm_treespec.engine.branches import BatchLayout
 from vllm_treespec.engine.mask_placement import MaskPlacement, node_rows
 from vllm_treespec.engine.masked_draft_model import GraphInputs
 from vllm_treespec.engine.masks import NodeMasks
@@ -23,6 +22,16 @@ TREES = TreeBatch(
     depths=torch.tensor([[0, 1, 1, 2], [0, 1, 0, 0]]),
     num_nodes=torch.tensor([4, 2]),
 )
+
+
+class Table:
+    """A block table of four requests."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.blocks = torch.arange(8, device=device).view(4, 2)
+
+    def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
+        return self.blocks[:num_reqs]
 
 
 def test_node_rows() -> None:
@@ -46,13 +55,13 @@ def two_trees(device: torch.device) -> tuple[MaskPlacement, Any, TreeStep]:
         positions=positions.to(device),
         device=device,
         drafter=SimpleNamespace(max_depth=2),
+        num_computed_tokens=torch.tensor([0, 20, 4, 31], device=device),
+        input_batch=SimpleNamespace(num_reqs=4, block_table=[Table(device)]),
     )
-    context_lens = torch.tensor([0, 20, 4, 31], device=device)
     step = TreeStep(
         torch.tensor([1, 3], device=device),
         TREES if device.type == "cpu" else on_meta(TREES),
         0,
-        BatchLayout(starts.to(device), context_lens, NOTHING, NOTHING),
         NOTHING,
         host_reqs=np.array([1, 3]),
         host_num_nodes=np.array([4, 2]),
@@ -70,6 +79,8 @@ def test_place() -> None:
     expected = [0, 0, 0, 0b1, 0b11, 0b101, 0b1101, 0, 0, 0b1, 0b11]
     assert masks.node_masks[:11].tolist() == expected
     assert masks.tree_starts[[1, 3]].tolist() == [20, 31]
+    assert placement.roots.tolist() == [20, 31]
+    assert placement.block_table.tolist() == [[2, 3], [6, 7]]
     positions = [0, 1, 2, 20, 21, 21, 22, 4, 5, 31, 32, -9]
     assert runner.positions.tolist() == positions
     placement.clear()

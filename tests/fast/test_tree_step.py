@@ -29,7 +29,6 @@ def test_last_rows() -> None:
         NOTHING,
         0,
         NOTHING,
-        NOTHING,
         host_reqs=NOTHING,
         host_num_nodes=NOTHING,
         host_roots=NOTHING,

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.engine.attention import BranchingImpl, BranchSwitch
-from vllm_treespec.engine.branches import ForkSpace, commit_copies, plan_branches
+from vllm_treespec.engine.branches import (
+    BatchLayout,
+    ForkSpace,
+    commit_copies,
+    plan_branches,
+)
 from vllm_treespec.engine.kv_cache import BlockCopier
 from vllm_treespec.engine.tree_step import TreeStep, check_attention
 
@@ -47,12 +52,13 @@ class BranchPlacement:
 
     def place(self, runner: Any, step: TreeStep, logits_indices: Tensor) -> None:
         """Put each tree's nodes in branch order, and give them their positions."""
-        plan = plan_branches(step.tree, step.reqs, step.layout, self.forks)
+        self.layout = layout_of(runner)
+        plan = plan_branches(step.tree, step.reqs, self.layout, self.forks)
         self.switch.plan = plan
         self.target_blocks.copy_apart(plan.copy_from, plan.copy_to)
         is_node = step.tree.is_node()
         rows = plan.node_rows[is_node]
-        context = step.layout.context_lens[step.reqs]
+        context = self.layout.context_lens[step.reqs]
         runner.positions[rows] = (context[:, None] + step.tree.depths)[is_node]
         ids = runner.input_ids.gpu[: len(plan.row_order)]
         ids.copy_(ids[plan.row_order])
@@ -72,7 +78,20 @@ class BranchPlacement:
                 step.scored.last_node(),
                 step.scored.num_accepted,
                 step.reqs,
-                step.layout,
+                self.layout,
                 self.forks,
             )
         )
+
+
+def layout_of(runner: Any) -> BatchLayout:
+    """How vLLM laid out the batch of the running step."""
+    num_reqs = runner.input_batch.num_reqs
+    num_tokens = runner.query_start_loc.np[num_reqs]
+    table = runner.input_batch.block_table[0]
+    return BatchLayout(
+        query_start_loc=runner.query_start_loc.gpu[: num_reqs + 1].long(),
+        context_lens=runner.num_computed_tokens[:num_reqs].long(),
+        block_table=table.get_device_tensor(num_reqs),
+        slot_mapping=table.slot_mapping.gpu[:num_tokens].clone(),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_treespec.engine.masked_draft_model import PIECEWISE, MaskedDraftModel
 from vllm_treespec.engine.rehearsal import rehearse
 from vllm_treespec.engine.runner import TreeRunnerMixin
-from vllm_treespec.tree import MAX_NODES
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
@@ -24,10 +22,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     """
 
     def profile_run(self, *args: Any, **options: Any) -> None:
-        """Run the models once, with all of our buffers in place, and draw trees."""
-        size = max(self.max_num_tokens, self.drafter.config.max_trees * MAX_NODES)
-        for draft_model in self._masked_draft_models():
-            draft_model.make_graph_inputs(self.cudagraph_dispatcher, size)
+        """Run the models once, and draw and score trees."""
         super().profile_run(*args, **options)
         model_config = self.model_config
         num_reqs = min(self.drafter.config.max_trees, self.max_num_reqs)
@@ -37,11 +32,6 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
             device=self.device,
         )
         rehearse(self.drafter, num_reqs, model_config.get_vocab_size(), hidden)
-
-    def _masked_draft_models(self) -> Iterator[MaskedDraftModel]:
-        for draft_model in self.drafter.draft_models:
-            assert isinstance(draft_model, MaskedDraftModel)
-            yield draft_model
 
     @torch.inference_mode()
     def _dummy_run(self, num_tokens: int, *args: Any, **options: Any) -> Any:
@@ -57,6 +47,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
             mode, desc = self.cudagraph_dispatcher.dispatch(
                 num_tokens, valid_modes={mode, CUDAGraphMode.NONE}
             )
-            for draft_model in self._masked_draft_models():
+            for draft_model in self.drafter.draft_models:
+                assert isinstance(draft_model, MaskedDraftModel)
                 draft_model.dummy_run(mode, desc)
         return outputs

@@ -25,6 +25,5 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile tree attention, then what vLLM compiles and captures."""
-        runner = self.model_runner
-        warm_up_attention(runner, runner.placement.masks)
+        warm_up_attention(self.model_runner)
         return super().compile_or_warm_up_model()

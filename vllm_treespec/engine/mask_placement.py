@@ -25,7 +25,7 @@ class MaskPlacement:
     """
 
     def prepare(self, runner: Any) -> None:
-        """Allocate the masks, and the attention kernel's buffers for all models."""
+        """Allocate masks, draft models' inputs, and the kernel's buffers for all."""
         max_trees = runner.drafter.config.max_trees
         self.masks = NodeMasks(
             max(runner.max_num_tokens, max_trees * MAX_NODES),
@@ -33,7 +33,9 @@ class MaskPlacement:
             runner.device,
         )
         models = [runner.model_config]
-        models += [model.model_config for model in runner.drafter.draft_models]
+        for draft_model in runner.drafter.draft_models:
+            draft_model.prepare(self.masks, runner.cudagraph_dispatcher)
+            models.append(draft_model.model_config)
         for model in models:
             self.masks.workspace(
                 model.get_num_attention_heads(runner.parallel_config),
@@ -54,8 +56,6 @@ class MaskPlacement:
         for group in runner.attn_groups[0]:
             for builder in group.metadata_builders:
                 builder.masks = self.masks
-        for draft_model in runner.drafter.draft_models:
-            draft_model.masks = self.masks
 
     def clear(self) -> None:
         """Back to causal rows."""
@@ -67,7 +67,10 @@ class MaskPlacement:
         starts = runner.query_start_loc.np[step.host_reqs]
         rows, nodes = node_rows(starts, step.host_num_nodes, tree.max_nodes)
         index = torch.from_numpy(np.stack([rows, nodes])).to(runner.device)
-        roots = step.layout.context_lens[step.reqs]
+        self.roots = roots = runner.num_computed_tokens[step.reqs].long()
+        table = runner.input_batch.block_table[0]
+        num_reqs = runner.input_batch.num_reqs
+        self.block_table = table.get_device_tensor(num_reqs)[step.reqs]
         masks = ancestor_bits(tree, runner.drafter.max_depth)
         self.masks.put(index[0], masks.flatten()[index[1]], step.reqs, roots)
         positions = roots[:, None] + tree.depths
@@ -79,8 +82,8 @@ class MaskPlacement:
         self.mover.move(
             step.scored.path,
             step.scored.num_accepted,
-            step.layout.context_lens[step.reqs],
-            step.layout.block_table[step.reqs],
+            self.roots,
+            self.block_table,
         )
 
 

@@ -50,16 +50,17 @@ class MaskedDraftModel(PagedDraftModel):
     masks: NodeMasks
     graphs: CudagraphDispatcher | None = None
 
-    def make_graph_inputs(self, dispatcher: CudagraphDispatcher, size: int) -> None:
-        """Read in piecewise CUDA graphs from now on.
+    def prepare(self, masks: NodeMasks, dispatcher: CudagraphDispatcher) -> None:
+        """Read under these masks, and in piecewise CUDA graphs, from now on.
 
         Args:
+            masks: the target's; their rows are the most tokens of a forward.
             dispatcher: vLLM's, which knows the sizes that are captured.
-            size: most tokens of a forward.
 
         """
+        self.masks = masks
         self.graphs = dispatcher
-        self.inputs = GraphInputs(size, self.device)
+        self.inputs = GraphInputs(masks.max_tokens, self.device)
 
     def dummy_run(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> None:
         """Run once without attention, to warm up or to capture a graph."""

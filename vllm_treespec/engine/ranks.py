@@ -29,10 +29,9 @@ def check_same_drafts(
             all processes and stops the engine when one ends.
 
     """
-    row = proposal.rows.get(req_id)
-    if rank == 0 or row is None or PADDING_TOKEN_ID in scheduled:
+    if rank == 0 or req_id not in proposal.rows or PADDING_TOKEN_ID in scheduled:
         return
-    if proposal.drafts[row][: len(scheduled)] != scheduled:
+    if proposal.find(req_id, scheduled) is None:
         raise SystemExit(
             f"tensor-parallel rank {rank} drew other drafts than rank 0 for request "
             f"{req_id}; give every rank the same kind of device and, on CPU, as many "

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.engine.branches import BatchLayout
 from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.drafting import DraftingMixin
 from vllm_treespec.engine.kv_cache import with_fork_blocks
@@ -135,7 +134,7 @@ class TreeRunnerMixin(DraftingMixin):
         if not found:
             return None
         host = np.array(sorted(found)).T
-        reqs, rows, limit, _ = torch.from_numpy(host).to(runner.device)
+        reqs, rows, limit = torch.from_numpy(host[:3]).to(runner.device)
         tree = self.proposal.tree
         if host[1].tolist() != list(range(tree.num_reqs)):
             tree = tree.select(rows)
@@ -143,24 +142,10 @@ class TreeRunnerMixin(DraftingMixin):
             reqs,
             tree.cut(limit),
             self.proposal.scheduled,
-            self._layout(scheduler_output),
             first_rows(metadata.cu_num_sampled_tokens)[reqs],
             host_reqs=host[0],
             host_num_nodes=host[3],
             host_roots=runner.input_batch.num_computed_tokens_cpu[host[0]],
-        )
-
-    def _layout(self, scheduler_output: SchedulerOutput) -> BatchLayout:
-        """How vLLM laid out this step's batch."""
-        runner: Any = self
-        num_reqs = runner.input_batch.num_reqs
-        table = runner.input_batch.block_table[0]
-        num_tokens = scheduler_output.total_num_scheduled_tokens
-        return BatchLayout(
-            query_start_loc=runner.query_start_loc.gpu[: num_reqs + 1].long(),
-            context_lens=runner.num_computed_tokens[:num_reqs].long(),
-            block_table=table.get_device_tensor(num_reqs),
-            slot_mapping=table.slot_mapping.gpu[:num_tokens].clone(),
         )
 
     def _node_limits(self, scheduler_output: SchedulerOutput) -> dict[str, int]:

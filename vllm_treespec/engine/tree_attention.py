@@ -60,12 +60,16 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         metadata = TreeAttentionMetadata(
             **{field.name: getattr(stock, field.name) for field in fields(stock)}
         )
-        masks = self.masks
         whole_trees = common_attn_metadata.max_query_len == self.whole_tree
-        if masks is not None and (masks.present or whole_trees):
-            metadata.masks = masks
-            metadata.workspace = masks.workspace(self.num_heads_q, self.headdim)
+        if self.masks is not None and (self.masks.present or whole_trees):
+            self.add_masks(metadata)
         return metadata
+
+    def add_masks(self, metadata: TreeAttentionMetadata) -> None:
+        """Let a batch run on our kernel."""
+        assert self.masks is not None
+        metadata.masks = self.masks
+        metadata.workspace = self.masks.workspace(self.num_heads_q, self.headdim)
 
     @property
     def whole_tree(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.engine.branches import BatchLayout, ForkSpace
+from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.tree import TreeBatch
 
@@ -24,7 +24,6 @@ class TreeStep:
     tree: TreeBatch
     # index of the schedule's tree that they were drawn as
     scheduled: int
-    layout: BatchLayout
     # int64 [num_trees], row of each tree's root among the logits
     first_row: Tensor
     # known on the host, so that no step has to ask the device: int64 [num_trees], as

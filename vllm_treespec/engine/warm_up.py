@@ -12,19 +12,14 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_treespec.engine.masks import NodeMasks
-
 # Rows of a prompt's chunk, more than one block of the kernel holds.
 PROMPT_ROWS = 256
 
 
-def warm_up_attention(runner: Any, masks: NodeMasks) -> None:
+def warm_up_attention(runner: Any) -> None:
     """Call the kernel with empty contexts, which reads and writes no KV.
 
-    Args:
-        runner: with its KV cache.
-        masks: the placement's.
-
+    ``runner`` has its KV cache.
     """
     layers = runner.compilation_config.static_forward_context
     for group in runner.attn_groups[0]:
@@ -34,8 +29,7 @@ def warm_up_attention(runner: Any, masks: NodeMasks) -> None:
             runner.max_num_reqs, builder.whole_tree, runner.max_num_tokens
         ):
             metadata = builder.build(0, empty_batch(runner, num_reqs, query_len))
-            metadata.masks = masks
-            metadata.workspace = masks.workspace(builder.num_heads_q, builder.headdim)
+            builder.add_masks(metadata)
             query = torch.zeros(
                 (num_reqs * query_len, layer.impl.num_heads, layer.impl.head_size),
                 dtype=runner.model_config.dtype,
