@@ -91,3 +91,39 @@ def best_points(
             best[row.budget] = max(found, best.get(row.budget, found))
     budgets = sorted(best)
     return budgets, [best[budget] for budget in budgets]
+
+
+def draw_workloads(rows: Sequence[Row], path: Path) -> None:
+    """Save grouped bars: speed-up per workload at the smallest batch size, one panel
+    per temperature, without the plain sides."""
+    smallest = min(row.cell.batch_size for row in rows)
+    rows = [row for row in rows if row.cell.batch_size == smallest]
+    workloads = list(dict.fromkeys(row.cell.workload for row in rows))
+    sides = list(dict.fromkeys(row.side for row in rows if row.family != PLAIN))
+    speedups = {
+        (row.side, row.cell.workload, row.cell.temperature): row.speedup or 0.0
+        for row in rows
+    }
+    panels = temperatures(rows)
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(1.8 * len(workloads) + 3, 3 * len(panels)),
+        layout="constrained",
+        squeeze=False,
+    )
+    width = 0.8 / max(len(sides), 1)
+    for axis, temperature in zip(axes[:, 0], panels, strict=True):
+        for number, side in enumerate(sides):
+            places = [w + (number + 0.5) * width - 0.4 for w in range(len(workloads))]
+            heights = [speedups.get((side, w, temperature), 0.0) for w in workloads]
+            axis.bar(places, heights, width, label=side)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(workloads)), workloads)
+        axis.set_ylabel("speed-up over plain")
+        axis.set_title(f"batch {smallest}, temperature {temperature:g}")
+        axis.grid(axis="y", alpha=0.3)
+    if sides:
+        axes[0, 0].legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -57,6 +59,8 @@ class Plan:
     # SHA-256 of the weights and the like, part of the settings
     models: str
     commit: str | None
+    # prompts by workload; the cells then name them
+    workloads: dict[str, list[str]] = field(default_factory=dict)
 
     def job(self, side: Side, round_: int) -> Job:
         """Job of a side in a round; each round samples with another seed."""
@@ -64,6 +68,7 @@ class Plan:
             side=side,
             target=self.target,
             prompts=self.prompts,
+            workloads=self.workloads,
             cells=[c for c in self.cells if not side.greedy_only or not c.temperature],
             max_tokens=self.max_tokens,
             seed=round_,
@@ -89,11 +94,30 @@ class Plan:
 
     def seconds(self) -> float:
         """Estimate of what is left to run."""
-        cells = [(cell.batch_size, cell.temperature) for cell in self.cells]
+        cells = [
+            (cell.batch_size, cell.temperature, cell.num_prompts or len(self.prompts))
+            for cell in self.cells
+        ]
         return sum(
-            estimated_seconds(side, cells, len(self.prompts), self.max_tokens)
-            for _, side in self.todo()
+            estimated_seconds(side, cells, self.max_tokens) for _, side in self.todo()
         )
+
+
+@dataclass
+class CellCounter:
+    """Says in a progress bar how many cells of the running side are done."""
+
+    bar: Progress
+    task: TaskID
+    name: str
+    total: int
+    done: int = 0
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Count an event of the side's process."""
+        self.done += event["event"] == "cell"
+        text = f"{self.name}, {self.done} of {self.total} cells"
+        self.bar.update(self.task, description=text)
 
 
 def execute(
@@ -116,11 +140,13 @@ def execute(
         task = bar.add_task("starting", total=len(todo))
         for round_, side in todo:
             if side.name not in failed:
-                bar.update(task, description=f"round {round_ + 1}: {side.name}")
+                name = f"round {round_ + 1}: {side.name}"
+                bar.update(task, description=name)
                 job = plan.job(side, round_)
+                cells = CellCounter(bar, task, name, len(job.cells))
                 log = plan.out / "logs" / f"{side.name}.{round_}.log"
                 try:
-                    result = run_side(job, log)
+                    result = run_side(job, log, cells)
                 except CompareError as error:
                     failed[side.name] = str(error)
                     bar.console.print(f"[red]failed[/red] {error}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_treespec.compare import Side, plain_side, spec_side, tree_side
+from vllm_treespec.config import METHODS
+from vllm_treespec.method_config import DraftModelConfig, HeadMethodConfig
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,16 @@ PAPER_TREES = {
 }
 
 
-def stock_sides(draft: str, stock_depth: int, eager: Sequence[bool]) -> list[Side]:
-    """Make the sides of stock vLLM: plain three times, n-gram, draft model."""
-    specs: list[dict[str, Any]] = [
-        {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
-        {"method": "draft_model", "model": draft},
-    ]
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def stock_sides(
+    draft: str | None, stock_depth: int, eager: Sequence[bool]
+) -> list[Side]:
+    """Make the sides of stock vLLM: plain three times, n-gram, draft model if any."""
+    specs: list[dict[str, Any]] = [NGRAM]
+    if draft is not None:
+        specs.append({"method": "draft_model", "model": draft})
     return [
         plain_side("plain-eager", eager=True),
         plain_side("plain-compiled", eager=False),
@@ -84,20 +91,53 @@ def tree_specs(budgets: Sequence[int], all_trees: bool) -> list[dict[str, Any]]:
 
 
 def tree_sides(
-    specs: Sequence[dict[str, Any]], draft: str, eager: Sequence[bool]
+    specs: Sequence[dict[str, Any]],
+    draft: str | None,
+    eager: Sequence[bool],
+    heads: Mapping[str, str] | None = None,
 ) -> list[Side]:
     """Make the sides of spec-configs; one named twice is kept once.
 
+    Args:
+        specs: without a model where the one below is meant.
+        draft: draft model of the methods that take one; None: there is none.
+        eager: values of enforce_eager.
+        heads: folders by kind of head.
+
     Raises:
-        SpecConfigError: when a spec-config cannot work.
+        ValueError: when a spec-config cannot work or lacks its model.
 
     """
     sides = [
-        named(tree_side({"model": draft, **spec}, mode))
+        named(tree_side(with_model(spec, draft, heads or {}), mode))
         for mode in eager
         for spec in specs
     ]
     return list({side.name: side for side in sides}.values())
+
+
+def with_model(
+    spec: dict[str, Any], draft: str | None, heads: Mapping[str, str]
+) -> dict[str, Any]:
+    """Fill in the draft model or the head, for methods that take one.
+
+    Raises:
+        ValueError: when there is none, naming the option.
+
+    """
+    config = METHODS.get(str(spec.get("method")))
+    if config is None or "model" in spec:
+        return spec
+    model, option = None, ""
+    if issubclass(config, DraftModelConfig):
+        model, option = draft, "--draft"
+    elif issubclass(config, HeadMethodConfig):
+        model, option = heads.get(config.HEAD), "--head"
+    else:
+        return spec
+    if model is None:
+        raise ValueError(f"{json.dumps(spec)} needs a model; name one with {option}")
+    return {"model": model, **spec}
 
 
 def choose(sides: Sequence[Side], names: Sequence[str]) -> list[Side]:
@@ -118,9 +158,14 @@ def choose(sides: Sequence[Side], names: Sequence[str]) -> list[Side]:
 
 
 def estimated_seconds(
-    side: Side, cells: Sequence[tuple[int, float]], num_prompts: int, max_tokens: int
+    side: Side, cells: Sequence[tuple[int, float, int]], max_tokens: int
 ) -> float:
     """Rough time of one run of a side on two cores with a 135M target.
+
+    Args:
+        side: the side.
+        cells: batch size, temperature and number of prompts of each.
+        max_tokens: of each answer.
 
     Origin of the numbers: an engine starts in about 15 s eager and 60 s compiled, 20 s
     more in several processes; a plain step takes
@@ -137,7 +182,7 @@ def estimated_seconds(
         levels = spec.get("depth", len(factors) or side.budget)
         step_ms += 0.4 * side.budget + 2.5 * levels
         emitted = 2.0
-    for batch_size, temperature in cells:
+    for batch_size, temperature, num_prompts in cells:
         if side.greedy_only and temperature > 0:
             continue
         faster = min(batch_size, num_prompts) ** 0.67

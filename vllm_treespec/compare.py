@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_treespec.assets import AssetError, drafters
 from vllm_treespec.config import parse_spec_config
@@ -36,13 +36,18 @@ class CompareError(RuntimeError):
     """A side that gave no result; the message is one line."""
 
 
+def _is_unset(value: Any) -> bool:
+    """Tell a field that stands at its empty default."""
+    return not value
+
+
 class Side(BaseModel):
     """One way to run vLLM."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    # "plain", "ngram", "draft_model", "sd", "rsd_c" or "rsd_s"
+    # "plain", "ngram", "draft_model" or one of our methods
     family: str
     # arguments of vllm.LLM besides model, dtype, max_model_len and seed
     engine: dict[str, Any]
@@ -60,6 +65,11 @@ class Cell(BaseModel):
 
     batch_size: int
     temperature: float
+    # of Job.workloads; "": Job.prompts. Both are left out when unset, so that what
+    # was stored without them is still told to be the same.
+    workload: str = Field(default="", exclude_if=_is_unset)
+    # the first so many prompts; None: all
+    num_prompts: int | None = Field(default=None, exclude_if=_is_unset)
 
 
 class Job(BaseModel):
@@ -68,6 +78,9 @@ class Job(BaseModel):
     side: Side
     target: str
     prompts: list[str]
+    # Prompts by workload. With them, all prompts are read once before the cells and
+    # stay in the prefix cache: the cells measure decoding.
+    workloads: dict[str, list[str]] = Field(default={}, exclude_if=_is_unset)
     cells: list[Cell]
     max_tokens: int
     seed: int = 0

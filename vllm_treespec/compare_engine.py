@@ -25,6 +25,8 @@ from vllm_treespec.compare import (
 from vllm_treespec.config import METHODS
 
 WARM_UP_TOKENS = 16
+# of all sides when prompts stay in the prefix cache, which holds whole blocks
+CACHED_BLOCK_SIZE = 32
 DRAFTS = "vllm:spec_decode_num_drafts"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 ACCEPTED_BY_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -36,8 +38,9 @@ class SideEngine:
     def __init__(self, job: Job) -> None:
         """Start the engine and tokenise the prompts through the chat template."""
         self.job = job
+        cached = {"enable_prefix_caching": True, "block_size": CACHED_BLOCK_SIZE}
         engine = {
-            "enable_prefix_caching": False,
+            **(cached if job.workloads else {"enable_prefix_caching": False}),
             "max_num_seqs": max(cell.batch_size for cell in job.cells),
             **job.side.engine,
         }
@@ -50,7 +53,13 @@ class SideEngine:
             **engine,
         )
         self.prompts = [self.tokenise(prompt) for prompt in job.prompts]
+        self.workloads = {
+            name: [self.tokenise(prompt) for prompt in prompts]
+            for name, prompts in job.workloads.items()
+        }
         self.num_requests = 0
+        # batch sizes and temperatures
+        self.warm: set[tuple[int, float]] = set()
 
     def tokenise(self, prompt: str) -> TokensInput:
         """Tokens of a conversation that asks for an answer to the prompt."""
@@ -88,14 +97,24 @@ class SideEngine:
                 finished[output.request_id] = output
         return [finished[i] for i in ids]
 
+    def read_prompts(self) -> None:
+        """Read the workloads' prompts into the prefix cache."""
+        prompts = [prompt for found in self.workloads.values() for prompt in found]
+        batch_size = max(cell.batch_size for cell in self.job.cells)
+        self.generate(prompts, self.params(0.0, max_tokens=1), batch_size)
+
     def measure(self, cell: Cell) -> CellResult:
         """Warm up, then time the prompts in a cell."""
-        warm_up = self.params(cell.temperature, WARM_UP_TOKENS)
-        self.generate(self.prompts[: cell.batch_size], warm_up, cell.batch_size)
+        prompts = self.workloads[cell.workload] if cell.workload else self.prompts
+        prompts = prompts[: cell.num_prompts]
+        if (cell.batch_size, cell.temperature) not in self.warm:
+            self.warm.add((cell.batch_size, cell.temperature))
+            warm_up = self.params(cell.temperature, WARM_UP_TOKENS)
+            self.generate(prompts[: cell.batch_size], warm_up, cell.batch_size)
         params = self.params(cell.temperature, self.job.max_tokens)
         before = self.read_counters()
         start = time.perf_counter()
-        outputs = self.generate(self.prompts, params, cell.batch_size)
+        outputs = self.generate(prompts, params, cell.batch_size)
         seconds = time.perf_counter() - start
         result = CellResult(
             cell=cell,
@@ -177,6 +196,7 @@ def main() -> None:
 
         engine = SideEngine(job)
         send("started", seconds=time.perf_counter() - start)
+        engine.read_prompts()
         for cell in job.cells:
             send("cell", result=engine.measure(cell).model_dump(mode="json"))
         if job.stream is not None:
