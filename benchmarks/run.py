@@ -223,7 +223,9 @@ def models_of(
         ValueError: when another target has no `--draft`, or a head is none.
 
     """
-    heads = {read_head_config(Path(folder)).method: folder for folder in head_folders}
+    heads: dict[str, str] = {
+        read_head_config(Path(folder)).method: folder for folder in head_folders
+    }
     if target and draft is None:
         raise ValueError(
             f"--draft: the shipped draft model is not for {target}; name one that is, "

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.sides import NGRAM, named, tree_sides
 from vllm_treespec.compare import Cell, Side, plain_side, spec_side
 
-SUFFIX, MEDUSA = "suffix", "medusa"
+SUFFIX, MEDUSA = "suffix_tree", "medusa_tree"
 SUFFIX_TREES: tuple[dict[str, Any], ...] = (
     {"method": SUFFIX, "num_drafts": 16, "depth": 12},
 )
