@@ -22,7 +22,7 @@ from vllm_treespec.tree import NO_NODE, TreeBatch
 RankPath = tuple[int, ...]
 
 
-@register_proposer("medusa")
+@register_proposer("medusa_tree")
 class Medusa(Proposer):
     """Drafts the static tree of arXiv 2401.10774, section 2.3.3.
 

@@ -18,7 +18,7 @@ MAX_PLACES = 1024
 END = -1
 
 
-@register_proposer("suffix")
+@register_proposer("suffix_tree")
 class Suffix(Proposer):
     """Drafts what followed the last tokens earlier (after arXiv 2411.04975).
 

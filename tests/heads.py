@@ -11,20 +11,23 @@ from vllm_treespec.heads import (
     build_head,
     save_head,
 )
+from vllm_treespec.method_config import HEAD_METHODS
 
 KINDS: dict[str, type[ReDrafterHeadConfig | MedusaHeadConfig]] = {
     "redrafter": ReDrafterHeadConfig,
     "medusa": MedusaHeadConfig,
 }
+# The kind of head by method.
+HEADS = {method: kind for kind, method in HEAD_METHODS.items()}
 # By level and rank, as an evaluation would measure them.
 RANK_ACCURACIES = ((0.5, 0.2, 0.1), (0.3, 0.1, 0.05), (0.2, 0.1, 0.05))
 
 
-def write_head(folder: Path, method: str, **config: Any) -> str:
+def write_head(folder: Path, kind: str, **config: Any) -> str:
     """Write a head of a small target, or of one as ``config`` says; its folder."""
     sizes: dict[str, Any] = {"hidden_size": 8, "vocab_size": 32, "depth": 3}
-    if method == "medusa":
+    if kind == "medusa":
         sizes["rank_accuracies"] = RANK_ACCURACIES
     torch.manual_seed(0)
-    save_head(build_head(KINDS[method](**{**sizes, **config})), folder)
+    save_head(build_head(KINDS[kind](**{**sizes, **config})), folder)
     return str(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -157,12 +158,12 @@ class SpecInferConfig(MethodConfig):
         return changed
 
 
-class SuffixConfig(MethodConfig):
+class SuffixTreeConfig(MethodConfig):
     """What followed earlier occurrences of the last tokens; no draft model."""
 
     SHAPE = ("num_drafts", "depth")
 
-    method: Literal["suffix"]
+    method: Literal["suffix_tree"]
     num_drafts: PositiveInt = Field(le=MAX_DRAFTS, description="draft tokens at most")
     depth: PositiveInt = Field(le=MAX_DRAFTS, description="levels below the root")
     max_match: PositiveInt = Field(
@@ -258,13 +259,13 @@ class ReDrafterConfig(HeadMethodConfig):
         return beam_search
 
 
-class MedusaConfig(HeadMethodConfig):
+class MedusaTreeConfig(HeadMethodConfig):
     """A tree of fixed shape, filled by one head a level."""
 
     SHAPE = ("num_drafts",)
     HEAD = "medusa"
 
-    method: Literal["medusa"]
+    method: Literal["medusa_tree"]
     num_drafts: PositiveInt = Field(
         default=5, le=MAX_DRAFTS, description="draft tokens"
     )
@@ -307,9 +308,9 @@ SpecConfig = (
     | RsdSConfig
     | SpecTrConfig
     | SpecInferConfig
-    | SuffixConfig
+    | SuffixTreeConfig
     | ReDrafterConfig
-    | MedusaConfig
+    | MedusaTreeConfig
 )
 METHODS: dict[str, type[MethodConfig]] = {
     "sd": SdConfig,
@@ -317,10 +318,12 @@ METHODS: dict[str, type[MethodConfig]] = {
     "rsd_s": RsdSConfig,
     "spectr": SpecTrConfig,
     "specinfer": SpecInferConfig,
-    "suffix": SuffixConfig,
+    "suffix_tree": SuffixTreeConfig,
     "redrafter": ReDrafterConfig,
-    "medusa": MedusaConfig,
+    "medusa_tree": MedusaTreeConfig,
 }
+# Methods that got another name, because the old one is a method of vLLM's own.
+RENAMED = {"suffix": "suffix_tree", "medusa": "medusa_tree"}
 _ADAPTER: TypeAdapter[SpecConfig] = TypeAdapter(
     Annotated[SpecConfig, Field(discriminator="method")]
 )
@@ -337,19 +340,42 @@ def parse_spec_config(spec: Mapping[str, Any]) -> MethodConfig:
         return _ADAPTER.validate_python(dict(spec))
     except ValidationError as error:
         known = METHODS.get(str(spec.get("method")))
+        if known is None:
+            raise unknown_method(spec) from None
         raise SpecConfigError(_one_message(error, spec, known)) from None
 
 
-def _one_message(
-    error: ValidationError,
-    spec: Mapping[str, Any],
-    known: type[MethodConfig] | None,
-) -> str:
-    if known is None:
-        return (
-            f"speculative_config: 'method' is {spec.get('method')!r}; "
-            f"write one of {', '.join(METHODS)}"
+def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
+    """Say that a spec-config names none of our methods, and which one may be meant."""
+    names = ", ".join(METHODS)
+    if "method" not in spec:
+        fitting = [
+            n for n, m in METHODS.items() if spec.keys() <= m.model_fields.keys()
+        ]
+        return SpecConfigError(
+            f"speculative_config: 'method' is missing; "
+            f"write one of {', '.join(fitting) or names}"
         )
+    method = spec["method"]
+    message = f"speculative_config: 'method' is {method!r}"
+    if not isinstance(method, str):
+        return SpecConfigError(f"{message}; write a name, one of {names}")
+    if method in RENAMED:
+        return SpecConfigError(
+            f"{message}, which is a method of vLLM's own and does not take these keys; "
+            f"the method of draft trees is '{RENAMED[method]}'"
+        )
+    like = method.lower().replace("-", "_")
+    nearest = get_close_matches(like, METHODS, n=1)
+    meant = f" (did you mean '{nearest[0]}'?)" if nearest else ""
+    return SpecConfigError(
+        f"{message}{meant}; write one of {names}, or a method of vLLM's own"
+    )
+
+
+def _one_message(
+    error: ValidationError, spec: Mapping[str, Any], known: type[MethodConfig]
+) -> str:
     keys = ", ".join(known.model_fields)
     problems = []
     for problem in error.errors():

@@ -23,6 +23,8 @@ from vllm_treespec.tree import MAX_NODES
 
 MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31
+# The method that drafts with a head, by kind of head.
+HEAD_METHODS = {"redrafter": "redrafter", "medusa": "medusa_tree"}
 
 
 class TypicalAcceptanceConfig(BaseModel):
@@ -248,8 +250,8 @@ class HeadMethodConfig(MethodConfig):
         found = read_head_config(folder).method
         if found != cls.HEAD:
             raise ValueError(
-                f"{folder} holds a {found} head; write method '{found}', or name the "
-                f"folder of a {cls.HEAD} head"
+                f"{folder} holds a {found} head; write method '{HEAD_METHODS[found]}', "
+                f"or name the folder of a {cls.HEAD} head"
             )
         if not (folder / "model.safetensors").is_file():
             raise HeadError(f"{folder} holds no model.safetensors; train it again")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.heads import read_head_config
-from vllm_treespec.method_config import MethodConfig
+from vllm_treespec.method_config import HEAD_METHODS, MethodConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,11 +35,11 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {folder} holds no config.json; name the "
                 f"folder of a model in Hugging Face format"
             )
-        method = json.loads((folder / "config.json").read_text()).get("method")
-        if method is not None:
+        kind = json.loads((folder / "config.json").read_text()).get("method")
+        if kind is not None:
             raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds a {method} head, not a "
-                f"draft model; write method '{method}'"
+                f"speculative_config 'model': {folder} holds a {kind} head, not a "
+                f"draft model; write method '{HEAD_METHODS.get(kind, kind)}'"
             )
         if not any(folder.glob("*.safetensors")):
             raise SpecConfigError(
@@ -104,7 +104,7 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
             raise SpecConfigError(
                 f"speculative_config 'model': the head {config.head} has {name} "
                 f"{found}, the target {wanted}; use a head trained for this target "
-                f"(treespec train {config.name})"
+                f"(treespec train {head.method})"
             )
     embedding_size = target.to_dict().get("word_embed_proj_dim", target.hidden_size)
     if embedding_size != target.hidden_size:

@@ -12,7 +12,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
+from pydantic import ValidationError
+
+from vllm_treespec.config import (
+    METHODS,
+    RENAMED,
+    SpecConfigError,
+    parse_spec_config,
+    unknown_method,
+)
 from vllm_treespec.method_config import MethodConfig
 from vllm_treespec.model_checks import (
     check_head,
@@ -51,8 +59,15 @@ def register() -> None:
     @functools.wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         spec = self.speculative_config
-        if not isinstance(spec, dict) or spec.get("method") not in METHODS:
+        if not isinstance(spec, dict):
             return stock(self, *args, **kwargs)
+        if str(spec.get("method")) not in METHODS:
+            try:
+                return stock(self, *args, **kwargs)
+            except ValidationError as error:
+                if meant_for_us(spec, error):
+                    raise unknown_method(spec) from None
+                raise
         config = parse_spec_config(spec)
         device = refuse_arguments(self)
         arguments = stock_arguments(config, self.block_size, device)
@@ -65,6 +80,21 @@ def register() -> None:
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config
+
+
+def meant_for_us(spec: dict[str, Any], error: ValidationError) -> bool:
+    """Whether a spec-config that vLLM refused may have been written for our methods.
+
+    That is one with a method that nobody knows, or with keys of ours beside an old
+    name of ours or no method at all.
+    """
+    if error.title != "SpeculativeConfig":
+        return False
+    refused = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+    if "method" in refused:
+        return True
+    ours = {key for method in METHODS.values() for key in method.model_fields}
+    return bool(refused & ours) and spec.get("method") in (None, *RENAMED)
 
 
 def stock_arguments(

@@ -74,7 +74,7 @@ def oracle_arguments(
     """
     spec = {
         # stands for a method without a draft model, with a tree of the same size
-        "method": "suffix",
+        "method": "suffix_tree",
         "num_drafts": max(num_nodes - 1, 1),
         "depth": max(default_depth(num_nodes), 1),
         "max_trees": max_trees,

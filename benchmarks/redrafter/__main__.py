@@ -26,11 +26,11 @@ from benchmarks.redrafter.experiments import (
 )
 from benchmarks.redrafter.parts import (
     PARTS,
-    SIDES,
     Beams,
     Run,
     Sizes,
     distinct,
+    head_of,
 )
 from benchmarks.redrafter.report import Results
 from benchmarks.redrafter.rows import Evidence
@@ -125,13 +125,13 @@ def known_parts(text: str) -> list[str]:
 
 
 def heads_of(runs: list[Run], named: dict[str, str]) -> dict[str, str]:
-    """Folders of the heads that the runs need, by method.
+    """Folders of the heads that the runs need, by kind.
 
     Raises:
         ValueError: naming the option of a head that is missing or of another kind.
 
     """
-    needed = {SIDES[run.side].get("method") for run in runs}
+    needed = {head_of(run.side) for run in runs}
     folders: dict[str, str] = {}
     for method, shipped in SHIPPED_HEADS.items():
         if method not in needed:

@@ -21,6 +21,7 @@ from benchmarks.redrafter.parts import (
     Entry,
     Run,
     distinct,
+    head_of,
 )
 from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, try_task
 from vllm_treespec.compare import (
@@ -68,11 +69,11 @@ class Plan:
     rounds: int
     prompts: list[str]
     target: str
-    # folders of the heads, by method
+    # folders of the heads, by kind
     heads: dict[str, str]
     eager: bool
     out: Path
-    # name and SHA-256 of the weights of "target" and of the heads, by method
+    # name and SHA-256 of the weights of "target" and of the heads, by kind
     models: dict[str, dict[str, str]]
     commit: str | None
 
@@ -88,7 +89,7 @@ class Plan:
 
     def settings(self, side: str) -> str:
         """Tell results of other settings apart; a side has one head at most."""
-        head = self.models.get(SIDES[side].get("method", ""))
+        head = self.models.get(head_of(side))
         told = (self.models["target"], head, self.prompts, self.eager)
         return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
@@ -126,7 +127,7 @@ class Plan:
             return plain_side(name, eager=self.eager)
         trees = {run.name: run.tree for run in self.runs if run.side == name}
         shapes = list({str(tree): tree for tree in trees.values() if tree}.values())
-        spec = {**SIDES[name], "model": self.heads[SIDES[name]["method"]]}
+        spec = {**SIDES[name], "model": self.heads[head_of(name)]}
         spec["schedule"] = [
             {"batch_size": i, **shape} for i, shape in enumerate(shapes, 1)
         ]

@@ -18,8 +18,8 @@ LOSSY = {"epsilon": 0.09, "delta": 0.3}
 # An engine each; its spec-config without the head and the trees.
 SIDES: dict[str, dict[str, Any]] = {
     PLAIN: {},
-    "medusa": {"method": "medusa"},
-    "medusa-typical": {"method": "medusa", "lossy_typical_acceptance": LOSSY},
+    "medusa": {"method": "medusa_tree"},
+    "medusa-typical": {"method": "medusa_tree", "lossy_typical_acceptance": LOSSY},
     "redrafter": {"method": "redrafter"},
     "redrafter-typical": {"method": "redrafter", "lossy_typical_acceptance": LOSSY},
     "redrafter-stochastic": {"method": "redrafter", "beam_search": "stochastic"},
@@ -40,6 +40,11 @@ FIGURE6_WIDTHS = (2, 8)
 FIGURE6_BATCH_SIZES = (1, 2, 4, 8, 16)
 # How labels of beams without tree attention end.
 WITHOUT = ", no tree attention"
+
+
+def head_of(side: str) -> str:
+    """The kind of head that a side drafts with, with which its name begins."""
+    return side.partition("-")[0]
 
 
 class Beams(NamedTuple):

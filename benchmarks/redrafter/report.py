@@ -51,7 +51,7 @@ FIGURE6_NOTES = (
 class Results(BaseModel):
     """All numbers that the tables and figures show."""
 
-    # parameters of the heads' own weights, by method
+    # parameters of the heads' own weights, by kind
     parameters: dict[str, int]
     rows: list[Row]
     stretches: list[Stretch]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.heads import KINDS, write_head
+from tests.heads import HEADS, write_head
 from vllm_treespec.assets import AssetError, drafters, ensure_target
 
 MAX_MODEL_LEN = 320
@@ -21,7 +21,7 @@ SPECS: dict[str, dict[str, object]] = {
     "rsd_s": {"method": "rsd_s", "beam_width": 4, "depth": 4},
     "spectr": {"method": "spectr", "num_paths": 3, "depth": 3},
     "specinfer": {"method": "specinfer"},
-    "suffix": {"method": "suffix", "num_drafts": 8, "depth": 4},
+    "suffix_tree": {"method": "suffix_tree", "num_drafts": 8, "depth": 4},
     "redrafter": {"method": "redrafter", "beam_width": 6, "length": 4},
     "redrafter-stochastic": {
         "method": "redrafter",
@@ -29,7 +29,7 @@ SPECS: dict[str, dict[str, object]] = {
         "beam_width": 3,
         "length": 3,
     },
-    "medusa": {"method": "medusa", "num_drafts": 7},
+    "medusa_tree": {"method": "medusa_tree", "num_drafts": 7},
 }
 
 
@@ -75,13 +75,13 @@ def heads(target: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     config = json.loads((Path(target) / "config.json").read_text())
     sizes = {name: config[name] for name in ("hidden_size", "vocab_size")}
     folders = {}
-    for method in KINDS:
-        shipped = drafters().get(f"{method}-smollm2-135m")
+    for method, kind in HEADS.items():
+        shipped = drafters().get(f"{kind}-smollm2-135m")
         folders[method] = (
             str(shipped)
             if shipped
             else write_head(
-                tmp_path_factory.mktemp(method), method, num_hot_tokens=4096, **sizes
+                tmp_path_factory.mktemp(method), kind, num_hot_tokens=4096, **sizes
             )
         )
     return folders
@@ -103,7 +103,7 @@ def spec_of(
                     {"model": second_draft, "branching_factors": [2, 2]},
                 ]
             }
-        if method == "suffix":
+        if method == "suffix_tree":
             return spec
         return spec | {"model": heads.get(method, draft)}
 

@@ -98,7 +98,7 @@ def test_window_goes_by_position(
     target = write_windowed(tmp_path / "target", window=12, **sizes)
     prompts = [[(3 * i * i + j) % 11 for i in range(n)] for j, n in enumerate((20, 45))]
     job = {"prompts": prompts, "params": GREEDY, "at_once": 2}
-    spec = {"method": "suffix", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
+    spec = {"method": "suffix_tree", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
     plain = run_engine(None, [job], model=target, **ENGINE)
     masks = interpreted([job], arguments, model=target)

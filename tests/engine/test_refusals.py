@@ -10,7 +10,7 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM")
 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
-from tests.heads import write_head  # noqa: E402
+from tests.heads import HEADS, write_head  # noqa: E402
 from vllm_treespec.config import SpecConfigError  # noqa: E402
 from vllm_treespec.plugin import register  # noqa: E402
 
@@ -86,7 +86,7 @@ def test_other_vocabulary_is_named(
     ("method", "config", "says"),
     [
         ("redrafter", {"hidden_size": 64}, "has hidden_size 64, the target 576"),
-        ("medusa", {"vocab_size": 64}, "has vocab_size 64, the target 49152"),
+        ("medusa_tree", {"vocab_size": 64}, "has vocab_size 64, the target 49152"),
         ("sd", {}, "holds a redrafter head, not a draft model"),
     ],
 )
@@ -99,7 +99,7 @@ def test_heads_of_others_are_named(
 ) -> None:
     """Turns red when a head starts at a target or a method that it is not for."""
     sizes = {"hidden_size": 576, "vocab_size": 49152, "num_hot_tokens": 16, **config}
-    kind = "redrafter" if method == "sd" else method
+    kind = HEADS.get(method, "redrafter")
     spec = {**CHAIN, "model": write_head(tmp_path, kind, **sizes)}
     if method != "sd":
         spec = {"method": method, "model": spec["model"]}

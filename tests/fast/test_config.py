@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.heads import KINDS, write_head
+from tests.heads import HEADS, write_head
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
 
@@ -23,9 +23,9 @@ GOOD: dict[str, tuple[dict, int]] = {
         },
         8,
     ),
-    "suffix": ({"num_drafts": 8, "depth": 4}, 9),
+    "suffix_tree": ({"num_drafts": 8, "depth": 4}, 9),
     "redrafter": ({"beam_width": 3, "length": 4, "num_drafts": 10}, 11),
-    "medusa": ({"num_drafts": 7}, 8),
+    "medusa_tree": ({"num_drafts": 7}, 8),
 }
 
 
@@ -38,8 +38,8 @@ def test_every_method_is_covered() -> None:
 def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
     """Turns red when a key is not handed to the proposer it is for."""
     keys, num_nodes = GOOD[method]
-    if method in KINDS:
-        keys = {**keys, "model": write_head(tmp_path, method)}
+    if method in HEADS:
+        keys = {**keys, "model": write_head(tmp_path, HEADS[method])}
     config = parse_spec_config({"method": method, **keys})
     assert config.max_trees == 16
     proposer = config.proposer()
@@ -50,8 +50,24 @@ def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ({"method": "rsd-s"}, "'method' is 'rsd-s'; write one of sd, rsd_c, rsd_s"),
-        ({}, "'method' is None"),
+        (
+            {"method": "rsd-s"},
+            "'rsd-s' (did you mean 'rsd_s'?); write one of sd, rsd_c",
+        ),
+        ({"method": "RSD_S"}, "'RSD_S' (did you mean 'rsd_s'?)"),
+        ({"method": "zzz"}, "'method' is 'zzz'; write one of sd, rsd_c, rsd_s"),
+        ({"method": ["sd"]}, "'method' is ['sd']; write a name, one of sd"),
+        ({"method": None}, "'method' is None; write a name, one of sd"),
+        ({}, "'method' is missing; write one of sd, rsd_c"),
+        (
+            {"model": "d", "beam_width": 4, "depth": 3},
+            "'method' is missing; write one of rsd_s",
+        ),
+        (
+            {"method": "suffix", "num_drafts": 16, "depth": 12},
+            "'suffix', which is a method of vLLM's own and does not take these keys; "
+            "the method of draft trees is 'suffix_tree'",
+        ),
         ({"method": "sd", "depth": 3}, "'model' is missing; add it"),
         ({"method": "sd", "model": "d", "depth": 0}, "'depth' is 0"),
         ({"method": "sd", "model": "d", "depth": 3, "k": 1}, "'k' is not a key"),

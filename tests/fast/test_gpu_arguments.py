@@ -12,7 +12,7 @@ from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.engine.seams import SEAMS
 from vllm_treespec.plugin import refuse_arguments, stock_arguments
 
-SPEC = {"method": "suffix", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
+SPEC = {"method": "suffix_tree", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.heads import write_head
+from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.method_config import MethodConfig
 from vllm_treespec.model_checks import check_head, check_weights
@@ -19,7 +19,7 @@ def parse(tmp_path: Path) -> Callable[..., MethodConfig]:
     """Return a function that validates keys beside a method and its head."""
 
     def make(method: str, **keys: Any) -> MethodConfig:
-        head = write_head(tmp_path / method, method)
+        head = write_head(tmp_path / method, HEADS[method])
         return parse_spec_config({"method": method, "model": head, **keys})
 
     return make
@@ -41,8 +41,8 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     assert (proposer.max_nodes, proposer.num_candidates) == (9, 8)
     assert (config.head, config.models) == (config.model_dump()["model"], ())
     assert config.scheduled()[0].name == "redrafter 4x2"
-    medusa = parse("medusa")
-    assert (medusa.proposer().name, medusa.rule) == ("medusa", "target_draw")
+    medusa = parse("medusa_tree")
+    assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "target_draw")
     assert medusa.proposer().max_nodes == 6
     assert medusa.proposer().max_depth <= 3
 
@@ -51,7 +51,7 @@ def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
     """Red when a key of a head's method is dropped on the way."""
     proposer = parse("redrafter", beam_width=8, length=6, num_drafts=31).proposer()
     assert (proposer.num_candidates, proposer.max_nodes) == (48, 32)
-    assert parse("medusa", num_drafts=5).proposer().max_nodes == 6
+    assert parse("medusa_tree", num_drafts=5).proposer().max_nodes == 6
 
 
 def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
@@ -62,11 +62,11 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
     assert (proposer.max_nodes, proposer.num_candidates) == (16, None)
 
 
-@pytest.mark.parametrize("method", ["redrafter", "medusa"])
+@pytest.mark.parametrize("method", list(HEADS))
 def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> None:
     """Red when larger batches get larger trees, or drafting costs as a model's."""
     trees = parse(method).scheduled()
-    batch_sizes = {"redrafter": [1, 1, 2, 4], "medusa": [1, 2, 4]}
+    batch_sizes = {"redrafter": [1, 1, 2, 4], "medusa_tree": [1, 2, 4]}
     assert [tree.batch_size for tree in trees] == batch_sizes[method]
     sizes = [tree.config.proposer().max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)
@@ -116,11 +116,12 @@ def test_folders_without_head_are_refused(tmp_path: Path) -> None:
         "/nowhere/head": "there is no folder /nowhere/head; name the folder of a head",
         str(tmp_path / "empty"): "empty holds no config.json",
         str(draft): "is not the configuration of a head",
-        medusa: "holds a medusa head; write method 'medusa', or name the folder of",
+        medusa: "holds a medusa head; write method 'medusa_tree', or name the",
     }
     for folder, says in cases.items():
         assert says in refusal({"method": "redrafter", "model": folder})
-    assert "holds a redrafter head" in refusal({"method": "medusa", "model": redrafter})
+    other = refusal({"method": "medusa_tree", "model": redrafter})
+    assert "holds a redrafter head; write method 'redrafter'" in other
     (tmp_path / "redrafter" / "model.safetensors").unlink()
     says = "holds no model.safetensors; train it again"
     assert says in refusal({"method": "redrafter", "model": redrafter})
@@ -132,7 +133,7 @@ def test_accuracies_without_tree_are_refused(
 ) -> None:
     """Red when a Medusa head starts whose accuracies do not fit its heads."""
     head = write_head(tmp_path, "medusa", rank_accuracies=accuracies)
-    assert "rank_accuracies" in refusal({"method": "medusa", "model": head})
+    assert "rank_accuracies" in refusal({"method": "medusa_tree", "model": head})
 
 
 def test_head_is_no_draft_model(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_tree_has_the_best_products(seed: int) -> None:
 def test_limits() -> None:
     """Red when a tree outgrows what the engine makes room for."""
     proposer = Medusa(8, ACCURACIES)
-    assert PROPOSERS["medusa"] is Medusa
+    assert PROPOSERS["medusa_tree"] is Medusa
     assert (proposer.max_nodes, proposer.max_depth, proposer.max_width) == (9, 2, 5)
     assert proposer.max_leaves == 5
     assert proposer.num_ranks == [3, 2]

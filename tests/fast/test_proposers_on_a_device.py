@@ -15,14 +15,14 @@ from vllm_treespec.proposers.specinfer import SpecInfer
 from vllm_treespec.sampling import SamplingTensors
 
 NUM_REQS, VOCAB_SIZE = 3, 50
-# All but suffix, which draws on the host.
+# All but suffix_tree, which draws on the host.
 PROPOSERS: dict[str, Proposer] = {
     "sd": Sd(3),
     "rsd_c": RsdC((3, 2, 1)),
     "rsd_s": RsdS(4, 3),
     "specinfer": SpecInfer([(2, 1), (1, 1)]),
     "redrafter": ReDrafter(4, 3, 8),
-    "medusa": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
+    "medusa_tree": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.heads import write_head
+from tests.heads import HEADS, write_head
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.rehearsal import rehearse
 from vllm_treespec.heads import load_head
@@ -26,7 +26,7 @@ SPECS: dict[str, dict[str, Any]] = {
         ],
     },
     "redrafter": {"method": "redrafter", "beam_width": 3, "length": 2},
-    "medusa": {"method": "medusa", "num_drafts": 5},
+    "medusa_tree": {"method": "medusa_tree", "num_drafts": 5},
 }
 
 
@@ -52,8 +52,8 @@ class Recorder:
 def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
     """Red when trees are drawn, or scored, for the first time when requests come."""
     spec, head = SPECS[method], None
-    if method in ("redrafter", "medusa"):
-        folder = write_head(tmp_path, method)
+    if method in HEADS:
+        folder = write_head(tmp_path, HEADS[method])
         spec = {**spec, "model": folder}
         head = load_head(Path(folder))
         head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)

@@ -273,7 +273,7 @@ def test_emitted_law_is_the_targets() -> None:
 
 def test_spec_config() -> None:
     """Red when a key does not reach the proposer, or a draft model is asked for."""
-    config = parse_spec_config({"method": "suffix", "num_drafts": 24, "depth": 8})
+    config = parse_spec_config({"method": "suffix_tree", "num_drafts": 24, "depth": 8})
     assert (config.models, config.rule) == ((), "target_draw")
     assert config.rule in SCORERS
     proposer = config.proposer()
@@ -300,5 +300,5 @@ def test_spec_config() -> None:
 def test_refusals_name_key_and_remedy(keys: dict, says: str) -> None:
     """Red when bad input is accepted, or refused without naming the key."""
     with pytest.raises(SpecConfigError) as error:
-        parse_spec_config({"method": "suffix", **keys})
+        parse_spec_config({"method": "suffix_tree", **keys})
     assert says in str(error.value)

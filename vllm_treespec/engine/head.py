@@ -21,7 +21,7 @@ from vllm_treespec.proposers import DraftModel
 
 
 class EngineHead:
-    """The head of ``redrafter`` or ``medusa``; it keeps nothing between steps."""
+    """The head of ``redrafter`` or ``medusa_tree``; it keeps nothing between steps."""
 
     def __init__(self, vllm_config: VllmConfig, folder: str, stats: StepStats) -> None:
         """Prepare to load the head in ``folder``."""

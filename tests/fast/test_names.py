@@ -1,0 +1,132 @@
+"""Our names beside vLLM's own, and what vLLM does with methods that are not ours."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from pydantic import ValidationError
+from transformers import LlamaConfig
+from vllm.config import VllmConfig, speculative
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_treespec.config import METHODS, RENAMED, SpecConfigError
+from vllm_treespec.plugin import register
+
+
+def literals(kind: Any) -> set[str]:
+    """All strings of a nested Literal."""
+    return {
+        name
+        for part in get_args(kind)
+        for name in ([part] if isinstance(part, str) else literals(part))
+    }
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    """Folder of a small target: a configuration, no weights and no tokenizer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        **sizes,
+        num_attention_heads=2,
+        vocab_size=128,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path / "target")
+    return str(tmp_path / "target")
+
+
+def engine_args(target: str, spec: dict[str, Any] | None) -> EngineArgs:
+    """The arguments of an engine, before the plugin sees them."""
+    return EngineArgs(
+        model=target,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        dtype="float32",
+        speculative_config=spec and dict(spec),
+    )
+
+
+def configure(target: str, spec: dict[str, Any] | None) -> VllmConfig:
+    """Make the engine's config as ``vllm serve`` would, with our plugin."""
+    register()
+    return engine_args(target, spec).create_engine_config()
+
+
+def test_names_are_not_vllms() -> None:
+    """Red when a method of ours gets a name of vLLM's, or vLLM takes one of ours."""
+    installed = literals(speculative.SpeculativeMethod)
+    assert {"ngram", "suffix", "medusa", "eagle", "mtp"} <= installed
+    assert not installed & METHODS.keys()
+    assert installed >= RENAMED.keys()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (
+            {"method": "suffix", "num_drafts": 16, "depth": 12},
+            "the method of draft trees is 'suffix_tree'",
+        ),
+        (
+            {"method": "medusa", "model": "/head", "max_trees": 4},
+            "the method of draft trees is 'medusa_tree'",
+        ),
+        ({"method": "rsd-s", "model": "d"}, "did you mean 'rsd_s'?"),
+        ({"method": "RSD_S", "model": "d", "beam_width": 4}, "did you mean 'rsd_s'?"),
+        ({"method": ["rsd_s"], "model": "d"}, "'method' is ['rsd_s']; write a name"),
+        (
+            {"model": "d", "beam_width": 4},
+            "'method' is missing; write one of rsd_s, redrafter",
+        ),
+    ],
+)
+def test_what_nobody_knows_is_named(
+    spec: dict[str, Any], says: str, target: str
+) -> None:
+    """Red when a slip in a spec-config of ours gets vLLM's list of methods only."""
+    with pytest.raises(SpecConfigError) as error:
+        configure(target, spec)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {
+            "method": "suffix",
+            "num_speculative_tokens": 8,
+            "suffix_decoding_max_tree_depth": 12,
+            "suffix_decoding_max_cached_requests": 100,
+        },
+        {"method": "suffix"},
+        {"method": "medusa", "model": "/heads", "num_speculative_tokens": 3},
+        {"method": "ngram", "num_speculative_tokens": 3},
+        {"model": "/draft", "num_speculative_tokens": 3},
+        {"model": "/draft", "max_model_len": 32},
+    ],
+)
+def test_stock_spec_configs_reach_vllm(
+    spec: dict[str, Any], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when our plugin takes, changes or refuses a spec-config of vLLM's own."""
+    found: list[dict[str, Any]] = []
+
+    def make(**keys: Any) -> None:
+        found.append({k: v for k, v in keys.items() if not k.startswith("target_")})
+
+    monkeypatch.setattr(arg_utils, "SpeculativeConfig", make)
+    configure(target, spec)
+    assert found == [spec]
+
+
+def test_vllms_own_refusals_stay(target: str) -> None:
+    """Red when an error about a method of vLLM's own is replaced by one of ours."""
+    with pytest.raises(ValidationError, match="Unexpected keyword argument"):
+        configure(target, {"method": "ngram", "depth": 3})
+    with pytest.raises(ValidationError, match="greater than 0"):
+        configure(target, {"method": "suffix", "num_speculative_tokens": 0})
