@@ -77,6 +77,10 @@ def register() -> None:
             setattr(self, name, value)
         vllm_config = stock(self, *args, **kwargs)
         refuse_models(config, vllm_config, device)
+        if not self.disable_log_stats:
+            from vllm_treespec.metrics import show_counters
+
+            show_counters(vllm_config)
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config
