@@ -26,9 +26,9 @@ SHARED_FOLDER = Path("/dev/shm")
 # Room for about a thousand series, taken when the file is made: memory that runs out
 # later would kill the process that writes.
 _FILE_SIZE = 2**18
-# Of what the worker counts: label of its own if any, and help text. vLLM shows and
-# clears what starts with "vllm:" (LLM.get_metrics).
+# LLM.get_metrics shows nothing else.
 PREFIX = "vllm:treespec_"
+# What the worker counts: label of its own if any, and help text.
 COUNTERS = {
     "num_accepted_tokens_per_depth": (
         "depth",
