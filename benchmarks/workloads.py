@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm_treespec import prompts
+
 # Longer prompts take long to read and leave the answer little of the time.
 MAX_WORDS = 300
 
@@ -65,7 +67,7 @@ def load_workloads(data: Path, names: list[str], count: int) -> dict[str, list[s
         same way, so that the first few stand for all; a file's order is kept.
 
     Raises:
-        WorkloadError: naming the file or the workload that is missing or too short.
+        ValueError: naming the file or the workload that is missing or too short.
 
     """
     if data.is_dir():
@@ -77,14 +79,14 @@ def load_workloads(data: Path, names: list[str], count: int) -> dict[str, list[s
         chosen = choose(from_file(data), names, data)
     else:
         raise WorkloadError(f"--workload-data: there is no file or folder {data}")
-    for name, prompts in chosen.items():
-        if len(prompts) < count:
+    for name, asked in chosen.items():
+        if len(asked) < count:
             raise WorkloadError(
-                f"{data} holds {len(prompts)} prompts of at most {MAX_WORDS} words for "
+                f"{data} holds {len(asked)} prompts of at most {MAX_WORDS} words for "
                 f"the workload {name!r} and {count} are asked for; lower --batch-sizes "
                 "or --num-prompts"
             )
-    return {name: prompts[:count] for name, prompts in chosen.items()}
+    return {name: asked[:count] for name, asked in chosen.items()}
 
 
 def choose(found: dict[str, Item], names: list[str], data: Path) -> dict[str, Item]:
@@ -99,26 +101,18 @@ def choose(found: dict[str, Item], names: list[str], data: Path) -> dict[str, It
 
 
 def from_file(path: Path) -> dict[str, list[str]]:
-    """Group the prompts of a JSONL file by workload."""
-    found: dict[str, list[str]] = {}
-    for number, row in enumerate(rows(path), 1):
-        name, prompt = row.get("workload"), row.get("prompt")
-        if not (isinstance(name, str) and name and isinstance(prompt, str) and prompt):
-            raise WorkloadError(
-                f"{path} row {number} lacks text under 'workload' or 'prompt'"
-            )
-        if is_short(prompt):
-            found.setdefault(name, []).append(prompt)
-    if not found:
-        raise WorkloadError(f"{path} holds no prompts of at most {MAX_WORDS} words")
-    return found
+    """Read the prompts of a JSONL file by workload, without long ones."""
+    return {
+        name: [prompt for prompt in asked if is_short(prompt)]
+        for name, asked in prompts.load_workloads(path).items()
+    }
 
 
 def from_folder(folder: Path, build: Builder) -> list[str]:
     """Build a workload's prompts from the public data sets' files."""
-    prompts = [prompt for prompt in build(folder) if is_short(prompt)]
-    random.Random(0).shuffle(prompts)
-    return prompts
+    asked = [prompt for prompt in build(folder) if is_short(prompt)]
+    random.Random(0).shuffle(asked)
+    return asked
 
 
 def chat(folder: Path) -> list[str]:
@@ -146,15 +140,15 @@ def mathematics(folder: Path) -> list[str]:
 
 def editing(folder: Path) -> list[str]:
     """The other HumanEval problems, solved: return the function with a change."""
-    prompts = []
+    asked = []
     for number, row in enumerate(human_eval(folder)[1::2]):
         edit = EDITS[number % len(EDITS)].format(name=row["entry_point"])
         function = row["prompt"] + row["canonical_solution"]
-        prompts.append(
+        asked.append(
             f"{edit} Answer with the code of the whole function only.\n\n"
             f"```python\n{function}```"
         )
-    return prompts
+    return asked
 
 
 def reading(folder: Path) -> list[str]:

@@ -110,7 +110,7 @@ app.command()(soak)
 
 @app.command()
 def demo() -> None:
-    """Generate with and without draft trees on a small model; print the table."""
+    """Measure chat, code and editing on a small model; say which method to use."""
     from vllm_treespec.demo import main
 
     main()

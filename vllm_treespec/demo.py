@@ -1,18 +1,21 @@
-"""The demo: a real model, plain and with draft trees, in one table."""
+"""The demo: three kinds of work on a real model, plain and with draft trees."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vllm_treespec.assets import AssetError, ensure_target
 from vllm_treespec.compare import (
+    PLAIN,
     REDRAFTER,
     Cell,
     CompareError,
@@ -27,35 +30,50 @@ from vllm_treespec.compare import (
     tree_side,
     with_speedups,
 )
-from vllm_treespec.prompts import SHIPPED, load_prompts
+from vllm_treespec.config import METHODS
+from vllm_treespec.prompts import SHIPPED_WORKLOADS, load_workloads
 
-# Small trees: with a small target, every draft step must earn its time.
-TREES: tuple[dict[str, Any], ...] = (
-    {"method": "sd", "depth": 3},
-    {"method": "rsd_c", "branching_factors": [2, 1, 1]},
-    {"method": "rsd_s", "beam_width": 2, "depth": 3},
-    {"method": "redrafter", "beam_width": 3, "length": 3, "num_drafts": 6},
-)
-NUM_PROMPTS = 4
+# Small trees where drafting costs time: a small target leaves little of it.
+SUFFIX: dict[str, Any] = {
+    "method": "suffix_tree",
+    "num_drafts": 16,
+    "depth": 12,
+    # Prompts repeat, and an answer is not to be drafted from an earlier one.
+    "max_cached_tokens": 0,
+}
+SD: dict[str, Any] = {"method": "sd", "depth": 3}
+HEAD: dict[str, Any] = {
+    "method": "redrafter",
+    "beam_width": 3,
+    "length": 3,
+    "num_drafts": 6,
+}
+# keys that serve the measurement, not the user
+NOT_ADVISED = ("schedule", "max_cached_tokens")
+WORKLOADS = ("chat", "code", "editing")
+TEMPERATURES = (0.0, 1.0)
+NUM_PROMPTS = 3
 SPEED_TOKENS = 64
-SPEED_CELLS = [Cell(batch_size=1, temperature=t) for t in (0.0, 1.0)]
-EXACT_TOKENS = 32
-EXACT_CELLS = [Cell(batch_size=1, temperature=0.0)]
+EXACT_TOKENS = 24
+# A speed-up below this is not worth a method.
+WORTH_IT = 1.05
+# Rough times on two cores, for the bar only: engine starts and one cell.
+EAGER_START_S, COMPILED_START_S, CELL_S = 15, 55, 3
 
 
 def main(
     target: str | None = None,
     draft: str | None = None,
     head: str | None = None,
-    prompts: Path = SHIPPED,
+    prompts: Path = SHIPPED_WORKLOADS,
 ) -> None:
-    """Generate with and without draft trees and print the table.
+    """Measure chat, code and editing with and without draft trees; say what to use.
 
     Args:
         target: folder of the target model; None gets SmolLM2-135M-Instruct.
         draft: folder of a draft model for it; None takes the shipped one.
         head: folder of a ReDrafter head for it; None takes the shipped one.
-        prompts: JSONL whose first prompts are answered.
+        prompts: JSONL with ``workload`` and ``prompt``.
 
     Exits with status 1 when a model is missing or an engine fails.
 
@@ -67,102 +85,123 @@ def main(
         head = head or shipped_drafter(REDRAFTER)
     except AssetError as error:
         raise SystemExit(f"treespec demo: {error}") from None
-    sides = [plain_side("plain", eager=True)]
-    models = {"redrafter": head}
-    sides += [
-        tree_side({**spec, "model": models.get(spec["method"], draft)}, eager=True)
-        for spec in TREES
+    plain = plain_side("plain, eager", eager=True)
+    suffix = tree_side(SUFFIX, eager=True)
+    redrafter = tree_side({**HEAD, "model": head}, eager=True)
+    sides = [
+        plain_side("plain, compiled", eager=False),
+        plain,
+        suffix,
+        tree_side({**SD, "model": draft}, eager=True),
+        redrafter,
     ]
-    questions = load_prompts(prompts)[:NUM_PROMPTS]
+    found = load_workloads(prompts)
+    asked = {name: found[name][:NUM_PROMPTS] for name in WORKLOADS if name in found}
+    speed_jobs = [
+        job(side, target, asked, TEMPERATURES, SPEED_TOKENS, "bfloat16")
+        for side in sides
+    ]
+    exact_jobs = [
+        job(side, target, asked, (0.0,), EXACT_TOKENS, "float32")
+        for side in (plain, suffix, redrafter)
+    ]
     console.print(
-        f"{Path(target).name} on vLLM, {len(questions)} prompts: speed in bfloat16, "
-        "then equality with plain vLLM in float32; 10 engine starts, a few minutes"
+        f"{Path(target).name} on stock vLLM: {', '.join(asked)}; {len(sides)} engines "
+        f"for speed (bfloat16), then {len(exact_jobs)} for equality with plain vLLM "
+        "(float32); about four minutes on two cores"
     )
-    demo = Demo(console, target, questions)
-    speed = demo.run(sides, SPEED_CELLS, SPEED_TOKENS, "bfloat16", stream=sides[-1])
-    exact = demo.run(sides, EXACT_CELLS, EXACT_TOKENS, "float32")
-    console.print(result_table(sides, speed, exact))
-    console.print(
-        f"Greedy text: answers of up to {EXACT_TOKENS} tokens that equal plain vLLM's "
-        "token for token, in float32. In bfloat16 the number of rows in a forward "
-        "changes rounding, so greedy text may drift there, in stock vLLM too. "
-        "benchmarks/ compares with compiled vLLM and other trees."
-    )
+    demo = Demo(console, [*speed_jobs, *exact_jobs])
+    with demo.bar:
+        speed = demo.run(speed_jobs)
+        exact = demo.run(exact_jobs)
+    rows = rows_of(sides, speed)
+    console.print(result_table(rows))
+    for line in (*equality(plain.name, exact), *advice(rows, sides)):
+        console.print(line, markup=False, highlight=False)
     if demo.failed:
         raise SystemExit(1)
 
 
+def job(
+    side: Side,
+    target: str,
+    workloads: dict[str, list[str]],
+    temperatures: Sequence[float],
+    max_tokens: int,
+    dtype: str,
+) -> Job:
+    """Make the job of one engine: every workload, one request at a time."""
+    return Job(
+        side=side,
+        target=target,
+        prompts=[],
+        workloads=workloads,
+        cells=[
+            Cell(batch_size=1, temperature=temperature, workload=name)
+            for temperature in temperatures
+            for name in workloads
+        ],
+        max_tokens=max_tokens,
+        dtype=dtype,
+    )
+
+
+@dataclass
 class Demo:
-    """Runs sides one after the other and shows what is going on."""
+    """Runs engines one after the other under one progress bar."""
 
-    def __init__(self, console: Console, target: str, prompts: list[str]) -> None:
-        """Remember the models and prompts of all runs."""
-        self.console = console
-        self.target = target
-        self.prompts = prompts
-        self.failed = False
-        self.streaming = False
+    console: Console
+    jobs: Sequence[Job]
+    failed: bool = False
 
-    def run(
-        self,
-        sides: Sequence[Side],
-        cells: list[Cell],
-        max_tokens: int,
-        dtype: str,
-        stream: Side | None = None,
-    ) -> dict[str, SideResult]:
-        """Run the sides in turn; results by name, without those that failed."""
+    def __post_init__(self) -> None:
+        """Make the bar, as long as all engines take."""
+        self.bar = Progress(
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=self.console,
+        )
+        total = sum(start_s(job) + CELL_S * len(job.cells) for job in self.jobs)
+        self.task: TaskID = self.bar.add_task("", total=total)
+
+    def run(self, jobs: Sequence[Job]) -> dict[str, SideResult]:
+        """Run the jobs in turn; results by side, without those that failed."""
         results = {}
-        for side in sides:
-            job = Job(
-                side=side,
-                target=self.target,
-                prompts=self.prompts,
-                cells=cells,
-                max_tokens=max_tokens,
-                dtype=dtype,
-                stream=self.prompts[0] if side is stream else None,
-            )
+        for job in jobs:
             try:
-                results[side.name] = self.run_one(job)
+                results[job.side.name] = self.run_one(job)
             except CompareError as error:
                 self.failed = True
                 self.console.print(f"failed: {error}", style="red", markup=False)
         return results
 
     def run_one(self, job: Job) -> SideResult:
-        """Run one side under a status line; its streamed answer goes below it."""
+        """Run one side and move the bar as it goes on."""
         name = f"{job.side.name}, {job.dtype}"
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            self.console.status(f"{name}: starting the engine") as status,
-        ):
-            log = Path(folder) / "engine.log"
-            result = run_side(job, log, lambda event: self.show(event, status, job))
-        self.console.print(f"{name}: done, engine start {result.start_seconds:.0f} s")
-        return result
+        self.bar.update(self.task, description=f"{name}: starting the engine")
+        cells = iter(job.cells)
 
-    def show(self, event: dict[str, Any], status: Status, job: Job) -> None:
-        """Show an event of the running side."""
-        name = job.side.name
-        if event["event"] == "started":
-            status.update(f"{name}: generating")
-        elif event["event"] == "text":
-            if not self.streaming:
-                self.streaming = True
-                status.stop()
-                self.console.print(f"{name} answers: {job.stream}", style="bold")
-            self.console.print(event["text"], end="", markup=False, highlight=False)
-        elif event["event"] == "done" and self.streaming:
-            self.streaming = False
-            self.console.print()
+        def show(event: dict[str, Any]) -> None:
+            if event["event"] in ("started", "cell"):
+                seconds = start_s(job) if event["event"] == "started" else CELL_S
+                self.bar.advance(self.task, seconds)
+                if cell := next(cells, None):
+                    text = f"{name}: {cell.workload}, T = {cell.temperature:g}"
+                    self.bar.update(self.task, description=text)
+
+        with tempfile.TemporaryDirectory() as folder:
+            return run_side(job, Path(folder) / "engine.log", show)
 
 
-def result_table(
-    sides: Sequence[Side], speed: dict[str, SideResult], exact: dict[str, SideResult]
-) -> Table:
-    """Make the demo's table; sides that failed are missing from it."""
-    rows = with_speedups(
+def start_s(job: Job) -> int:
+    """Estimate the start of an engine."""
+    return EAGER_START_S if job.side.engine["enforce_eager"] else COMPILED_START_S
+
+
+def rows_of(sides: Sequence[Side], speed: dict[str, SideResult]) -> list[Row]:
+    """Rows of all cells of the sides that did not fail, with their speed-ups."""
+    return with_speedups(
         [
             summarise(side, [cell])
             for side in sides
@@ -170,34 +209,102 @@ def result_table(
             for cell in speed[side.name].cells
         ]
     )
-    rows.sort(key=lambda row: row.cell.temperature)
-    table = Table(title="draft trees on stock vLLM, batch 1, bfloat16, temperature T")
+
+
+def result_table(rows: Sequence[Row]) -> Table:
+    """Make the demo's table: a line per workload and side, columns by temperature."""
+    table = Table(title="batch 1, bfloat16, temperature T")
+    table.add_column("work")
     table.add_column("method")
-    for heading in ("T", "tokens/s", "speed-up", "acceptance\nlength", "nodes"):
-        table.add_column(heading, justify="right")
-    table.add_column("greedy text\nidentical", justify="right")
-    for row in rows:
-        table.add_row(*row_cells(row), identical(row.side, sides[0].name, exact))
+    for value in ("speed-up", "tokens/s", "acceptance\nlength"):
+        for temperature in TEMPERATURES:
+            table.add_column(f"{value}\nT = {temperature:g}", justify="right")
+    found = {
+        (row.cell.workload, row.side, row.cell.temperature): row_values(row)
+        for row in rows
+    }
+    for workload in dict.fromkeys(row.cell.workload for row in rows):
+        for side in dict.fromkeys(row.side for row in rows):
+            cells = [found[workload, side, t] for t in TEMPERATURES]
+            columns = [value for pair in zip(*cells, strict=True) for value in pair]
+            table.add_row(workload, side, *columns)
+        table.add_section()
     return table
 
 
-def row_cells(row: Row) -> list[str]:
-    """Columns of a row but the last."""
-    return [
-        row.side,
-        f"{row.cell.temperature:g}",
-        f"{row.tokens_per_s:.1f}",
+def row_values(row: Row) -> tuple[str, str, str]:
+    """Speed-up, tokens per second and acceptance length."""
+    return (
         "–" if row.speedup is None else f"{row.speedup:.2f}×",
+        f"{row.tokens_per_s:.1f}",
         "–" if row.acceptance_length is None else f"{row.acceptance_length:.2f}",
-        "–" if row.mean_nodes is None else f"{row.mean_nodes:.1f}",
+    )
+
+
+def equality(plain: str, exact: dict[str, SideResult]) -> list[str]:
+    """Say how many float32 answers equal plain vLLM's, token for token."""
+    if plain not in exact:
+        return []
+    counts = ", ".join(
+        f"{name} {identical(name, plain, exact)}" for name in exact if name != plain
+    )
+    return [
+        f"Greedy answers ({EXACT_TOKENS} tokens, float32) that equal plain vLLM's, "
+        f"token for token: {counts}. In bfloat16 the number of rows in a forward "
+        "changes rounding, so greedy text may drift there, in stock vLLM too."
     ]
 
 
 def identical(name: str, plain: str, exact: dict[str, SideResult]) -> str:
-    """Count the float32 answers that equal plain vLLM's."""
-    if name == plain or not {name, plain} <= exact.keys():
-        return "–"
-    ours = exact[name].cells[0].token_ids
-    theirs = exact[plain].cells[0].token_ids
+    """Count the answers that equal plain vLLM's."""
+    ours, theirs = (
+        [ids for cell in exact[side].cells for ids in cell.token_ids]
+        for side in (name, plain)
+    )
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
     return f"{same} of {len(theirs)}"
+
+
+def advice(rows: Sequence[Row], sides: Sequence[Side]) -> list[str]:
+    """Say in one sentence per workload what to use, by the speed at temperature 0."""
+    by_name = {side.name: side for side in sides}
+    lines = []
+    for workload in dict.fromkeys(row.cell.workload for row in rows):
+        ours = [
+            row
+            for row in rows
+            if row.cell.workload == workload
+            and row.family != PLAIN
+            and row.speedup is not None
+        ]
+        greedy = [row for row in ours if row.cell.temperature == 0]
+        if not greedy:
+            continue
+        best = max(greedy, key=lambda row: row.speedup or 0.0)
+        speedups = ", ".join(
+            f"{row.speedup:.1f}× at T = {row.cell.temperature:g}"
+            for row in ours
+            if row.side == best.side
+        )
+        if (best.speedup or 0.0) < WORTH_IT:
+            lines.append(
+                f"{workload}: use plain vLLM on this small target; the best method, "
+                f"{best.family}, runs at {speedups}."
+            )
+            continue
+        spec = by_name[best.side].engine["speculative_config"]
+        lines.append(
+            f"{workload}: use {best.family}, {speedups} of the fastest plain vLLM; "
+            f"{json.dumps(short_spec(spec))}"
+        )
+    return lines
+
+
+def short_spec(spec: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of a spec-config what stands at its default or only serves here."""
+    fields = METHODS[spec["method"]].model_fields
+    return {
+        key: value
+        for key, value in spec.items()
+        if key == "method" or (key not in NOT_ADVISED and value != fields[key].default)
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 SHIPPED = Path(__file__).parent / "prompts.jsonl"
+SHIPPED_WORKLOADS = Path(__file__).parent / "workloads.jsonl"
 
 Item = TypeVar("Item")
 
@@ -26,16 +27,8 @@ def load_prompts(path: Path) -> list[str]:
         PromptError: naming the line that holds no prompt.
 
     """
-    if not path.is_file():
-        raise PromptError(f"there is no prompt file {path}")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise PromptError(f"{path} line {number} is not JSON: {error}") from None
+    for number, row in _rows(path):
         prompt = _prompt_of(row)
         if not prompt:
             raise PromptError(
@@ -43,9 +36,45 @@ def load_prompts(path: Path) -> list[str]:
                 "'prompt', 'question', 'instruction' or as first of 'turns'"
             )
         prompts.append(prompt)
-    if not prompts:
-        raise PromptError(f"{path} holds no prompts; write one JSON object a line")
     return prompts
+
+
+def load_workloads(path: Path) -> dict[str, list[str]]:
+    """Read user prompts by workload from a JSONL file, in the file's order.
+
+    A line holds one object with text under ``workload`` and ``prompt``.
+
+    Raises:
+        PromptError: naming the line that lacks one of them.
+
+    """
+    found: dict[str, list[str]] = {}
+    for number, row in _rows(path):
+        fields = row if isinstance(row, dict) else {}
+        name, prompt = fields.get("workload"), fields.get("prompt")
+        if not (isinstance(name, str) and name and isinstance(prompt, str) and prompt):
+            raise PromptError(
+                f"{path} line {number} lacks text under 'workload' or 'prompt'"
+            )
+        found.setdefault(name, []).append(prompt)
+    return found
+
+
+def _rows(path: Path) -> list[tuple[int, Any]]:
+    """Lines of a JSONL file with their numbers; there is at least one."""
+    if not path.is_file():
+        raise PromptError(f"there is no prompt file {path}")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((number, json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{path} line {number} is not JSON: {error}") from None
+    if not rows:
+        raise PromptError(f"{path} holds no prompts; write one JSON object a line")
+    return rows
 
 
 def _prompt_of(row: Any) -> str | None:

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import plot, provenance, report
 from benchmarks.rounds import Plan, finished_runs, keep, rows_of
 from benchmarks.sides import PAPER_TREES, choose, stock_sides, tree_sides, tree_specs
-from vllm_treespec import demo
 from vllm_treespec.compare import (
     Acceptance,
     Cell,
@@ -21,7 +20,7 @@ from vllm_treespec.compare import (
     tree_side,
     with_speedups,
 )
-from vllm_treespec.prompts import SHIPPED, PromptError, load_prompts, spread
+from vllm_treespec.prompts import PromptError, load_prompts, spread
 
 GREEDY = Cell(batch_size=1, temperature=0.0)
 SD_6 = tree_side({"method": "sd", "model": "draft", "depth": 6}, eager=True)
@@ -75,10 +74,6 @@ def test_bad_prompt_file_is_refused_by_line(
     path.write_text(text)
     with pytest.raises(PromptError, match=message):
         load_prompts(path)
-
-
-def test_shipped_prompts_suffice_for_the_demo() -> None:
-    assert len(load_prompts(SHIPPED)) >= demo.NUM_PROMPTS
 
 
 def test_spread_takes_from_all_parts() -> None:
@@ -248,17 +243,3 @@ def test_provenance_names_command_versions_and_machine() -> None:
     assert found["command"] == "python -m benchmarks.run --rounds 2"
     assert "torch" in found["versions"]
     assert found["machine"]["cores"] >= 1
-
-
-def test_demo_table_counts_identical_answers() -> None:
-    sides = [plain_side("plain", eager=True), SD_6]
-    speed = {s.name: SideResult(start_seconds=1, cells=[result(1.0)]) for s in sides}
-    other = result(1.0, token_ids=[[1, 2, 3], [5]])
-    exact = {
-        "plain": SideResult(start_seconds=1, cells=[result(1.0)]),
-        "sd-6": SideResult(start_seconds=1, cells=[other]),
-    }
-    assert demo.identical("sd-6", "plain", exact) == "1 of 2"
-    assert demo.identical("plain", "plain", exact) == "–"
-    assert demo.identical("sd-6", "plain", {}) == "–"
-    assert demo.result_table(sides, speed, exact).row_count == 2

@@ -1,0 +1,110 @@
+"""The demo's table and sentences. No engine."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from vllm_treespec import demo
+from vllm_treespec.compare import (
+    Cell,
+    CellResult,
+    Side,
+    SideResult,
+    plain_side,
+    tree_side,
+)
+from vllm_treespec.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
+
+PLAIN = plain_side("plain, eager", eager=True)
+SUFFIX = tree_side(demo.SUFFIX, eager=True)
+
+
+def measured(seconds: dict[str, float], temperatures: list[float]) -> SideResult:
+    """Make a side's result, the time of each workload given."""
+    cells = [
+        CellResult(
+            cell=Cell(batch_size=1, temperature=temperature, workload=name),
+            seconds=time,
+            num_tokens=[3],
+            tpot_ms=[1.0],
+            token_ids=[[1, 2, 3]],
+        )
+        for temperature in temperatures
+        for name, time in seconds.items()
+    ]
+    return SideResult(start_seconds=1.0, cells=cells)
+
+
+def results() -> tuple[list[Side], dict[str, SideResult]]:
+    """Suffix trees that help editing and slow chat down."""
+    temperatures = list(demo.TEMPERATURES)
+    return [PLAIN, SUFFIX], {
+        PLAIN.name: measured({"chat": 3.0, "editing": 3.0}, temperatures),
+        SUFFIX.name: measured({"chat": 4.0, "editing": 1.0}, temperatures),
+    }
+
+
+def test_shipped_workloads_suffice_for_the_demo() -> None:
+    """Red when a workload of the demo loses its prompts, or an edited function has
+    fewer than 12 or more than 25 lines."""
+    found = load_workloads(SHIPPED_WORKLOADS)
+    assert tuple(found) == demo.WORKLOADS
+    assert all(len(prompts) >= demo.NUM_PROMPTS for prompts in found.values())
+    for prompt in found["editing"]:
+        function = prompt.split("```")[1].removeprefix("python\n")
+        compile(function, "prompt", "exec")
+        assert 12 <= len(function.splitlines()) <= 25
+
+
+def test_workload_file_is_refused_by_line(tmp_path: Path) -> None:
+    """Red when a row without a workload passes in silence."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"workload": "a", "prompt": "b"}\n{"prompt": "c"}\n')
+    with pytest.raises(PromptError, match="line 2 lacks text under 'workload'"):
+        load_workloads(path)
+
+
+def test_advice_names_the_best_method_and_its_spec_config() -> None:
+    """Red when a slow method is advised, a number is another cell's, or a key that
+    only serves the measurement is advised."""
+    sides, speed = results()
+    chat, editing = demo.advice(demo.rows_of(sides, speed), sides)
+    assert chat.startswith("chat: use plain vLLM")
+    assert "suffix_tree, runs at 0.8× at T = 0, 0.8× at T = 1" in chat
+    start, spec = editing.split("; ")
+    assert start == (
+        "editing: use suffix_tree, 3.0× at T = 0, 3.0× at T = 1 of the fastest plain "
+        "vLLM"
+    )
+    told = json.loads(spec)
+    assert told["method"] == "suffix_tree"
+    assert not {"schedule", "max_cached_tokens"} & told.keys()
+
+
+def test_table_has_a_line_for_every_workload_and_side() -> None:
+    """Red when a workload or side is lost, or a failed side ends the demo."""
+    sides, speed = results()
+    table = demo.result_table(demo.rows_of(sides, speed))
+    assert table.row_count == 4
+    text = io.StringIO()
+    Console(file=text, width=120).print(table)
+    assert text.getvalue().count("3.00×") == 2
+    del speed[SUFFIX.name]
+    rows = demo.rows_of(sides, speed)
+    assert demo.result_table(rows).row_count == 2
+    assert demo.advice(rows, sides) == []
+
+
+def test_equality_is_counted_over_all_workloads() -> None:
+    """Red when an answer that differs counts as equal."""
+    exact = results()[1]
+    assert demo.identical(SUFFIX.name, PLAIN.name, exact) == "4 of 4"
+    exact[SUFFIX.name].cells[1].token_ids = [[1, 2, 4]]
+    assert demo.identical(SUFFIX.name, PLAIN.name, exact) == "3 of 4"
+    [line] = demo.equality(PLAIN.name, exact)
+    assert f"{SUFFIX.name} 3 of 4." in line
+    del exact[PLAIN.name]
+    assert demo.equality(PLAIN.name, exact) == []
