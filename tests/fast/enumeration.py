@@ -130,32 +130,35 @@ def all_trees(
 
 
 def bracketed(
-    accepts: Callable[[Tensor], Tensor], guess: Tensor, width: float
+    accepts: Callable[[Tensor, Tensor], Tensor], guess: Tensor, width: float | Tensor
 ) -> Tensor:
-    """Where a monotone test turns from true to false on [0, 1), to ``width``.
+    """Where monotone tests turn from true to false on [0, 1), to ``width``.
 
     Args:
-        accepts: from uniforms [n] to bool [n]; true below a threshold, then false.
+        accepts: from the numbers of some tests, int64 [m], and their uniforms [m] to
+            bool [m]; true below a threshold, then false.
         guess: float64 [n], where the thresholds should be; two calls confirm it.
             A wrong guess only costs time: those thresholds are found by bisection.
-        width: half the width of the accepted bracket.
+        width: half the width of the accepted bracket, of all or float64 [n].
 
     """
     guess = guess.clamp(0, 1)
-    low = accepts((guess - width).clamp(min=0)) | (guess <= width)
-    high = ~accepts((guess + width).clamp(max=ALMOST_ONE)) | (guess >= 1 - width)
-    confirmed = low & high
-    if bool(confirmed.all()):
+    every = torch.arange(len(guess))
+    low = accepts(every, (guess - width).clamp(min=0)) | (guess <= width)
+    high = accepts(every, (guess + width).clamp(max=ALMOST_ONE))
+    rows = (~(low & (~high | (guess >= 1 - width)))).nonzero()[:, 0]
+    if not len(rows):
         return guess
-    bottom, top = torch.zeros_like(guess), torch.ones_like(guess)
-    while float((top - bottom).max()) > width:
+    bottom, top = torch.zeros_like(guess[rows]), torch.ones_like(guess[rows])
+    limit = torch.as_tensor(width).expand_as(guess)[rows]
+    while bool((top - bottom > limit).any()):
         middle = (bottom + top) / 2
-        below = accepts(middle.clamp(max=ALMOST_ONE))
+        below = accepts(rows, middle.clamp(max=ALMOST_ONE))
         bottom, top = (
             torch.where(below, middle, bottom),
             torch.where(below, top, middle),
         )
-    return torch.where(confirmed, guess, (bottom + top) / 2)
+    return guess.index_copy(0, rows, (bottom + top) / 2)
 
 
 @dataclass(frozen=True)
@@ -263,11 +266,12 @@ class LawMeter:
         token = self.tree.token_ids[trees, child][:, None]
         guess, residual = self._expected(at, token)
 
-        def accepts(uniforms: Tensor) -> Tensor:
-            forced = at.uniforms.scatter(1, column, uniforms[:, None])
-            return (self._run(trees, forced).path == child[:, None]).any(1)
+        def accepts(rows: Tensor, uniforms: Tensor) -> Tensor:
+            forced = at.uniforms[rows].scatter(1, column[rows], uniforms[:, None])
+            return (self._run(trees[rows], forced).path == child[rows, None]).any(1)
 
-        threshold = bracketed(accepts, guess.nan_to_num(), self.width)
+        width = self._width(at)
+        threshold = bracketed(accepts, guess.nan_to_num(), width)
         won = Branches(
             trees=trees,
             uniforms=at.uniforms.scatter(1, column, 0.0),
@@ -287,8 +291,12 @@ class LawMeter:
             residual=residual,
             draft=torch.where(rest, left, self._draft(trees, following)),
         )
-        accepted = won.select(threshold > self.width)
-        return accepted.joined(lost.select(threshold < 1 - self.width))
+        accepted = won.select(threshold > width)
+        return accepted.joined(lost.select(threshold < 1 - width))
+
+    def _width(self, at: Branches) -> float | Tensor:
+        """How closely the thresholds of these branches are located."""
+        return self.width
 
     def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
         """Chance of the tried draws and the residual without them; only to guess."""
@@ -300,17 +308,17 @@ class LawMeter:
         if not len(ended.mass):
             return
         vocab_size = self.target.vocab_size
-        column = torch.zeros_like(ended.node)[:, None]
         cumulative = normalised(ended.residual).cumsum(1)
         prefix = self.prefixes[ended.trees, ended.node]
         below = torch.zeros_like(ended.mass)
         for token in range(vocab_size):
 
-            def at_most(uniforms: Tensor, token: int = token) -> Tensor:
-                drawn = ended.uniforms.scatter(1, column, uniforms[:, None])
-                return self._run(ended.trees, drawn).next_token_ids <= token
+            def at_most(rows: Tensor, uniforms: Tensor, token: int = token) -> Tensor:
+                drawn = ended.uniforms[rows]
+                drawn[:, 0] = uniforms
+                return self._run(ended.trees[rows], drawn).next_token_ids <= token
 
-            above = bracketed(at_most, cumulative[:, token], self.width)
+            above = bracketed(at_most, cumulative[:, token], self._width(ended))
             emitted = prefix * vocab_size + 1 + token
             emitted = first_tokens(emitted, vocab_size, num_tokens)
             reached.index_add_(0, emitted, ended.mass * (above - below))

@@ -1,0 +1,244 @@
+"""The law where float32 ends: nearly greedy draws, denormal numbers, odd logits."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.at_once_rules import shape_of
+from tests.fast.enumeration import (
+    ALMOST_ONE,
+    LawMeter,
+    Weighted,
+    propose,
+    token_uniforms,
+)
+from tests.fast.languages import Language, LanguageDraft
+from tests.fast.law_range import (
+    RANGES,
+    REJECTION,
+    TARGET_DRAW,
+    flushing,
+    rule_errors,
+    target_draw_error,
+)
+from tests.fast.wrong_scorers import WALK
+from vllm_treespec import sampling
+from vllm_treespec.proposers import (
+    Medusa,
+    Proposer,
+    ProposerInputs,
+    ReDrafter,
+    RsdC,
+    RsdS,
+    Sd,
+    SpecTr,
+)
+from vllm_treespec.sampling import SamplingTensors, draw, draw_without_replacement
+from vllm_treespec.scorers import (
+    AT_ONCE,
+    SCORERS,
+    ScorerOutput,
+    TargetLogits,
+    at_once,
+    greedy_matching,
+)
+from vllm_treespec.scorers.at_once import greedy_at_once
+from vllm_treespec.scorers.recursive_rejection import drop
+from vllm_treespec.tree import TreeBatch
+from vllm_treespec.tree_builders import from_parents
+
+FLOAT32 = 2e-5
+WIDTH = 1e-7
+NOTICEABLE = 5e-4
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_law_from_greedy_to_uniform(name: str) -> None:
+    """Red when a sum, a ratio or a draw loses the law for small probabilities."""
+    for form, error in rule_errors(name, WIDTH).items():
+        assert error < FLOAT32, form
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_law_where_denormals_are_zero(name: str) -> None:
+    """Red when a rule meets numbers that a GPU may round to 0."""
+    with flushing(True):
+        for form, error in rule_errors(name, WIDTH).items():
+            assert error < FLOAT32, form
+
+
+@pytest.mark.parametrize("form", TARGET_DRAW)
+@pytest.mark.parametrize("flush", [False, True])
+def test_law_of_target_draw(form: str, flush: bool) -> None:
+    """Red when plain draws lose the law for small probabilities."""
+    with flushing(flush):
+        assert target_draw_error(TARGET_DRAW[form], WIDTH) < FLOAT32
+
+
+def drop_by_smallest(draft: Tensor, tokens: Tensor) -> Tensor:
+    """Forgets that a sum may be denormal."""
+    rest = draft.scatter(1, tokens[:, None], 0.0)
+    return rest / rest.sum(dim=-1, keepdim=True).clamp(min=1e-38)
+
+
+@pytest.mark.parametrize("wrong_drop", [drop_by_smallest, drop])
+def test_denormals_are_noticed(wrong_drop: object) -> None:
+    """Red when the check above could no longer see denormals, in sums or quotients."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sampling, "SMALLEST", 0.0))
+        for module in (WALK, at_once):
+            stack.enter_context(patch.object(module, "drop", wrong_drop))
+        errors = rule_errors("rsd_c [4], recursive rejection", WIDTH)
+    assert min(errors.values()) > NOTICEABLE
+
+
+@pytest.mark.parametrize("proposer", [RsdC((2,)), RsdS(3, 1)], ids=["rsd_c", "rsd_s"])
+@pytest.mark.parametrize("form", REJECTION)
+def test_law_of_a_near_tie_below_a_clear_lead(form: str, proposer: Proposer) -> None:
+    """Red when siblings behind a lead of 90 temperatures are accepted too often.
+
+    They were emitted as .426 and .257 in the place of .158 and .524.
+    """
+    far = [-20.0] * 5
+    draft = torch.tensor([[0.0, -9.0, -9.05, *far]]).expand(9, -1)
+    target = torch.tensor([[0.0, -0.07, 0.05, *far]]).expand(9, -1)
+
+    def at_low_temperature(num_reqs: int) -> SamplingTensors:
+        return SamplingTensors(torch.full((num_reqs,), 0.1), all_random=True)
+
+    # What a float64 softmax would draw: if denormal drafts are left out, fewer trees.
+    drawn_from = Language((draft.double() / 0.1).softmax(1))
+    count = proposer.max_width
+    uniforms, weights = token_uniforms(drawn_from, (count,))
+    if isinstance(proposer, RsdS):
+        uniforms = torch.cat([uniforms, torch.full_like(uniforms, 0.5)], dim=1)
+    tree = propose(proposer, Language(draft), at_low_temperature(len(weights)), uniforms)
+    meter = LawMeter(
+        REJECTION[form], Weighted(tree, weights), Language(target), at_low_temperature
+    )
+    meter.width = WIDTH
+    expected = (target[0].double() / 0.1).softmax(0)
+    assert (meter.law(1) - expected).abs().max() < FLOAT32
+
+
+# Logits that have no softmax
+
+NAN, INF = float("nan"), float("inf")
+ODD = torch.tensor(
+    [[NAN] * 4, [0.0, NAN, 3.0, 1.0], [-INF] * 4, [0.0, 1.0, INF, 2.0], [NAN, 1, 2, 3]]
+)
+SENSIBLE = torch.tensor([[0.0, 2.0, -INF, 1.0]])
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_odd_logits_give_token_0(limited: bool) -> None:
+    """Red when NaN, or no possible token, is no distribution, or spreads to others."""
+    logits = torch.cat([ODD, SENSIBLE])
+    num_reqs = len(logits)
+    some = SamplingTensors(
+        torch.full((num_reqs,), 0.7),
+        torch.full((num_reqs,), 3) if limited else None,
+        torch.full((num_reqs,), 0.9) if limited else None,
+        all_random=True,
+    )
+    probs = some.probs(logits)
+    assert probs[:-1].tolist() == [[1, 0, 0, 0]] * len(ODD)
+    assert probs[-1].sum() == pytest.approx(1)
+    assert probs[-1, 1] > 0.5
+    several = some.probs(logits[:, None].expand(-1, 2, -1))
+    assert several.equal(probs[:, None].expand(-1, 2, -1))
+
+
+@pytest.mark.parametrize("fill", [0.0, NAN])
+def test_draws_from_nothing_stay_in_the_vocabulary(fill: float) -> None:
+    """Red when a row without a possible token gives a token that does not exist."""
+    probs = torch.full((2, 5), fill)
+    uniforms = torch.tensor([[0.0, 0.5, 0.9], [ALMOST_ONE] * 3], dtype=torch.float64)
+    assert draw(probs, uniforms[:, 0]).tolist() == [0, 0]
+    tokens, valid = draw_without_replacement(probs, uniforms)
+    assert tokens.tolist() == [[0, 0, 0]] * 2
+    assert not valid.any()
+
+
+METHODS: dict[str, tuple[Proposer, str]] = {
+    "sd": (Sd(2), "recursive_rejection"),
+    "rsd_c": (RsdC((2, 2)), "recursive_rejection"),
+    "rsd_s": (RsdS(3, 2), "recursive_rejection"),
+    "spectr": (SpecTr(3, 2), "multi_round"),
+    "k_seq": (SpecTr(3, 2), "k_seq"),
+    "redrafter": (ReDrafter(3, 2, 5), "target_draw"),
+    "medusa": (Medusa(4, [[0.5, 0.2], [0.4]]), "target_draw"),
+}
+ODD_TEMPERATURES = [1.0, 0.0, 0.01]
+
+
+def odd_language(seed: int, share: float) -> Language:
+    """A random language in which this share of the prefixes has odd logits."""
+    generator = torch.Generator().manual_seed(seed)
+    table = 3 * torch.randn((85, 4), generator=generator)
+    odd = torch.rand(85, generator=generator) < share
+    rows = torch.randint(len(ODD), (85,), generator=generator)
+    return Language(torch.where(odd[:, None], ODD[rows], table))
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("temperature", ODD_TEMPERATURES)
+@pytest.mark.parametrize("name", METHODS)
+def test_odd_logits_in_whole_steps(name: str, temperature: float, share: float) -> None:
+    """Red when NaN or -inf logits crash or hang a method, or emit what is no token."""
+    proposer, rule = METHODS[name]
+    draft, target = odd_language(0, share), odd_language(1, share)
+    num_reqs = 50
+    generator = torch.Generator().manual_seed(2)
+
+    def rand(count: int) -> Tensor:
+        return torch.rand((num_reqs, count), generator=generator, dtype=torch.float64)
+
+    some = SamplingTensors(
+        torch.full((num_reqs,), temperature),
+        all_greedy=temperature == 0,
+        all_random=temperature > 0,
+    )
+    model = LanguageDraft(draft, num_reqs)
+    roots = torch.zeros(num_reqs, dtype=torch.int64)
+    tree = proposer.propose(
+        ProposerInputs(roots, some, rand(proposer.num_uniforms), [model])
+    )
+    assert bool((tree.token_ids >= 0).all())
+    assert bool((tree.token_ids < 4).all())
+    uniforms = rand(1 + max(proposer.max_draws, proposer.max_nodes))
+    logits = target.target_logits(tree, some)
+    found = scored(tree, logits, uniforms, rule)
+    for output in found:
+        emitted = output.emitted(tree)
+        assert bool(((emitted >= 0).sum(1) == 1 + output.num_accepted).all())
+        assert int(emitted.max()) < 4
+        assert output.next_token_ids.equal(found[0].next_token_ids)
+        assert output.num_accepted.equal(found[0].num_accepted)
+
+
+def scored(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, rule: str
+) -> list[ScorerOutput]:
+    """What the walk and, where there is one, the other form accept."""
+    if target.sampling.all_greedy:
+        walked = greedy_matching(tree, target)
+        return [walked, greedy_at_once(tree, target, shape_of(tree))]
+    walked = SCORERS[rule](tree, target, uniforms)
+    if rule not in AT_ONCE:
+        return [walked]
+    return [walked, AT_ONCE[rule](tree, target, uniforms, shape_of(tree))]
+
+
+def test_greedy_requests_emit_what_vllm_emits() -> None:
+    """Red when a greedy request's odd logits give another token than in vLLM."""
+    tree = from_parents([[0]] * len(ODD), [[-1]] * len(ODD))
+    greedy = SamplingTensors(torch.zeros(len(ODD)), all_greedy=True)
+    target = TargetLogits(ODD, torch.arange(len(ODD)), greedy)
+    for output in scored(tree, target, torch.zeros(0), "recursive_rejection"):
+        assert output.next_token_ids.tolist() == ODD.argmax(dim=-1).tolist()
