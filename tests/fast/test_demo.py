@@ -108,3 +108,23 @@ def test_equality_is_counted_over_all_workloads() -> None:
     assert f"{SUFFIX.name} 3 of 4." in line
     del exact[PLAIN.name]
     assert demo.equality(PLAIN.name, exact) == []
+
+
+def test_bar_reaches_its_end_and_the_answer_is_shown() -> None:
+    """Red when an event is not counted or a line of the streamed answer is lost."""
+    workloads = {"chat": ["Hello?"], "editing": ["Rename."]}
+    job = demo.job(SUFFIX, "target", workloads, [0.0, 1.0], 4, "bfloat16")
+    job.stream = "Rename."
+    text = io.StringIO()
+    shown = demo.Demo(Console(file=text, width=120), [job])
+    watch = demo.Watch(shown.bar, shown.task, job, "suffix")
+    watch({"event": "started", "seconds": 1.0})
+    [task] = shown.bar.tasks
+    assert task.description == "suffix: chat, T = 0"
+    for _ in job.cells:
+        watch({"event": "cell", "result": {}})
+    assert task.completed == task.total
+    for piece in ("def f", "(x):\n  ret", "urn x"):
+        watch({"event": "text", "text": piece})
+    watch({"event": "done"})
+    assert "answers: Rename.\ndef f(x):\n  return x …\n" in text.getvalue()
