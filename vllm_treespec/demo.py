@@ -120,8 +120,8 @@ def main(
 def sides_of(draft: str, head: str) -> list[Side]:
     """Make plain twice, suffix trees, a chain of a draft model, a head's trees."""
     return [
-        plain_side("plain, compiled", eager=False),
-        plain_side("plain, eager", eager=True),
+        plain_side("plain-compiled", eager=False),
+        plain_side("plain-eager", eager=True),
         tree_side(SUFFIX, eager=True),
         tree_side({**SD, "model": draft}, eager=True),
         tree_side({**HEAD, "model": head}, eager=True),
@@ -260,12 +260,14 @@ def rows_of(sides: Sequence[Side], speed: dict[str, SideResult]) -> list[Row]:
 
 def result_table(rows: Sequence[Row]) -> Table:
     """Make the demo's table: a line per workload and side, columns by temperature."""
-    table = Table(title="batch 1, bfloat16, temperature T")
+    at = " / ".join(f"{temperature:g}" for temperature in TEMPERATURES)
+    table = Table(title=f"batch 1, bfloat16, temperature T = {at}")
     table.add_column("work")
-    table.add_column("method")
-    for value in ("speed-up", "tokens/s", "acceptance\nlength"):
-        for temperature in TEMPERATURES:
-            table.add_column(f"{value}\nT = {temperature:g}", justify="right")
+    table.add_column("method", no_wrap=True)
+    for temperature in TEMPERATURES:
+        table.add_column(f"speed-up\nT = {temperature:g}", justify="right")
+    for value in ("tokens/s", "acceptance\nlength"):
+        table.add_column(value, justify="right", no_wrap=True)
     found = {
         (row.cell.workload, row.side, row.cell.temperature): row_values(row)
         for row in rows
@@ -273,8 +275,9 @@ def result_table(rows: Sequence[Row]) -> Table:
     for workload in dict.fromkeys(row.cell.workload for row in rows):
         for side in dict.fromkeys(row.side for row in rows):
             cells = [found[workload, side, t] for t in TEMPERATURES]
-            columns = [value for pair in zip(*cells, strict=True) for value in pair]
-            table.add_row(workload, side, *columns)
+            speedups, *others = zip(*cells, strict=True)
+            joined = [" / ".join(values) for values in others]
+            table.add_row(workload, side, *speedups, *joined)
         table.add_section()
     return table
 
@@ -283,7 +286,7 @@ def row_values(row: Row) -> tuple[str, str, str]:
     """Speed-up, tokens per second and acceptance length."""
     return (
         "–" if row.speedup is None else f"{row.speedup:.2f}×",
-        f"{row.tokens_per_s:.1f}",
+        f"{row.tokens_per_s:.0f}",
         "–" if row.acceptance_length is None else f"{row.acceptance_length:.2f}",
     )
 

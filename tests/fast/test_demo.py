@@ -18,7 +18,7 @@ from vllm_treespec.compare import (
 )
 from vllm_treespec.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
 
-PLAIN = plain_side("plain, eager", eager=True)
+PLAIN = plain_side("plain-eager", eager=True)
 SUFFIX = tree_side(demo.SUFFIX, eager=True)
 
 
@@ -85,13 +85,15 @@ def test_advice_names_the_best_method_and_its_spec_config() -> None:
 
 
 def test_table_has_a_line_for_every_workload_and_side() -> None:
-    """Red when a workload or side is lost, or a failed side ends the demo."""
+    """Red when a workload or side is lost, 80 columns do not hold the table, or a
+    failed side ends the demo."""
     sides, speed = results()
     table = demo.result_table(demo.rows_of(sides, speed))
     assert table.row_count == 4
     text = io.StringIO()
-    Console(file=text, width=120).print(table)
+    Console(file=text, width=80).print(table)
     assert text.getvalue().count("3.00×") == 2
+    assert text.getvalue().count(SUFFIX.name) == 2
     del speed[SUFFIX.name]
     rows = demo.rows_of(sides, speed)
     assert demo.result_table(rows).row_count == 2
