@@ -31,6 +31,7 @@ setup(
     package_data={"vllm_treespec": ["py.typed", "*.jsonl", "drafters/**"]},
     install_requires=[
         "gguf>=0.17",  # reads the demo's target model
+        "prometheus-client>=0.20",
         "pydantic>=2.12",
         "rich>=13",
         "safetensors>=0.6.2",
@@ -68,9 +69,6 @@ setup(
     entry_points={
         "console_scripts": ["treespec = vllm_treespec.cli:app"],
         "vllm.general_plugins": ["treespec = vllm_treespec.plugin:register"],
-        "vllm.stat_logger_plugins": [
-            "treespec = vllm_treespec.metrics:TreeStatLogger",
-        ],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

@@ -64,7 +64,7 @@ def recursive_rejection_rate(draft: Tensor, target: Tensor, num_draws: int) -> f
     residual = normalised(target - draft, target)
     for token in (draft > accepted).nonzero()[:, 0].tolist():
         rest = draft.index_fill(0, torch.tensor([token]), 0.0)
-        rest = normalised(rest, rest)
+        rest = normalised(rest)
         rejected = float(draft[token] - accepted[token])
         rate += rejected * recursive_rejection_rate(rest, residual, num_draws - 1)
     return rate

@@ -69,8 +69,16 @@ def empty_path(tree: TreeBatch) -> Tensor:
     return torch.full((tree.num_reqs, max_depth), NO_NODE, device=tree.token_ids.device)
 
 
-def normalised(mass: Tensor, if_empty: Tensor) -> Tensor:
-    """Normalise the positive part of each row; ``if_empty`` where there is none."""
+def normalised(mass: Tensor, if_empty: Tensor | None = None) -> Tensor:
+    """Divide the positive part of each row by its sum, however small that is.
+
+    Args:
+        mass: [n, vocab_size].
+        if_empty: same shape, what a row without a positive part becomes; None: zeros.
+
+    """
     positive = mass.clamp(min=0)
     total = positive.sum(dim=-1, keepdim=True)
-    return torch.where(total > 0, positive / total.clamp(min=1e-300), if_empty)
+    empty = (total == 0).to(mass.dtype)
+    law = positive.div_(total + empty)
+    return law if if_empty is None else law.addcmul_(if_empty, empty)

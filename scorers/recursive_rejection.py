@@ -90,4 +90,4 @@ def drop(draft: Tensor, tokens: Tensor) -> Tensor:
     Where nothing is left there is no further sibling, and zeros are returned.
     """
     rest = draft.scatter(1, tokens[:, None], 0.0)
-    return rest / rest.sum(dim=-1, keepdim=True).clamp(min=1e-38)
+    return normalised(rest)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
@@ -23,6 +22,9 @@ from vllm_treespec.tree import MAX_NODES
 
 MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31
+# true and 3.0 are no numbers of tokens
+Count = Annotated[int, Field(strict=True, gt=0)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 # The method that drafts with a head, by kind of head.
 HEAD_METHODS = {"redrafter": "redrafter", "medusa": "medusa_tree"}
 
@@ -32,8 +34,8 @@ class TypicalAcceptanceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    epsilon: float = Field(gt=0, lt=1, description="highest acceptance threshold")
-    delta: float = Field(gt=0, description="threshold times exp(-entropy)")
+    epsilon: Number = Field(gt=0, lt=1, description="highest acceptance threshold")
+    delta: Number = Field(gt=0, description="threshold times exp(-entropy)")
 
 
 class ScheduleEntry(BaseModel):
@@ -45,8 +47,8 @@ class ScheduleEntry(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    batch_size: PositiveInt = Field(description="most running requests in a step")
-    min_acceptance_length: float = Field(
+    batch_size: Count = Field(description="most running requests in a step")
+    min_acceptance_length: Number = Field(
         default=1.0, ge=1.0, description="give this tree up when less is measured"
     )
 
@@ -64,7 +66,7 @@ class MethodConfig(BaseModel):
     # keys that shape the tree, and may stand in a schedule
     SHAPE: ClassVar[tuple[str, ...]] = ()
 
-    max_trees: PositiveInt = Field(
+    max_trees: Count = Field(
         default=16, description="requests that may carry a tree in one step"
     )
     schedule: tuple[ScheduleEntry, ...] | Literal["default", "fixed"] = Field(

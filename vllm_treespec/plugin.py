@@ -8,7 +8,6 @@ stock arguments. Arguments that do not name one of our methods pass untouched.
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,9 @@ from vllm_treespec.config import (
     METHODS,
     RENAMED,
     SpecConfigError,
+    names_our_method,
     parse_spec_config,
+    read_spec_file,
     unknown_method,
 )
 from vllm_treespec.method_config import MethodConfig
@@ -61,7 +62,7 @@ def register() -> None:
         spec = self.speculative_config
         if not isinstance(spec, dict):
             return stock(self, *args, **kwargs)
-        if str(spec.get("method")) not in METHODS:
+        if not names_our_method(spec):
             try:
                 return stock(self, *args, **kwargs)
             except ValidationError as error:
@@ -77,6 +78,10 @@ def register() -> None:
             setattr(self, name, value)
         vllm_config = stock(self, *args, **kwargs)
         refuse_models(config, vllm_config, device)
+        if not self.disable_log_stats:
+            from vllm_treespec.metrics import show_counters
+
+            show_counters(vllm_config)
         return vllm_config
 
     EngineArgs.create_engine_config = create_engine_config
@@ -141,13 +146,7 @@ def expand_file(
         SpecConfigError: when the file holds no valid spec-config.
 
     """
-    try:
-        spec = json.loads(Path(spec_file).read_text())
-    except json.JSONDecodeError as error:
-        raise SpecConfigError(f"{spec_file} is not JSON: {error}") from None
-    if not isinstance(spec, dict):
-        raise SpecConfigError(f"{spec_file} must hold one JSON object, a spec-config")
-    config = parse_spec_config(spec)
+    config = parse_spec_config(read_spec_file(spec_file))
     check_weights(config)
     arguments = stock_arguments(config, None, device)
     if target is None:

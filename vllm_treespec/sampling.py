@@ -14,6 +14,9 @@ from torch import Tensor
 # Below this share of the mass, what is left after some draws is summed anew: the
 # difference of cumulative sums would be mostly rounding.
 THIN = 1e-6
+# Smaller probabilities count as 0. Rules divide what some draws leave over by its sum:
+# so no quotient is denormal, which would be rounded to a few bits, or to 0 on a GPU.
+SMALLEST = 1e-37
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class SamplingTensors:
 
         Returns:
             float32, same shape: softmax of logits / temperature after top-k and
-            top-p, in vLLM's order and with its rules for ties.
+            top-p, in vLLM's order and with its rules for ties. Each is 0 or above
+            ``SMALLEST``. Logits without a softmax (NaN or inf among them, or all
+            -inf) give token 0 probability 1, which vLLM's sampler emits then.
 
         """
         logits = logits.to(torch.float32)
@@ -66,7 +71,11 @@ class SamplingTensors:
             logits = logits / _per_row(scale, logits)
         if self.top_k is not None or self.top_p is not None:
             logits = _restrict(logits, self.top_k, self.top_p)
-        return torch.softmax(logits, dim=-1)
+        probs = torch.threshold_(torch.softmax(logits, dim=-1), SMALLEST, 0.0)
+        # A softmax that has NaN anywhere has it everywhere.
+        no_law = probs[..., 0].isnan()
+        probs.nan_to_num_(0.0)[..., 0].masked_fill_(no_law, 1.0)
+        return probs
 
 
 def _per_row(values: Tensor, logits: Tensor) -> Tensor:
@@ -97,7 +106,7 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: [rows] in [0, 1).
 
     Returns:
-        int64 [rows].
+        int64 [rows]; token 0 where no token has positive probability.
 
     """
     return _invert(probs, uniforms[:, None])[:, 0]
@@ -114,8 +123,9 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
         uniforms: [rows, count] in [0, 1).
 
     Returns:
-        tokens int64 [rows, count] and valid bool [rows, count]; a draw is invalid
-        when no token with positive probability is left.
+        tokens int64 [rows, count], all in the vocabulary, and valid bool
+        [rows, count]; a draw is invalid when no token with positive probability is
+        left.
 
     """
     count = uniforms.shape[1]
@@ -135,7 +145,7 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
         passed = point >= starts - (masses.cumsum(1) - masses)
         point = point + (masses * passed).sum(dim=1, keepdim=True)
         point = torch.minimum(point.clamp(min=0), below_total)
-        token = torch.searchsorted(cumulative, point, right=True)
+        token = _token_at(cumulative, point)
         valid[:, k] = k < support
         if k:
             repeated = (tokens[:, :k] == token).any(dim=1)
@@ -161,7 +171,13 @@ def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     point = torch.minimum(uniforms.double() * total, below_total)
-    return torch.searchsorted(cumulative, point, right=True)
+    return _token_at(cumulative, point)
+
+
+def _token_at(cumulative: Tensor, point: Tensor) -> Tensor:
+    """The token at whose step the distribution passes a point, int64 [rows, 1]."""
+    token = torch.searchsorted(cumulative, point, right=True)
+    return token.masked_fill_(~(cumulative[:, -1:] > 0), 0)
 
 
 def truncated_gumbel(location: Tensor, bound: Tensor, uniforms: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ class UniformSource:
         )
         for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
             if seed is not None:
-                key = [seed % 2**64, 2 * position + purpose]
+                # A plain list of a large and a small integer would become float64.
+                key = np.array([seed % 2**64, 2 * position + purpose], np.uint64)
                 own = np.random.Generator(np.random.Philox(key=key))
                 numbers[row] = torch.from_numpy(own.random(count))
         return numbers

@@ -31,7 +31,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "sd": {"method": "sd", "depth": 4},
     "rsd_c": {"method": "rsd_c", "branching_factors": [3, 2, 1]},
     "rsd_s": {"method": "rsd_s", "beam_width": 4, "depth": 4},
-    "redrafter": {"method": "redrafter", "beam_width": 4, "length": 4},
+    "redrafter": {
+        "method": "redrafter",
+        "beam_width": 4,
+        "length": 4,
+        "num_drafts": 15,
+    },
 }
 # Triton multiplies float32 matrices in TF32 unless it is told otherwise; torch and
 # vLLM do not.

@@ -22,7 +22,12 @@ SPECS: dict[str, dict[str, object]] = {
     "spectr": {"method": "spectr", "num_paths": 3, "depth": 3},
     "specinfer": {"method": "specinfer"},
     "suffix_tree": {"method": "suffix_tree", "num_drafts": 8, "depth": 4},
-    "redrafter": {"method": "redrafter", "beam_width": 6, "length": 4},
+    "redrafter": {
+        "method": "redrafter",
+        "beam_width": 6,
+        "length": 4,
+        "num_drafts": 15,
+    },
     "redrafter-stochastic": {
         "method": "redrafter",
         "beam_search": "stochastic",

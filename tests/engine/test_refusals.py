@@ -35,7 +35,7 @@ CHAIN = {"method": "sd", "depth": 3}
 @pytest.mark.parametrize(
     ("spec", "options", "says"),
     [
-        ({"method": "sd"}, {}, "'depth' is missing"),
+        ({"method": "specinfer"}, {}, "'drafts' is missing"),
         ({**CHAIN, "width": 2}, {}, "'width' is not a key"),
         ({**CHAIN, "depth": "deep"}, {}, "'depth' is 'deep'"),
         ({**CHAIN, "depth": 64}, {}, "'depth' is 64"),

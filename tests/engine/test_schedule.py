@@ -17,7 +17,7 @@ SPECS: dict[str, dict] = {
 }
 MODES = {
     "rsd_c": {"plain", "rsd_c 3.2", "rsd_c 2"},
-    "redrafter": {"plain", "redrafter 3x2", "redrafter 2x2"},
+    "redrafter": {"plain", "redrafter 3x2x5", "redrafter 2x2x5"},
 }
 TEXT = "The old lighthouse keeper climbed the stairs every evening. " * 9
 

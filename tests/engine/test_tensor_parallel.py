@@ -22,7 +22,12 @@ PLAIN, RSD_S, REDRAFTER = "plain", "rsd_s", "redrafter"
 SHAPES: dict[str, dict[str, Any]] = {
     RSD_S: {"beam_width": 3, "depth": 3, "schedule": [{"batch_size": 3}]},
     # So wide that a head of random weights is right now and then.
-    REDRAFTER: {"beam_width": 20, "length": 2, "schedule": "fixed"},
+    REDRAFTER: {
+        "beam_width": 20,
+        "length": 2,
+        "num_drafts": 15,
+        "schedule": "fixed",
+    },
 }
 JOBS: dict[str, dict[str, Any]] = {
     # More requests than the schedule above has a tree for.

@@ -57,7 +57,7 @@ def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
         ({"method": "RSD_S"}, "'RSD_S' (did you mean 'rsd_s'?)"),
         ({"method": "zzz"}, "'method' is 'zzz'; write one of sd, rsd_c, rsd_s"),
         ({"method": ["sd"]}, "'method' is ['sd']; write a name, one of sd"),
-        ({"method": None}, "'method' is None; write a name, one of sd"),
+        ({"method": None, "depth": 3}, "'method' is missing; write one of sd, rsd_s"),
         ({}, "'method' is missing; write one of sd, rsd_c"),
         (
             {"model": "d", "beam_width": 4, "depth": 3},
@@ -65,8 +65,8 @@ def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
         ),
         (
             {"method": "suffix", "num_drafts": 16, "depth": 12},
-            "'suffix', which is a method of vLLM's own and does not take these keys; "
-            "the method of draft trees is 'suffix_tree'",
+            "'suffix', the name of another method, of vLLM's own; draft trees of this "
+            "kind are 'suffix_tree'",
         ),
         ({"method": "sd", "depth": 3}, "'model' is missing; add it"),
         ({"method": "sd", "model": "d", "depth": 0}, "'depth' is 0"),

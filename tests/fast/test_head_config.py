@@ -38,9 +38,9 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter")
     proposer = config.proposer()
     assert (proposer.name, config.rule) == ("redrafter", "target_draw")
-    assert (proposer.max_nodes, proposer.num_candidates) == (9, 8)
+    assert (proposer.max_nodes, proposer.num_candidates) == (6, 8)
     assert (config.head, config.models) == (config.model_dump()["model"], ())
-    assert config.scheduled()[0].name == "redrafter 4x2"
+    assert config.scheduled()[0].name == "redrafter 4x2x5"
     medusa = parse("medusa_tree")
     assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "target_draw")
     assert medusa.proposer().max_nodes == 6
@@ -66,7 +66,7 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
 def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> None:
     """Red when larger batches get larger trees, or drafting costs as a model's."""
     trees = parse(method).scheduled()
-    batch_sizes = {"redrafter": [1, 1, 2, 4], "medusa_tree": [1, 2, 4]}
+    batch_sizes = {"redrafter": [1, 2, 4], "medusa_tree": [1, 2, 4]}
     assert [tree.batch_size for tree in trees] == batch_sizes[method]
     sizes = [tree.config.proposer().max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)
@@ -85,7 +85,7 @@ def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> No
         ({"beams": 3}, "'beams' is not a key of this method; remove it"),
         (
             {"beam_search": "stochastic", "num_drafts": 8},
-            "'beam_search' is 'stochastic': this keeps all beam_width x length draft "
+            "'num_drafts' is 8: a stochastic beam keeps all beam_width x length draft "
             "tokens; remove 'num_drafts'",
         ),
         (

@@ -1,7 +1,9 @@
 """What vLLM's and our counters say about draft trees, without an engine."""
 
+import errno
 import logging
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +12,14 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.loggers import StatLoggerManager
-from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
+from vllm.v1.metrics.prometheus import (
+    get_prometheus_registry,
+    unregister_vllm_metrics,
+)
 from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import (
@@ -21,10 +28,10 @@ from vllm.v1.spec_decode.metrics import (
     SpecDecodingStats,
 )
 
-from vllm_treespec import metrics
+from vllm_treespec import metrics, plugin
 from vllm_treespec.engine import stats as engine_stats
-from vllm_treespec.engine.stats import SharedTotals, StepStats, shared_file
-from vllm_treespec.metrics import TreeStatLogger, attach
+from vllm_treespec.engine.stats import StepStats
+from vllm_treespec.metrics import registered_collector, show_counters
 
 # Draft nodes (root excluded) and accepted draft tokens of trees of several sizes.
 TREES = [(9, 3), (9, 0), (6, 1), (4, 2)]
@@ -32,15 +39,12 @@ MAX_DRAFTS = 9
 MODEL = "smol"
 
 
-def config(additional: Any, api_servers: int = 1, engine: int = 0) -> Any:
+def config() -> Any:
     """As much of a vLLM config as is looked at."""
     return SimpleNamespace(
-        additional_config=additional,
         instance_id=str(time.time_ns()),
         model_config=SimpleNamespace(served_model_name=MODEL),
-        parallel_config=SimpleNamespace(
-            rank=0, data_parallel_index=engine, _api_process_count=api_servers
-        ),
+        parallel_config=SimpleNamespace(rank=0, data_parallel_index=0),
     )
 
 
@@ -66,28 +70,41 @@ def value(name: str, **labels: str) -> float | None:
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give each test its own metrics and its own shared memory."""
     monkeypatch.setattr(engine_stats, "SHARED_FOLDER", tmp_path)
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     unregister_vllm_metrics()
     yield
     unregister_vllm_metrics()
+    prometheus_client.REGISTRY.unregister(registered_collector())
+    registered_collector.cache_clear()
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines that our logger prints."""
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines that we print."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     monkeypatch.setattr(metrics.logger, "handlers", [handler])
     monkeypatch.setattr(metrics.logger, "propagate", False)
-    metrics.logger.setLevel(logging.INFO)
     return found
 
 
-def started(vllm_config: Any, engines: list[int] | None = None) -> TreeStatLogger:
-    """Return our stat logger as vLLM starts it."""
-    stat_logger = TreeStatLogger(vllm_config, engines or [0])
-    stat_logger.log_engine_initialized()
-    return stat_logger
+def started(vllm_config: Any) -> StepStats:
+    """Start an engine: the front-end first, then the worker, whose totals these are."""
+    show_counters(vllm_config)
+    worker = StepStats()
+    worker.share(vllm_config)
+    return worker
+
+
+def observe(worker: StepStats, trees: list[tuple[int, int]]) -> None:
+    """Let a worker count a step that verified these trees."""
+    worker.observe([drafts + 1 for drafts, _ in trees], [n for _, n in trees])
+
+
+def shown() -> str:
+    """What ``/metrics`` answers."""
+    return prometheus_client.generate_latest().decode()
 
 
 def test_vllm_counters_on_trees() -> None:
@@ -129,194 +146,271 @@ def test_vllm_line_on_trees() -> None:
     assert f"Avg Draft acceptance rate: {100 * 6 / 28:.1f}%" in line
 
 
-def test_ours_from_scheduler_and_worker() -> None:
+def test_ours_from_the_worker() -> None:
     """Red when a node is counted twice, a root is called wasted, or a step is lost."""
-    vllm_config = config({"treespec": {}})
-    worker = StepStats()
-    worker.share(vllm_config)
-    worker.mode("before")
-    stat_logger = started(vllm_config)
+    worker = started(config())
+    assert value("treespec_num_nodes_verified") == 0
+    assert value("treespec_stage_seconds", stage="draft") == 0
     for mode, trees in (("wide", TREES[:2]), ("chain", TREES[2:]), ("plain", [])):
         worker.mode(mode)
-        worker.spent("draft", 0.25)
-        worker.reset()
-        stat_logger.record(scheduler_stats(trees), None)
-    stat_logger.record(None, None)
-    assert value("treespec_num_nodes_verified") == 28 + len(TREES)
+        worker.spent("forward", 0.25)
+        observe(worker, trees)
+    worker.merged(12, 9)
+    assert value("treespec_num_nodes_verified") == 28 + 4
     assert value("treespec_num_nodes_wasted") == 28 - 6
-    accepted = [
+    depths = [
         value("treespec_num_accepted_tokens_per_depth", depth=str(depth))
         for depth in range(1, 5)
     ]
-    assert accepted == [3, 2, 1, None]
-    assert value("treespec_stage_seconds", stage="draft") == pytest.approx(0.75)
-    assert value("treespec_stage_seconds", stage="commit") == 0
-    for mode in ("before", "wide", "chain", "plain"):
+    assert depths == [3, 2, 1, None]
+    for mode in ("wide", "chain", "plain"):
         assert value("treespec_num_steps", mode=mode) == 1
+    assert value("treespec_stage_seconds", stage="forward") == 0.75
+    assert value("treespec_num_beam_tokens") == 12
+    assert value("treespec_num_beam_nodes") == 9
 
 
-def test_compression_ratio(lines: list[str]) -> None:
-    """Red when the tokens of beams, or the nodes they became, are not counted."""
-    vllm_config = config({"treespec": {}})
-    worker = StepStats()
-    worker.share(vllm_config)
-    stat_logger = started(vllm_config)
-    assert value("treespec_num_beam_tokens") == value("treespec_num_beam_nodes") == 0
-    for num_tokens, num_nodes in ((32, 21), (16, 9)):
-        worker.merged(num_tokens, num_nodes)
-        stat_logger.record(scheduler_stats([]), None)
-    assert value("treespec_num_beam_tokens") == worker.as_dict()["beam_tokens"] == 48
-    assert value("treespec_num_beam_nodes") == worker.as_dict()["beam_nodes"] == 30
-    stat_logger.log()
-    assert lines == ["Engine 000: TreeSpec metrics: Compression ratio: 1.60"]
-
-
-def test_line_of_each_interval(lines: list[str]) -> None:
-    """Red when the line repeats an earlier interval, or an idle engine prints one."""
-    vllm_config = config({"treespec": {}})
-    worker = StepStats()
-    worker.share(vllm_config)
-    stat_logger = started(vllm_config)
-    for trees in (TREES[:2], TREES[2:]):
-        worker.spent("forward", 0.03)
-        worker.spent("draft", 0.01)
-        worker.mode("rsd_s")
-        stat_logger.record(scheduler_stats(trees), None)
-    stat_logger.log()
-    assert lines.pop() == (
-        "Engine 000: TreeSpec metrics: Accepted by depth: 0.750, 0.500, 0.250, "
-        "Nodes verified: 32, Nodes wasted: 22 (68.8%), Steps: rsd_s 2, "
-        "Milliseconds per step: forward 30.00, draft 10.00"
-    )
-    stat_logger.log()
-    worker.spent("forward", 0.02)
+def test_counters_survive_a_reset() -> None:
+    """Red when ``treespec_stats(reset=True)`` makes a counter go down."""
+    worker = started(config())
     worker.mode("plain")
-    stat_logger.record(scheduler_stats([]), None)
-    stat_logger.log()
-    assert lines == [
-        "Engine 000: TreeSpec metrics: Steps: plain 1, "
-        "Milliseconds per step: forward 20.00"
-    ]
+    worker.reset()
+    worker.mode("plain")
+    assert worker.as_dict()["modes"] == {"plain": 1}
+    assert value("treespec_num_steps", mode="plain") == 2
 
 
-@pytest.mark.parametrize("additional", [{}, {"other": 1}, SimpleNamespace()])
-def test_silent_without_trees(additional: Any, lines: list[str]) -> None:
-    """Red when an engine that drafts otherwise, or not at all, gets our metrics."""
-    stat_logger = started(config(additional), [0, 1])
-    stat_logger.record(scheduler_stats(TREES), None)
-    stat_logger.record(None, None, engine_idx=1)
-    stat_logger.log()
-    assert lines == []
-    assert "treespec" not in prometheus_client.generate_latest().decode()
+def test_names_of_any_length_and_number() -> None:
+    """Red when names are cut and collide, or when there are too many of them."""
+    worker = started(config())
+    long = "rsd_s " + "x" * 80
+    names = [f"{long} {number}" for number in range(150)]
+    odd = ['quote " and \\', "line\nbreak", "Bäume 树", ""]
+    for times, name in enumerate([*names, *odd], 1):
+        for _ in range(times):
+            worker.mode(name)
+    for times, name in enumerate([*names, *odd], 1):
+        assert value("treespec_num_steps", mode=name) == times, name
+    samples = text_string_to_metric_families(shown())
+    by_mode = {
+        sample.labels["mode"]: sample.value
+        for family in samples
+        if family.name == "vllm:treespec_num_steps"
+        for sample in family.samples
+    }
+    assert by_mode == {n: t for t, n in enumerate([*names, *odd], 1)}
 
 
-def test_several_engines(lines: list[str]) -> None:
-    """Red when engines of one front-end are mixed up."""
-    vllm_config = config({"treespec": {}})
-    workers = [StepStats(), StepStats()]
-    for engine, worker in enumerate(workers):
-        vllm_config.parallel_config.data_parallel_index = engine
+def test_more_counters_than_the_file_had_room_for() -> None:
+    """Red when a file that is full stops the worker."""
+    worker = started(config())
+    names = [f"{number} " + "x" * 2000 for number in range(300)]
+    for name in names:
+        worker.mode(name)
+    assert [value("treespec_num_steps", mode=name) for name in names] == [1] * 300
+
+
+def test_counters_never_go_down_while_they_are_read() -> None:
+    """Red when a reader sees half a number."""
+    worker = started(config())
+    stop = threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            worker.spent("forward", 0.1)
+            worker.mode("plain")
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    seen = [value("treespec_stage_seconds", stage="forward") or 0 for _ in range(300)]
+    stop.set()
+    thread.join()
+    assert seen == sorted(seen)
+    assert seen[-1] > seen[0]
+
+
+def test_a_later_engine_replaces_the_earlier() -> None:
+    """Red when two engines of one process share series, or the later one has none."""
+    first = started(config())
+    first.mode("wide")
+    unregister_vllm_metrics()  # as every engine's own metrics do first
+    second = started(config())
+    first.mode("wide")
+    second.mode("chain")
+    assert value("treespec_num_steps", mode="wide") is None
+    assert value("treespec_num_steps", mode="chain") == 1
+    found = {m.name for m in get_metrics_snapshot() if type(m) is Counter}
+    assert "vllm:treespec_num_nodes_wasted" in found
+
+
+def test_several_api_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    """Red when servers that gather their metrics in a folder lose ours."""
+    folder = tmp_path / "prometheus"
+    folder.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    started_one = config()
+    worker = started(started_one)
+    # The other servers' configs name engines that nobody starts.
+    show_counters(config())
+    worker.mode("rsd_s")
+    text = prometheus_client.generate_latest(get_prometheus_registry()).decode()
+    assert (
+        'treespec_num_steps_total{engine="0",mode="rsd_s",model_name="smol"} 1.0'
+        in text
+    )
+    assert "vllm:treespec_num_nodes_verified_total" in text
+    assert warnings == []
+    assert [path.name for path in tmp_path.iterdir()] == ["prometheus"]
+
+
+@pytest.mark.parametrize("end", ["worker first", "front-end first", "no worker"])
+def test_no_file_stays(tmp_path: Path, end: str) -> None:
+    """Red when engines leave files behind, however their processes end."""
+    vllm_config = config()
+    show_counters(vllm_config)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    if end == "no worker":
+        registered_collector().follow(config())
+        (other,) = tmp_path.iterdir()
+        assert other != file
+        # As at the end of the process.
+        remove = registered_collector()._remove
+        assert remove is not None
+        remove()
+    else:
+        worker = StepStats()
         worker.share(vllm_config)
-    workers[1].mode("chain")
-    workers[1].spent("draft", 0.01)
-    stat_logger = started(vllm_config, [0, 1])
-    stat_logger.record(scheduler_stats(TREES[:1]), None, engine_idx=1)
-    stat_logger.log()
-    assert [line.split(":")[0] for line in lines] == ["Engine 001"]
-    assert "Steps: chain 1, Milliseconds per step: draft 10.00" in lines[0]
-    assert value("treespec_num_nodes_verified", engine="1") == 10
-    assert value("treespec_num_nodes_verified") == 0
-
-
-def test_engine_out_of_reach(lines: list[str]) -> None:
-    """Red when missing seconds pass for none, or cost us the other counters."""
-    stat_logger = started(config({"treespec": {}}, api_servers=2))
-    assert "no seconds per stage" in lines.pop()
-    stat_logger.record(scheduler_stats(TREES), None)
-    stat_logger.log()
-    assert value("treespec_num_nodes_verified") == 32
-    assert lines == []
-
-
-def test_shared_file_goes_away(tmp_path: Path) -> None:
-    """Red when engines leave files behind, read or not."""
-    read, unread = config({"treespec": {}}), config({"treespec": {}}, engine=1)
-    workers = [StepStats(), StepStats()]
-    for worker, vllm_config in zip(workers, (read, unread), strict=True):
-        worker.share(vllm_config)
-    started(read)
-    assert list(tmp_path.iterdir()) == [shared_file(unread, 1)]
-    assert shared_file(unread, 1).stat().st_mode & 0o777 == 0o600
-    workers.clear()
-    del worker
+        # Without a name it goes when nobody has it open, also after a SIGKILL.
+        assert list(tmp_path.iterdir()) == []
+        if end == "front-end first":
+            registered_collector()._file.close()  # type: ignore[union-attr]
+            worker.mode("plain")
+        else:
+            del worker
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_rank_0_shares(tmp_path: Path) -> None:
-    """Red when every worker of an engine counts the same step."""
-    vllm_config = config({"treespec": {}})
-    vllm_config.parallel_config.rank = 1
+def test_no_statistics_no_file(tmp_path: Path) -> None:
+    """Red when an engine without statistics counts for nobody."""
     worker = StepStats()
-    worker.share(vllm_config)
+    worker.share(config())
     worker.mode("rsd_s")
     assert list(tmp_path.iterdir()) == []
     assert worker.as_dict()["modes"] == {"rsd_s": 1}
 
 
-def test_attached_offline() -> None:
-    """Red when ``LLM.get_metrics`` stops showing ours, or a later engine's fail."""
-    for _ in range(2):
-        vllm_config = config({"treespec": {}})
-        unregister_vllm_metrics()  # as every engine's own metrics do first
+def test_only_rank_0_shares() -> None:
+    """Red when every worker of an engine counts the same step."""
+    vllm_config = config()
+    show_counters(vllm_config)
+    for rank in (1, 0):
+        vllm_config.parallel_config.rank = rank
         worker = StepStats()
         worker.share(vllm_config)
-        manager = object.__new__(StatLoggerManager)
-        manager.engine_indexes, manager.stat_loggers = [0], []
-        engine = SimpleNamespace(vllm_config=vllm_config, logger_manager=manager)
-        attach(SimpleNamespace(llm_engine=engine))
-        manager.record(scheduler_stats(TREES), None)
-        shown = {m.name: m.value for m in get_metrics_snapshot() if type(m) is Counter}
-        assert shown["vllm:treespec_num_nodes_wasted"] == 22
-    silent = SimpleNamespace(llm_engine=SimpleNamespace(logger_manager=None))
-    with pytest.raises(ValueError, match="disable_log_stats=False"):
-        attach(silent)
+        worker.mode("rsd_s")
+    assert value("treespec_num_steps", mode="rsd_s") == 1
 
 
-def test_step_costs_microseconds(tmp_path: Path) -> None:
+def test_serving_goes_on_without_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    """Red when a full or forbidden shared memory stops an engine."""
+    vllm_config = config()
+    show_counters(vllm_config)
+    with monkeypatch.context() as patch:
+
+        def full(*args: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(engine_stats.os, "posix_fallocate", full)
+        show_counters(config())
+        patch.setattr(engine_stats, "SHARED_FOLDER", tmp_path / "nowhere")
+        started(config()).mode("rsd_s")
+    assert ["No space left" in line for line in warnings] == [True, False]
+    assert all(line.startswith("No metrics of draft trees: ") for line in warnings)
+    assert "treespec" not in shown()
+    assert list(tmp_path.iterdir()) == []
+    # A worker that may not open the file.
+    monkeypatch.setattr(engine_stats, "MmapedDict", Forbidden)
+    worker = started(config())
+    worker.mode("rsd_s")
+    observe(worker, TREES)
+    assert warnings[2] == "No metrics of draft trees: [Errno 13] Permission denied"
+
+
+class Forbidden:
+    """A file that cannot be opened."""
+
+    def __init__(self, name: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_package_keeps_no_statistics_on() -> None:
+    """Red when vLLM finds a stat logger of ours.
+
+    For any it finds, it keeps statistics in every server, ``--disable-log-stats`` or
+    not, whether our methods are used or not.
+    """
+    modules = {f.__module__ for f in load_stat_logger_plugin_factories()}
+    assert not {name for name in modules if name.startswith("vllm_treespec")}
+
+
+OURS = {"method": "sd", "model": "nowhere", "depth": 2}
+
+
+@pytest.mark.parametrize(
+    ("spec", "disable_log_stats", "found"),
+    [
+        (None, False, 0),
+        ({"method": "ngram"}, False, 0),
+        (OURS, True, 0),
+        (OURS, False, 1),
+    ],
+)
+def test_unused_or_unwanted_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    spec: dict[str, Any] | None,
+    disable_log_stats: bool,
+    found: int,
+) -> None:
+    """Red when we count without our methods, or against ``--disable-log-stats``."""
+
+    def stock(self: EngineArgs) -> Any:
+        return config()
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
+    monkeypatch.setattr(plugin, "refuse_arguments", lambda args: "cpu")
+    monkeypatch.setattr(plugin, "refuse_models", lambda *args: None)
+    plugin.register.__wrapped__()
+    args = EngineArgs(model="nowhere", speculative_config=spec)
+    args.disable_log_stats = disable_log_stats
+    args.create_engine_config()
+    assert len(list(tmp_path.iterdir())) == found
+    assert registered_collector.cache_info().currsize == found
+    assert ("treespec" in shown()) is False, "nothing has counted"
+
+
+def test_step_costs_microseconds() -> None:
     """Red when counting takes a share of a step that one could measure."""
-    vllm_config = config({"treespec": {}})
-    worker = StepStats()
-    worker.share(vllm_config)
+    worker = started(config())
     start = time.process_time()
     for _ in range(1000):
-        for stage in metrics.ALL_STAGES:
+        for stage in (*engine_stats.STAGES, engine_stats.DRAFT_FORWARD):
             worker.spent(stage, 0.001)
         worker.mode("rsd_s")
-    assert time.process_time() - start < 1000 * 50e-6
+        observe(worker, TREES)
+    assert time.process_time() - start < 1000 * 100e-6
 
 
 def test_names_are_documented() -> None:
     """Red when docs/metrics.md misses a counter or names one that is gone."""
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    metrics.TreeCounters(MODEL, [0])
-    ours = {
-        metric.name
-        for metric in prometheus_client.REGISTRY.collect()
-        if metric.name.startswith(metrics.PREFIX)
-    }
+    ours = {metrics.PREFIX + name for name in engine_stats.COUNTERS}
     assert {
         n.removesuffix("_total") for n in re.findall(r"vllm:treespec_\w+", text)
     } == ours
-
-
-def test_totals_by_name(tmp_path: Path) -> None:
-    """Red when a reader mixes up rows or misses one that came later."""
-    writer = SharedTotals.create(tmp_path / "totals")
-    reader = SharedTotals(tmp_path / "totals")
-    assert reader.read() == {}
-    writer.add("stage:draft", 0.5)
-    writer.add("mode:w4", 1)
-    writer.add("stage:draft", 0.25)
-    assert reader.read() == {"stage:draft": 0.75, "mode:w4": 1}
-    with pytest.raises(FileExistsError):
-        SharedTotals.create(tmp_path / "totals")
+    assert {family.name for family in registered_collector().describe()} == ours

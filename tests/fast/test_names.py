@@ -1,5 +1,7 @@
 """Our names beside vLLM's own, and what vLLM does with methods that are not ours."""
 
+import logging
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,9 +14,23 @@ from transformers import LlamaConfig
 from vllm.config import VllmConfig, speculative
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_treespec.config import METHODS, RENAMED, SpecConfigError
+from vllm_treespec.config import METHODS, SpecConfigError
 from vllm_treespec.plugin import register
+
+# SpeculativeMethod in vllm/config/speculative.py of vLLM 0.33.0, the wheel on PyPI.
+NAMES_0_33 = {
+    *("ngram", "ngram_gpu", "draft_model", "suffix", "custom_class"),
+    *("eagle", "eagle3", "extract_hidden_states", "dflash", "dspark", "mtp"),
+    *("deepseek_mtp", "dots3_note_mtp", "mimo_mtp", "mimo_v2_mtp", "glm4_moe_mtp"),
+    *("glm4_moe_lite_mtp", "glm_ocr_mtp", "ernie_mtp", "nemotron_h_mtp"),
+    *("exaone_moe_mtp", "exaone4_5_mtp", "qwen3_next_mtp", "qwen4_exp_mtp"),
+    *("qwen3_5_mtp", "longcat_flash_mtp", "bailing_hybrid_v3_mtp", "minimax_m3_mtp"),
+    *("bailing_hybrid_mtp", "kimi_k3_mtp", "pangu_ultra_moe_mtp", "step3p5_mtp"),
+    *("step5_mtp", "hy_v3_mtp", "hy_v4_mtp", "gemma4_mtp", "inkling_mtp"),
+    "glm5_next_mtp",
+}
 
 
 def literals(kind: Any) -> set[str]:
@@ -60,9 +76,8 @@ def configure(target: str, spec: dict[str, Any] | None) -> VllmConfig:
 def test_names_are_not_vllms() -> None:
     """Red when a method of ours gets a name of vLLM's, or vLLM takes one of ours."""
     installed = literals(speculative.SpeculativeMethod)
-    assert {"ngram", "suffix", "medusa", "eagle", "mtp"} <= installed
-    assert not installed & METHODS.keys()
-    assert installed >= RENAMED.keys()
+    assert {"ngram", "suffix", "eagle", "mtp"} <= installed & NAMES_0_33
+    assert not (installed | NAMES_0_33) & METHODS.keys()
 
 
 @pytest.mark.parametrize(
@@ -70,11 +85,11 @@ def test_names_are_not_vllms() -> None:
     [
         (
             {"method": "suffix", "num_drafts": 16, "depth": 12},
-            "the method of draft trees is 'suffix_tree'",
+            "draft trees of this kind are 'suffix_tree'",
         ),
         (
             {"method": "medusa", "model": "/head", "max_trees": 4},
-            "the method of draft trees is 'medusa_tree'",
+            "draft trees of this kind are 'medusa_tree'",
         ),
         ({"method": "rsd-s", "model": "d"}, "did you mean 'rsd_s'?"),
         ({"method": "RSD_S", "model": "d", "beam_width": 4}, "did you mean 'rsd_s'?"),
@@ -122,6 +137,40 @@ def test_stock_spec_configs_reach_vllm(
     monkeypatch.setattr(arg_utils, "SpeculativeConfig", make)
     configure(target, spec)
     assert found == [spec]
+
+
+@pytest.mark.parametrize(
+    "spec", [None, {"method": "ngram", "num_speculative_tokens": 3}]
+)
+def test_unused_changes_nothing(
+    spec: dict[str, Any] | None, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when vLLM with our plugin, and no method of ours, differs from vLLM alone."""
+    register()
+    stock = EngineArgs.create_engine_config.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
+    alone = engine_args(target, spec)
+    config_alone = alone.create_engine_config()
+    before = surroundings()
+    register.__wrapped__()
+    beside = engine_args(target, spec)
+    config_beside = beside.create_engine_config()
+    assert surroundings() == before
+    assert str(vars(beside)) == str(vars(alone))
+    assert str(config_beside) == str(config_alone)
+    assert config_beside.additional_config == {}
+    assert "treespec" not in str(config_beside.parallel_config.worker_cls)
+    assert config_beside.scheduler_config.get_scheduler_cls() is Scheduler
+
+
+def surroundings() -> tuple[dict[str, str], dict[str, tuple[list[Any], int, bool]]]:
+    """The environment, and every logger's handlers, level and propagation."""
+    loggers = {"": logging.root, **logging.root.manager.loggerDict}
+    return dict(os.environ), {
+        name: (list(logger.handlers), logger.level, logger.propagate)
+        for name, logger in loggers.items()
+        if isinstance(logger, logging.Logger)
+    }
 
 
 def test_vllms_own_refusals_stay(target: str) -> None:

@@ -76,11 +76,6 @@ def test_entry_points() -> None:
     assert {(point.group, point.name, point.value) for point in points} == {
         ("console_scripts", "treespec", "vllm_treespec.cli:app"),
         ("vllm.general_plugins", "treespec", "vllm_treespec.plugin:register"),
-        (
-            "vllm.stat_logger_plugins",
-            "treespec",
-            "vllm_treespec.metrics:TreeStatLogger",
-        ),
     }
 
 

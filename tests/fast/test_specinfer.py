@@ -204,7 +204,7 @@ def test_spec_config() -> None:
     [
         ({}, "'drafts' is missing; add it"),
         ({"drafts": []}, "'drafts' is []"),
-        ({"drafts": [{"model": "d"}]}, "'drafts.0.branching_factors' is missing"),
+        ({"drafts": [{"branching_factors": [2]}]}, "'drafts.0.model' is missing"),
         ({"drafts": DRAFTS, "model": "d"}, "'model' is not a key of this method"),
         (
             {"drafts": [{"model": "d", "branching_factors": [8, 8]}]},

@@ -257,7 +257,7 @@ def test_spec_config() -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"depth": 2}, "'num_paths' is missing; add it"),
+        ({"num_paths": 0, "depth": 2}, "'num_paths' is 0"),
         ({"num_paths": 8, "depth": 8}, "64 draft tokens and at most 63 fit; lower num"),
         ({"num_paths": 2, "depth": 2, "scorer": "sd"}, "'scorer' is 'sd'"),
     ],

@@ -287,7 +287,7 @@ def test_spec_config() -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"depth": 2}, "'num_drafts' is missing; add it"),
+        ({"num_drafts": 0}, "'num_drafts' is 0"),
         ({"num_drafts": 64, "depth": 2}, "'num_drafts' is 64"),
         ({"num_drafts": 9, "depth": 2, "model": "d"}, "'model' is not a key"),
         ({"num_drafts": 9, "depth": 2, "max_match": 0}, "'max_match' is 0"),

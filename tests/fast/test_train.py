@@ -298,11 +298,54 @@ def test_too_large_weights_are_refused(
 
 def test_text_file_cut_in_a_line_reads_to_the_last_whole_row(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
-    path.write_text('{"token_ids": [1, 2], "prompt_len": 1}\n{"token_ids": [1,')
-    assert read_rows(path) == [Row([1, 2], 1)]
-    path.write_text('{"tokens": []}\n')
-    with pytest.raises(ValueError, match=r"text\.jsonl:1: .*token_ids"):
-        read_rows(path)
+    whole = '{"token_ids": [1, 2], "prompt_len": 1}'
+    path.write_text(whole + '\n{"token_ids": [1,')
+    assert read_rows(path, 3) == [Row([1, 2], 1)]
+    # Text made by hand may lack the last newline.
+    path.write_text(f"{whole}\n{whole}")
+    assert read_rows(path, 3) == [Row([1, 2], 1)] * 2
+
+
+WRONG_ROWS = {
+    b'{"token_ids": [1, 99], "prompt_len": 1}': r"token_ids\[1\] is 99.*0 to 98.*--t",
+    b'{"token_ids": [-1, 2], "prompt_len": 1}': r"token_ids\[0\] is -1.*--target",
+    b'{"token_ids": [1, 2.0], "prompt_len": 1}': r"token_ids\[1\] is 2.0, no integer",
+    b'{"token_ids": [1, true], "prompt_len": 1}': r"token_ids\[1\] is True, no integer",
+    b'{"token_ids": [], "prompt_len": 0}': "token_ids is no list .* or empty",
+    b'{"token_ids": "ab", "prompt_len": 0}': "token_ids is no list",
+    b'{"token_ids": [1, 2], "prompt_len": 2}': "prompt_len is 2 and .* 2: .*0 to 1",
+    b'{"token_ids": [1, 2], "prompt_len": -1}': "prompt_len is -1 .*0 to 1",
+    b'{"token_ids": [1, 2], "prompt_len": "1"}': "prompt_len is '1', no integer",
+    b'{"token_ids": [1, 2]}': "no key prompt_len; a line is",
+    b'{"tokens": []}': "no key token_ids; a line is",
+    b"[1, 2]": "not a JSON object; a line is",
+    b"token_ids": "not JSON",
+    b"": "not JSON",
+    b'{"token_ids": [1, 2], "prompt_len": 1, "note": "\xff"}': "not UTF-8; save",
+}
+
+
+@pytest.mark.parametrize("line", WRONG_ROWS)
+def test_wrong_rows_are_refused_by_line(tmp_path: Path, line: bytes) -> None:
+    """Red when a row that cannot be trained on passes, or its line is not named."""
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'{"token_ids": [1, 98], "prompt_len": 0}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"text\.jsonl:2: .*{WRONG_ROWS[line]}"):
+        read_rows(path, 99)
+
+
+def test_wrong_text_ends_the_command_in_one_line(
+    tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    """Red when the target's vocabulary is not asked before its weights are loaded."""
+    target.config.save_pretrained(tmp_path / "target")
+    (tmp_path / "t.jsonl").write_text('{"token_ids": [1, 97], "prompt_len": 1}\n')
+    command = ["draft", "--target", str(tmp_path / "target")]
+    command += ["--text", str(tmp_path / "t.jsonl"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    (line,) = done.output.strip().splitlines()
+    assert "t.jsonl:1: token_ids[1] is 97, the target's tokens are 0 to 96" in line
 
 
 class FakeTokenizer:
@@ -347,8 +390,8 @@ def test_text_is_appended_by_batches_and_a_cut_run_goes_on(
     options = TextOptions(num_tokens=16, batch_size=4, self_asked=0.5)
     first = {"token_ids": [7, 8, 9], "prompt_len": 1, "temperature": 0.0}
     path.write_text(json.dumps(first) + '\n{"token_ids": [7,')
-    generate_text("target", ["how?"], path, options)
-    rows = read_rows(path)
+    generate_text("target", ["how?"], path, options, 200)
+    rows = read_rows(path, 200)
     # 2 answer tokens were there; two batches of 4 answers of 2 tokens fill up 16.
     assert len(rows) == 9
     assert rows[0] == Row([7, 8, 9], 1)
@@ -357,7 +400,7 @@ def test_text_is_appended_by_batches_and_a_cut_run_goes_on(
     assert all(row.token_ids[row.prompt_len :] == [1, 2] for row in rows[1:])
     # A full file is left alone, without starting the engine.
     starts = FakeLLM.starts
-    generate_text("target", ["how?"], path, options)
+    generate_text("target", ["how?"], path, options, 200)
     assert FakeLLM.starts == starts
 
 
@@ -367,7 +410,7 @@ def test_target_without_chat_template_is_refused(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM))
     monkeypatch.setattr(FakeTokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="pass --text"):
-        generate_text("target", [], tmp_path / "text.jsonl", TextOptions())
+        generate_text("target", [], tmp_path / "text.jsonl", TextOptions(), 200)
 
 
 def test_prompts_are_read_from_the_usual_keys(tmp_path: Path) -> None:

@@ -170,7 +170,11 @@ SEAMS = (
         "cpu",
     ),
     Seam("vllm.v1.sample.sampler", "Sampler.gather_logprobs", "logprobs of drafts"),
-    Seam("vllm.v1.metrics.loggers", "AggregateStatLoggerBase", "our metrics"),
+    Seam(
+        "vllm.v1.metrics.prometheus",
+        "get_prometheus_registry",
+        "our metrics are on the registry that it gives to /metrics",
+    ),
 )
 
 

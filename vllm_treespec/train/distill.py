@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerControl, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from vllm_treespec.train.loss import TeacherTargets
+from vllm_treespec.train.whole_files import newest_whole_checkpoint, written_whole
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def run_training(
     description: dict[str, Any],
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Train ``model`` in place, from the last checkpoint in ``folder`` if there is one.
+    """Train ``model`` in place, from the newest whole checkpoint in ``folder`` if any.
 
     Args:
         datasets: of training and of evaluation batches.
@@ -151,8 +151,8 @@ def run_training(
         eval_dataset=eval_set,
         **arguments,
     )
-    last = get_last_checkpoint(str(folder))
-    output = trainer.train(resume_from_checkpoint=last)
+    newest = newest_whole_checkpoint(folder)
+    output = trainer.train(resume_from_checkpoint=newest)
     final = trainer.evaluate(metric_key_prefix="final")
     return {
         "steps": num_steps,
@@ -164,10 +164,14 @@ def run_training(
 
 def check_same_run(folder: Path, now: dict[str, Any]) -> None:
     """Refuse to resume with another model or schedule; note ours for the next run."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "options.json"
     if path.exists():
-        before = json.loads(path.read_text())
+        try:
+            before = json.loads(path.read_text())
+        except json.JSONDecodeError:
+            raise ValueError(
+                f"{path} is cut short: delete {folder} or pass another --out"
+            ) from None
         # A run may be made longer or shorter: the schedule follows the new length.
         changed = [k for k in now if before.get(k) != now[k] and k != "epochs"]
         if changed:
@@ -175,4 +179,5 @@ def check_same_run(folder: Path, now: dict[str, Any]) -> None:
                 f"{folder} holds a run with other {', '.join(changed)}:"
                 " delete that folder or pass another --out"
             )
-    path.write_text(json.dumps(now, indent=2) + "\n")
+    with written_whole(folder) as partial:
+        (partial / "options.json").write_text(json.dumps(now, indent=2) + "\n")

@@ -12,6 +12,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from vllm_treespec.train.whole_files import written_whole
+
 # RMS of one embedding entry at the start. Llama adds layer outputs to the embedding as
 # it is, so this sets how loud the token is beside what fresh layers add (about 0.1).
 EMBEDDING_RMS = 0.12
@@ -146,7 +148,8 @@ def save_draft(draft: LlamaForCausalLM, folder: Path, max_mb: float | None) -> f
     draft = draft.to(torch.bfloat16)
     draft.config.dtype = "bfloat16"
     draft.config.use_cache = True  # the Trainer switches it off
-    draft.save_pretrained(folder)
+    with written_whole(folder) as partial:
+        draft.save_pretrained(partial)
     return check_size(folder / "model.safetensors", max_mb, "--hidden-size")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from vllm_treespec.heads import (
     DraftHead,
@@ -43,6 +43,7 @@ from vllm_treespec.train.text import (
     read_prompts,
     read_rows,
 )
+from vllm_treespec.train.whole_files import written_whole
 
 
 def collect_text(
@@ -55,14 +56,15 @@ def collect_text(
     """Stage 1: read ``text`` files, or let the target write ``work/text.jsonl``.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows, or one cannot be trained on.
     """
+    size = AutoConfig.from_pretrained(target).get_text_config().vocab_size
     if not text:
         questions = [prompt for path in prompts for prompt in read_prompts(path)]
         path = work / "text.jsonl"
-        generate_text(target, questions, path, options)
+        generate_text(target, questions, path, options, size)
         text = [path]
-    rows = [row for path in text for row in read_rows(path)]
+    rows = [row for path in text for row in read_rows(path, size)]
     if len(rows) < 2:
         raise ValueError(f"{text[0]}: at least 2 conversations are needed")
     return rows
@@ -145,7 +147,8 @@ def make_head(
         config = {**head.config.model_dump(), "rank_accuracies": ranks}
         head.config = MedusaHeadConfig.model_validate(config)
     plot_head_history(history, out / "curves.png")
-    size_mb = save_head(head, out)
+    with written_whole(out) as partial:
+        size_mb = save_head(head, partial)
     check_size(out / "model.safetensors", max_mb, "--hot-tokens or --blocks")
     record = {
         "result": {**result, "size_mb": round(size_mb, 2)},
@@ -174,7 +177,8 @@ def write_record(
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "evaluations": [log for log in history if "eval_kl" in log],
     }
-    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    with written_whole(out) as partial:
+        (partial / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     return record
 
 

@@ -1,11 +1,12 @@
 """Stage 1: conversations answered by the target itself, one JSON row each.
 
 A row is ``{"token_ids": [...], "prompt_len": n, "temperature": t}``: prompt and answer
-in one list, the answer starting at index ``prompt_len``.
+in one list, the answer starting at index ``prompt_len``; other keys are not read.
 """
 
 import gzip
 import json
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rich.progress import Progress
 
 PROMPT_KEYS = "prompt, question, instruction (with input) or turns"
 _PLACEHOLDER = "<<<user>>>"
+_ROW_FORM = 'a line is {"token_ids": [...], "prompt_len": n}'
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,32 @@ def read_prompts(path: Path) -> list[str]:
     """Read user questions from a JSONL file, which may be gzipped.
 
     Raises:
-        ValueError: a row has none of ``PROMPT_KEYS``.
+        ValueError: a line is no JSON object, or has none of ``PROMPT_KEYS``.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     prompts = []
-    with opener(path, "rt", encoding="utf-8") as file:
+    with opener(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            prompt = _prompt_of(json.loads(line))
+            prompt = _prompt_of(_json_object(line, f"{path}:{number}"))
             if prompt is None:
                 raise ValueError(f"{path}:{number}: no key {PROMPT_KEYS}; add one")
             prompts.append(prompt)
     return prompts
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    """Read a line that must hold one JSON object; errors name file and line."""
+    try:
+        found = json.loads(line.decode())
+    except UnicodeDecodeError:
+        raise ValueError(f"{where}: not UTF-8; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not JSON ({error.msg}); each line must be one JSON object"
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: not a JSON object; {_ROW_FORM}")
+    return found
 
 
 def _prompt_of(row: dict[str, Any]) -> str | None:
@@ -78,38 +95,73 @@ def _prompt_of(row: dict[str, Any]) -> str | None:
     return "\n".join(filter(None, [row["instruction"], instance.get("input", "")]))
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, vocab_size: int) -> list[Row]:
     """Read the rows of a text file; a last line cut short by a kill is left out.
 
     Raises:
-        ValueError: a line is no JSON row of this module's form.
+        ValueError: naming the first line that is no row of this module's form, or
+            whose ids are none of the target's ``vocab_size`` tokens.
     """
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
+            if not line.endswith((b"\n", b"}")):
                 break
-            try:
-                row = json.loads(line)
-                rows.append(Row(row["token_ids"], row["prompt_len"]))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: {error!r}; each line needs token_ids, prompt_len"
-                ) from error
+            where = f"{path}:{number}"
+            row = _json_object(line, where)
+            wrong = _wrong_with(row, vocab_size)
+            if wrong:
+                raise ValueError(f"{where}: {wrong}")
+            rows.append(Row(row["token_ids"], row["prompt_len"]))
     return rows
 
 
+def _wrong_with(row: dict[str, Any], vocab_size: int) -> str | None:
+    """Say why a row cannot be trained on, and the remedy; None if it can."""
+    for key in ("token_ids", "prompt_len"):
+        if key not in row:
+            return f"no key {key}; {_ROW_FORM}"
+    token_ids, prompt_len = row["token_ids"], row["prompt_len"]
+    if not isinstance(token_ids, list) or not token_ids:
+        return f"token_ids is no list of token ids, or empty; {_ROW_FORM}"
+    # By type: True is no token id.
+    for index, token_id in enumerate(token_ids):
+        if type(token_id) is not int:
+            return f"token_ids[{index}] is {token_id!r}, no integer; {_ROW_FORM}"
+        if not 0 <= token_id < vocab_size:
+            return (
+                f"token_ids[{index}] is {token_id}, the target's tokens are 0 to"
+                f" {vocab_size - 1}; make the text with the tokenizer of --target"
+            )
+    if type(prompt_len) is not int:
+        return f"prompt_len is {prompt_len!r}, no integer; {_ROW_FORM}"
+    if not 0 <= prompt_len < len(token_ids):
+        return (
+            f"prompt_len is {prompt_len} and token_ids has {len(token_ids)}: no answer"
+            f" to learn; give prompt_len from 0 to {len(token_ids) - 1}, or leave the"
+            f" line out"
+        )
+    return None
+
+
 def generate_text(
-    target: str, prompts: list[str], path: Path, options: TextOptions
+    target: str,
+    prompts: list[str],
+    path: Path,
+    options: TextOptions,
+    vocab_size: int,
 ) -> None:
     """Let the target answer ``prompts`` and questions of its own; fill the file.
 
     Batches are appended to ``path`` as they end, so a killed run goes on where it was.
 
     Raises:
-        ValueError: the target's tokenizer has no chat template.
+        ValueError: the target's tokenizer has no chat template, or the file holds
+            what is no row of a target with ``vocab_size`` tokens.
     """
-    done = _drop_torn_line(path)
+    _drop_torn_line(path)
+    before = read_rows(path, vocab_size)
+    done = sum(len(row.token_ids) - row.prompt_len for row in before)
     if done >= options.num_tokens:
         return
     # vLLM is only needed for this stage, and its import takes long.
@@ -137,13 +189,11 @@ def generate_text(
             progress.update(task, completed=done)
 
 
-def _drop_torn_line(path: Path) -> int:
-    """Cut a half-written last line off; return the answer tokens in the file."""
-    if not path.exists():
-        return 0
-    data = path.read_bytes()
-    path.write_bytes(data[: data.rfind(b"\n") + 1])
-    return sum(len(row.token_ids) - row.prompt_len for row in read_rows(path))
+def _drop_torn_line(path: Path) -> None:
+    """Cut a half-written last line off; make the file if there is none."""
+    path.touch()
+    # In place, so that a kill here loses no row.
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _generate_batch(
