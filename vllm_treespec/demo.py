@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,22 +86,16 @@ def main(
         head = head or shipped_drafter(REDRAFTER)
     except AssetError as error:
         raise SystemExit(f"treespec demo: {error}") from None
-    plain = plain_side("plain, eager", eager=True)
-    suffix = tree_side(SUFFIX, eager=True)
-    redrafter = tree_side({**HEAD, "model": head}, eager=True)
-    sides = [
-        plain_side("plain, compiled", eager=False),
-        plain,
-        suffix,
-        tree_side({**SD, "model": draft}, eager=True),
-        redrafter,
-    ]
+    sides = sides_of(draft, head)
+    plain, suffix, redrafter = sides[1], sides[2], sides[4]
     found = load_workloads(prompts)
     asked = {name: found[name][:NUM_PROMPTS] for name in WORKLOADS if name in found}
     speed_jobs = [
         job(side, target, asked, TEMPERATURES, SPEED_TOKENS, "bfloat16")
         for side in sides
     ]
+    # one answer to look at: the last workload's first, with suffix trees
+    speed_jobs[2].stream = next(reversed(asked.values()))[0]
     exact_jobs = [
         job(side, target, asked, (0.0,), EXACT_TOKENS, "float32")
         for side in (plain, suffix, redrafter)
@@ -120,6 +115,17 @@ def main(
         console.print(line, markup=False, highlight=False)
     if demo.failed:
         raise SystemExit(1)
+
+
+def sides_of(draft: str, head: str) -> list[Side]:
+    """Make plain twice, suffix trees, a chain of a draft model, a head's trees."""
+    return [
+        plain_side("plain-compiled", eager=False),
+        plain_side("plain-eager", eager=True),
+        tree_side(SUFFIX, eager=True),
+        tree_side({**SD, "model": draft}, eager=True),
+        tree_side({**HEAD, "model": head}, eager=True),
+    ]
 
 
 def job(
@@ -180,18 +186,59 @@ class Demo:
         """Run one side and move the bar as it goes on."""
         name = f"{job.side.name}, {job.dtype}"
         self.bar.update(self.task, description=f"{name}: starting the engine")
-        cells = iter(job.cells)
-
-        def show(event: dict[str, Any]) -> None:
-            if event["event"] in ("started", "cell"):
-                seconds = start_s(job) if event["event"] == "started" else CELL_S
-                self.bar.advance(self.task, seconds)
-                if cell := next(cells, None):
-                    text = f"{name}: {cell.workload}, T = {cell.temperature:g}"
-                    self.bar.update(self.task, description=text)
-
+        start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            return run_side(job, Path(folder) / "engine.log", show)
+            watch = Watch(self.bar, self.task, job, name)
+            result = run_side(job, Path(folder) / "engine.log", watch)
+        seconds = time.monotonic() - start
+        self.console.print(
+            f"{name}: done in {seconds:.0f} s, {result.start_seconds:.0f} s of them "
+            "for the engine's start"
+        )
+        return result
+
+
+@dataclass
+class Watch:
+    """Shows the events of one engine's process."""
+
+    bar: Progress
+    task: TaskID
+    job: Job
+    name: str
+    num_cells: int = 0
+    # of the streamed answer, what makes no whole line yet: the bar is below it
+    line: str = ""
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Move the bar, or print what there is of the streamed answer."""
+        kind = event["event"]
+        if kind == "text":
+            *lines, self.line = (self.line + event["text"]).split("\n")
+            for line in lines:
+                self.show(line)
+        elif kind == "started":
+            self.bar.advance(self.task, start_s(self.job))
+            self.next_cell()
+        elif kind == "cell":
+            self.bar.advance(self.task, CELL_S)
+            self.num_cells += 1
+            self.next_cell()
+        elif self.job.stream is not None:
+            self.show(f"{self.line} …")
+
+    def next_cell(self) -> None:
+        """Say what comes next: a cell, or the streamed answer."""
+        if self.num_cells < len(self.job.cells):
+            cell = self.job.cells[self.num_cells]
+            text = f"{self.name}: {cell.workload}, T = {cell.temperature:g}"
+            self.bar.update(self.task, description=text)
+        elif self.job.stream is not None:
+            self.show(f"{self.job.side.name} answers: {self.job.stream}", "bold")
+
+    def show(self, text: str, style: str = "") -> None:
+        """Print above the bar."""
+        self.bar.console.print(text, style=style, markup=False, highlight=False)
 
 
 def start_s(job: Job) -> int:
@@ -213,12 +260,14 @@ def rows_of(sides: Sequence[Side], speed: dict[str, SideResult]) -> list[Row]:
 
 def result_table(rows: Sequence[Row]) -> Table:
     """Make the demo's table: a line per workload and side, columns by temperature."""
-    table = Table(title="batch 1, bfloat16, temperature T")
+    at = " / ".join(f"{temperature:g}" for temperature in TEMPERATURES)
+    table = Table(title=f"batch 1, bfloat16, temperature T = {at}")
     table.add_column("work")
-    table.add_column("method")
-    for value in ("speed-up", "tokens/s", "acceptance\nlength"):
-        for temperature in TEMPERATURES:
-            table.add_column(f"{value}\nT = {temperature:g}", justify="right")
+    table.add_column("method", no_wrap=True)
+    for temperature in TEMPERATURES:
+        table.add_column(f"speed-up\nT = {temperature:g}", justify="right")
+    for value in ("tokens/s", "acceptance\nlength"):
+        table.add_column(value, justify="right", no_wrap=True)
     found = {
         (row.cell.workload, row.side, row.cell.temperature): row_values(row)
         for row in rows
@@ -226,8 +275,9 @@ def result_table(rows: Sequence[Row]) -> Table:
     for workload in dict.fromkeys(row.cell.workload for row in rows):
         for side in dict.fromkeys(row.side for row in rows):
             cells = [found[workload, side, t] for t in TEMPERATURES]
-            columns = [value for pair in zip(*cells, strict=True) for value in pair]
-            table.add_row(workload, side, *columns)
+            speedups, *others = zip(*cells, strict=True)
+            joined = [" / ".join(values) for values in others]
+            table.add_row(workload, side, *speedups, *joined)
         table.add_section()
     return table
 
@@ -236,7 +286,7 @@ def row_values(row: Row) -> tuple[str, str, str]:
     """Speed-up, tokens per second and acceptance length."""
     return (
         "–" if row.speedup is None else f"{row.speedup:.2f}×",
-        f"{row.tokens_per_s:.1f}",
+        f"{row.tokens_per_s:.0f}",
         "–" if row.acceptance_length is None else f"{row.acceptance_length:.2f}",
     )
 

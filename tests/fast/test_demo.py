@@ -18,7 +18,7 @@ from vllm_treespec.compare import (
 )
 from vllm_treespec.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
 
-PLAIN = plain_side("plain, eager", eager=True)
+PLAIN = plain_side("plain-eager", eager=True)
 SUFFIX = tree_side(demo.SUFFIX, eager=True)
 
 
@@ -85,13 +85,15 @@ def test_advice_names_the_best_method_and_its_spec_config() -> None:
 
 
 def test_table_has_a_line_for_every_workload_and_side() -> None:
-    """Red when a workload or side is lost, or a failed side ends the demo."""
+    """Red when a workload or side is lost, 80 columns do not hold the table, or a
+    failed side ends the demo."""
     sides, speed = results()
     table = demo.result_table(demo.rows_of(sides, speed))
     assert table.row_count == 4
     text = io.StringIO()
-    Console(file=text, width=120).print(table)
+    Console(file=text, width=80).print(table)
     assert text.getvalue().count("3.00×") == 2
+    assert text.getvalue().count(SUFFIX.name) == 2
     del speed[SUFFIX.name]
     rows = demo.rows_of(sides, speed)
     assert demo.result_table(rows).row_count == 2
@@ -108,3 +110,23 @@ def test_equality_is_counted_over_all_workloads() -> None:
     assert f"{SUFFIX.name} 3 of 4." in line
     del exact[PLAIN.name]
     assert demo.equality(PLAIN.name, exact) == []
+
+
+def test_bar_reaches_its_end_and_the_answer_is_shown() -> None:
+    """Red when an event is not counted or a line of the streamed answer is lost."""
+    workloads = {"chat": ["Hello?"], "editing": ["Rename."]}
+    job = demo.job(SUFFIX, "target", workloads, [0.0, 1.0], 4, "bfloat16")
+    job.stream = "Rename."
+    text = io.StringIO()
+    shown = demo.Demo(Console(file=text, width=120), [job])
+    watch = demo.Watch(shown.bar, shown.task, job, "suffix")
+    watch({"event": "started", "seconds": 1.0})
+    [task] = shown.bar.tasks
+    assert task.description == "suffix: chat, T = 0"
+    for _ in job.cells:
+        watch({"event": "cell", "result": {}})
+    assert task.completed == task.total
+    for piece in ("def f", "(x):\n  ret", "urn x"):
+        watch({"event": "text", "text": piece})
+    watch({"event": "done"})
+    assert "answers: Rename.\ndef f(x):\n  return x …\n" in text.getvalue()
