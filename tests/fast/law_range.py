@@ -8,7 +8,7 @@ span, and a temperature. It is a prefix of a language that holds all cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -221,7 +221,7 @@ class Range:
     vocab_size: int
     proposer: Proposer
     # the walk, and the form that judges all nodes at once
-    forms: dict[str, Scorer]
+    forms: Mapping[str, Scorer]
     judge: Judge | None = None
 
 
@@ -250,9 +250,7 @@ RANGES = {
 TARGET_DRAW: dict[str, Scorer] = {"walk": target_draw, "at once": drawing}
 
 
-def case_uniforms(
-    proposer: Proposer, models: list[Language]
-) -> tuple[Tensor, Tensor]:
+def case_uniforms(proposer: Proposer, models: list[Language]) -> tuple[Tensor, Tensor]:
     """Uniforms for which the proposer draws each tree of one case, and their mass."""
     if isinstance(proposer, RsdC):
         return token_uniforms(models[0], proposer.branching_factors)
