@@ -23,7 +23,6 @@ from tests.fast.enumeration import (
     ALMOST_ONE,
     Branches,
     JudgeMeter,
-    LawMeter,
     Scorer,
     Weighted,
     bracketed,
@@ -90,10 +89,11 @@ class Cases:
     @property
     def first_case(self) -> int:
         """The prefix of case 0."""
-        return self._first_of(self.case_tokens)
+        return int(self._first_of(torch.tensor(self.case_tokens)))
 
-    def _first_of(self, depth: int | Tensor) -> int | Tensor:
-        return (self.vocab_size**depth - 1) // (self.vocab_size - 1)
+    def _first_of(self, depths: Tensor) -> Tensor:
+        """The first prefix of so many tokens."""
+        return (self.vocab_size**depths - 1) // (self.vocab_size - 1)
 
     def sampling(self, cases: Tensor) -> SamplingTensors:
         """Sampling parameters of requests of these cases, int64 [num_reqs]."""
@@ -207,11 +207,6 @@ class RangeMeter(JudgeMeter):
 
     def _width(self, at: Branches) -> Tensor:
         return (self.width / at.mass).clamp(max=0.5)
-
-    def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
-        if self.judge is None:
-            return LawMeter._expected(self, at, token)
-        return super()._expected(at, token)
 
 
 @dataclass(frozen=True)
@@ -390,4 +385,5 @@ def print_table(width: float) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     print_table(width=1e-9)
