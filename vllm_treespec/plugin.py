@@ -256,6 +256,7 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
                 f"draft trees do not support {what} yet ({target.model}); "
                 f"remove speculative_config"
             )
+    refuse_short_chunks(vllm_config)
     check_weights(config)
     check_head(config, target.hf_text_config)
     for model in config.models:
@@ -269,3 +270,23 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
                 f"{target.max_model_len}; pass --max-model-len "
                 f"{draft.max_position_embeddings} or less"
             )
+
+
+def refuse_short_chunks(vllm_config: VllmConfig) -> None:
+    """Refuse chunks of prompts that are shorter than a draft tree.
+
+    vLLM cuts trees to them, too, but only while other requests run or wait, of which
+    a worker knows nothing. So it could not tell which draws had room.
+
+    Raises:
+        SpecConfigError: naming the argument and the remedy.
+
+    """
+    assert vllm_config.speculative_config is not None
+    threshold = vllm_config.scheduler_config.long_prefill_token_threshold
+    num_nodes = 1 + vllm_config.speculative_config.num_speculative_tokens
+    if 0 < threshold < num_nodes:
+        raise SpecConfigError(
+            f"long_prefill_token_threshold={threshold} would cut draft trees of "
+            f"{num_nodes} tokens; leave it at 0, or pass {num_nodes} or more"
+        )

@@ -326,15 +326,20 @@ class LawMeter:
 
 
 class JudgeMeter(LawMeter):
-    """Guesses from a rule for independent draws; a wrong guess only costs time."""
+    """Guesses from a rule for independent draws; a wrong guess only costs time.
+
+    Without a rule it guesses like LawMeter.
+    """
 
     def __init__(
-        self, scorer: Scorer, drawn: Weighted, target: Language, judge: Judge
+        self, scorer: Scorer, drawn: Weighted, target: Language, judge: Judge | None
     ) -> None:
         super().__init__(scorer, drawn, target)
         self.judge, self.counts = judge, num_draws(drawn.tree)
 
     def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
+        if self.judge is None:
+            return super()._expected(at, token)
         first, count = self.first[at.trees, at.node], self.counts[at.trees, at.node]
         drawn = first[:, None] + torch.arange(int(count.max()))
         drawn = drawn.clamp(max=self.draws.nodes.shape[1] - 1)
@@ -349,11 +354,7 @@ def law_error(
     scorer: Scorer, drawn: Weighted, target: Language, judge: Judge | None = None
 ) -> float:
     """Largest error of the first tokens' joint law; ``judge`` as in JudgeMeter."""
-    if judge is None:
-        meter = LawMeter(scorer, drawn, target)
-    else:
-        meter = JudgeMeter(scorer, drawn, target, judge)
-    law = meter.law(NUM_TOKENS)
+    law = JudgeMeter(scorer, drawn, target, judge).law(NUM_TOKENS)
     return float((law - target.true_law(NUM_TOKENS)).abs().max())
 
 

@@ -8,7 +8,7 @@ span, and a temperature. It is a prefix of a language that holds all cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +23,6 @@ from tests.fast.enumeration import (
     ALMOST_ONE,
     Branches,
     JudgeMeter,
-    LawMeter,
     Scorer,
     Weighted,
     bracketed,
@@ -90,10 +89,11 @@ class Cases:
     @property
     def first_case(self) -> int:
         """The prefix of case 0."""
-        return self._first_of(self.case_tokens)
+        return int(self._first_of(torch.tensor(self.case_tokens)))
 
-    def _first_of(self, depth: int | Tensor) -> int | Tensor:
-        return (self.vocab_size**depth - 1) // (self.vocab_size - 1)
+    def _first_of(self, depths: Tensor) -> Tensor:
+        """The first prefix of so many tokens."""
+        return (self.vocab_size**depths - 1) // (self.vocab_size - 1)
 
     def sampling(self, cases: Tensor) -> SamplingTensors:
         """Sampling parameters of requests of these cases, int64 [num_reqs]."""
@@ -208,11 +208,6 @@ class RangeMeter(JudgeMeter):
     def _width(self, at: Branches) -> Tensor:
         return (self.width / at.mass).clamp(max=0.5)
 
-    def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
-        if self.judge is None:
-            return LawMeter._expected(self, at, token)
-        return super()._expected(at, token)
-
 
 @dataclass(frozen=True)
 class Range:
@@ -221,7 +216,7 @@ class Range:
     vocab_size: int
     proposer: Proposer
     # the walk, and the form that judges all nodes at once
-    forms: dict[str, Scorer]
+    forms: Mapping[str, Scorer]
     judge: Judge | None = None
 
 
@@ -250,9 +245,7 @@ RANGES = {
 TARGET_DRAW: dict[str, Scorer] = {"walk": target_draw, "at once": drawing}
 
 
-def case_uniforms(
-    proposer: Proposer, models: list[Language]
-) -> tuple[Tensor, Tensor]:
+def case_uniforms(proposer: Proposer, models: list[Language]) -> tuple[Tensor, Tensor]:
     """Uniforms for which the proposer draws each tree of one case, and their mass."""
     if isinstance(proposer, RsdC):
         return token_uniforms(models[0], proposer.branching_factors)
@@ -392,4 +385,5 @@ def print_table(width: float) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     print_table(width=1e-9)

@@ -1,0 +1,192 @@
+"""Whether a draw counts must not depend on what was drawn when vLLM cuts trees."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the engine layer imports vLLM")
+
+from transformers import LlamaConfig
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.fast.drawn_trees import drawn_trees, independent
+from tests.fast.enumeration import Weighted, law_error
+from tests.fast.languages import random_tables
+from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.engine.runner import TreeRunnerMixin
+from vllm_treespec.engine.scheduler import TreeScheduler
+from vllm_treespec.plugin import refuse_short_chunks, stock_arguments
+from vllm_treespec.scorers import multi_round
+
+# Six draws; equal ones are one node, so a tree has one to six drafts.
+SPEC = {"method": "spectr", "model": "some/draft", "num_paths": 3, "depth": 2}
+NUM_DRAFTS, PROMPT_LEN, BLOCK_SIZE = 6, 4, 16
+REQS = ["a", "b", "c"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    """The config of an engine that drafts such trees, of a model without weights."""
+    folder = tmp_path_factory.mktemp("target")
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    made = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        **stock_arguments(parse_spec_config(SPEC), BLOCK_SIZE, "cpu"),
+    ).create_engine_config()
+    made.cache_config.num_gpu_blocks = 64
+    return made
+
+
+def scheduled(config: VllmConfig, num_drafts: list[int]) -> SchedulerOutput:
+    """What vLLM's scheduler takes of trees with so many drafts."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=torch.float32
+    )
+    scheduler = TreeScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=64,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+    )
+    for req_id in REQS:
+        scheduler.add_request(
+            Request(
+                request_id=req_id,
+                prompt_token_ids=[1] * PROMPT_LEN,
+                sampling_params=SamplingParams(max_tokens=32),
+                pooling_params=None,
+            )
+        )
+    first = ModelRunnerOutput(
+        req_ids=REQS,
+        req_id_to_index={req_id: row for row, req_id in enumerate(REQS)},
+        sampled_token_ids=[[1]] * len(REQS),
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+    scheduler.update_from_output(scheduler.schedule(), first)
+    drafts = [[2] * count for count in num_drafts]
+    scheduler.update_draft_token_ids(DraftTokenIds(REQS, drafts))
+    return scheduler.schedule()
+
+
+def rooms(config: VllmConfig, row: int) -> set[int]:
+    """For how many nodes a request's tree has room, over the sizes it may have."""
+    runner: Any = SimpleNamespace(
+        scheduler_config=config.scheduler_config,
+        max_num_tokens=config.scheduler_config.max_num_batched_tokens,
+        max_model_len=config.model_config.max_model_len,
+        requests={r: SimpleNamespace(num_computed_tokens=PROMPT_LEN) for r in REQS},
+    )
+    found = set()
+    for own in range(1, NUM_DRAFTS + 1):
+        num_drafts = [5, 3, 4]
+        num_drafts[row] = own
+        output = scheduled(config, num_drafts)
+        drafts = output.scheduled_spec_decode_tokens.get(REQS[row], [])
+        limits = TreeRunnerMixin._node_limits(runner, output)
+        room = limits[REQS[row]] if len(drafts) == own else len(drafts) + 1
+        found.add(min(room, 1 + NUM_DRAFTS))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "expected"),
+    [
+        ("nothing", 0, [7, 7, 7]),
+        ("token budget", 13, [7, 7, 3]),
+        ("max_model_len", 9, [4, 4, 4]),
+        ("long_prefill_token_threshold", 7, [7, 7, 7]),
+    ],
+)
+def test_room_does_not_depend_on_the_tree(
+    what: str,
+    value: int,
+    expected: list[int],
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when vLLM's scheduler finds a reason to cut trees that we do not count."""
+    limit(config, what, value, monkeypatch)
+    refuse_short_chunks(config)
+    assert [rooms(config, row) for row in range(3)] == [{n} for n in expected]
+
+
+def test_short_chunks_are_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when chunks may be shorter than a tree: its room would depend on its draws.
+
+    The workers cannot know whether the scheduler cut at the threshold, because that
+    depends on requests that wait.
+    """
+    limit(config, "long_prefill_token_threshold", NUM_DRAFTS, monkeypatch)
+    assert rooms(config, 0) == {NUM_DRAFTS, 1 + NUM_DRAFTS}
+    with pytest.raises(SpecConfigError, match="leave it at 0, or pass 7 or more"):
+        refuse_short_chunks(config)
+
+
+def limit(
+    config: VllmConfig, what: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Give the scheduler one more reason to cut."""
+    if what == "token budget":
+        monkeypatch.setattr(config.scheduler_config, "max_num_scheduled_tokens", value)
+    elif what == "max_model_len":
+        monkeypatch.setattr(config.model_config, "max_model_len", value)
+    elif what == "long_prefill_token_threshold":
+        monkeypatch.setattr(
+            config.scheduler_config, "long_prefill_token_threshold", value
+        )
+
+
+@pytest.mark.parametrize(("room_counts", "exact"), [(True, True), (False, False)])
+def test_law_of_trees_cut_at_a_room(room_counts: bool, exact: bool) -> None:
+    """Red when a cut that looks at a tree's size would keep the law after all.
+
+    Three draws and room for two: a third draw counts in no tree, or in those alone
+    whose draws repeat each other and so fit.
+    """
+    draft, target = random_tables("random", 5, 1)
+    drawn = drawn_trees([draft], independent(3))
+    room = torch.full_like(drawn.tree.num_nodes, 3)
+    if not room_counts:
+        room = torch.where(drawn.tree.num_nodes <= 3, 64, room)
+    error = law_error(
+        multi_round, Weighted(drawn.tree.cut(room), drawn.weights), target
+    )
+    assert (error < 1e-12) == exact
+    assert exact or error > 1e-3
