@@ -69,7 +69,13 @@ def ensure_target(directory: Path | None = None, progress: bool = True) -> Path:
     if target.exists():
         raise AssetError(f"{target} has no {WEIGHTS}: remove it and run again")
 
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AssetError(
+            f"{root} cannot be made ({error.strerror}); name a folder that you may "
+            f"write with --dir"
+        ) from None
     console = Console(file=sys.stderr, quiet=not progress, soft_wrap=True)
     # The work folder lies beside the target: a rename within one file system is atomic.
     with (

@@ -325,14 +325,18 @@ def engine_environment(one_process: bool) -> dict[str, str]:
     return env
 
 
-ERROR_LINE = re.compile(r"^(?:\([^)]*\) *)*((?:\w+\.)*\w*(?:Error|Exception): .*)$")
+# A traceback's last line; where nothing follows the colon, the paragraph below it.
+ERROR = re.compile(
+    r"^(?:\([^)]*\) *)*((?:\w+\.)*\w*(?:Error|Exception): (?:.*\S.*|\n\n(?:.+\n)+))",
+    re.MULTILINE,
+)
 NO_CAUSE = "Engine core initialization failed"
 
 
 def failure(returncode: int, log: Path) -> str:
     """Say in one line why an engine process ended without a result."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    found = [m[1] for line in text.splitlines() if (m := ERROR_LINE.match(line))]
+    found = [" ".join(error.split()) for error in ERROR.findall(text)]
     errors = [error for error in found if NO_CAUSE not in error]
     if errors:
         return errors[-1]

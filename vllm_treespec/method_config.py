@@ -19,6 +19,7 @@ from pydantic import (
 from vllm_treespec.heads import HeadError, read_head_config
 from vllm_treespec.proposers import PROPOSERS, Proposer
 from vllm_treespec.tree import MAX_NODES
+from vllm_treespec.weights import weights_problem
 
 MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31
@@ -255,6 +256,9 @@ class HeadMethodConfig(MethodConfig):
                 f"{folder} holds a {found} head; write method '{HEAD_METHODS[found]}', "
                 f"or name the folder of a {cls.HEAD} head"
             )
-        if not (folder / "model.safetensors").is_file():
+        weights = folder / "model.safetensors"
+        if not weights.is_file():
             raise HeadError(f"{folder} holds no model.safetensors; train it again")
+        if problem := weights_problem(weights):
+            raise HeadError(f"{problem}; copy the head again, or train it again")
         return model

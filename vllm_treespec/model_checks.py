@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub.errors import StrictDataclassError
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.heads import read_head_config
 from vllm_treespec.method_config import HEAD_METHODS, MethodConfig
+from vllm_treespec.weights import weights_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+# What a draft model's config.json must say, with the names that it has there.
+SIZES = {
+    "vocab_size": ("vocab_size",),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+}
 
 
 def check_weights(config: MethodConfig) -> None:
     """Check that draft models given as folders are complete.
 
     Raises:
-        SpecConfigError: naming the missing file.
+        SpecConfigError: naming the file that is missing or broken.
 
     """
     for model in config.models:
@@ -35,17 +45,74 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {folder} holds no config.json; name the "
                 f"folder of a model in Hugging Face format"
             )
-        kind = json.loads((folder / "config.json").read_text()).get("method")
-        if kind is not None:
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds a {kind} head, not a "
-                f"draft model; write method '{HEAD_METHODS.get(kind, kind)}'"
-            )
-        if not any(folder.glob("*.safetensors")):
+        _check_config_file(folder / "config.json")
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
             raise SpecConfigError(
                 f"speculative_config 'model': {folder} holds no *.safetensors weights; "
                 f"convert them with save_pretrained(..., safe_serialization=True)"
             )
+        for problem in filter(None, map(weights_problem, files)):
+            raise SpecConfigError(
+                f"speculative_config 'model': {problem}; copy or save the draft model "
+                f"again"
+            )
+
+
+def _check_config_file(path: Path) -> None:
+    """Check that a config.json is a model's, and says what a draft model's must."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SpecConfigError(
+            f"speculative_config 'model': {path} is not JSON ({error}); copy or save "
+            f"the draft model again"
+        ) from None
+    if not isinstance(config, dict):
+        raise SpecConfigError(
+            f"speculative_config 'model': {path} holds no JSON object; name the folder "
+            f"of a model in Hugging Face format"
+        )
+    kind = config.get("method")
+    if kind in HEAD_METHODS:
+        raise SpecConfigError(
+            f"speculative_config 'model': {path.parent} holds a {kind} head, not a "
+            f"draft model; write method '{HEAD_METHODS[kind]}'"
+        )
+    text = config.get("text_config")
+    told = {*config, *(text if isinstance(text, dict) else ())}
+    for size, names in SIZES.items():
+        if told.isdisjoint(names):
+            raise SpecConfigError(
+                f"speculative_config 'model': {path} says no {size}; add it, or save "
+                f"the draft model again with save_pretrained"
+            )
+
+
+def read_config(
+    what: str, model: str, read: Callable[..., PretrainedConfig], **options: Any
+) -> PretrainedConfig:
+    """Read the configuration of a model in Hugging Face format.
+
+    Args:
+        what: the key or option that names the model, for the message.
+        model: folder or hub id.
+        read: called with ``model`` and ``options``.
+
+    Raises:
+        SpecConfigError: naming the model and what is wrong with it.
+
+    """
+    try:
+        return read(model, **options)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        file = Path(model) / "config.json"
+        where = str(file) if file.is_file() else f"the configuration of {model}"
+        reason = " ".join(str(error).split())
+        raise SpecConfigError(
+            f"{what}: {where} cannot be read ({reason}); name the folder, or the hub "
+            f"id, of a model in Hugging Face format"
+        ) from None
 
 
 def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:

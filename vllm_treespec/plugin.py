@@ -8,6 +8,8 @@ stock arguments. Arguments that do not name one of our methods pass untouched.
 from __future__ import annotations
 
 import functools
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from vllm_treespec.model_checks import (
     check_shards,
     check_vocabulary,
     check_weights,
+    read_config,
 )
 
 if TYPE_CHECKING:
@@ -55,36 +58,62 @@ def register() -> None:
     """Teach ``EngineArgs.create_engine_config`` our methods; safe to call again."""
     from vllm.engine.arg_utils import EngineArgs
 
+    from vllm_treespec.engine.seams import SeamError
+
     stock = EngineArgs.create_engine_config
 
     @functools.wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         spec = self.speculative_config
+        make = functools.partial(stock, self, *args, **kwargs)
         if not isinstance(spec, dict):
-            return stock(self, *args, **kwargs)
-        if not names_our_method(spec):
-            try:
-                return stock(self, *args, **kwargs)
-            except ValidationError as error:
-                if meant_for_us(spec, error):
-                    raise unknown_method(spec) from None
-                raise
-        config = parse_spec_config(spec)
-        device = refuse_arguments(self)
-        arguments = stock_arguments(config, self.block_size, device)
-        for name, value in arguments.items():
-            if name == "additional_config":
-                value = {**self.additional_config, **value}
-            setattr(self, name, value)
-        vllm_config = stock(self, *args, **kwargs)
-        refuse_models(config, vllm_config, device)
-        if not self.disable_log_stats:
-            from vllm_treespec.metrics import show_counters
-
-            show_counters(vllm_config)
-        return vllm_config
+            return make()
+        try:
+            if names_our_method(spec):
+                return with_trees(self, spec, make)
+            return without_trees(spec, make)
+        except (SpecConfigError, SeamError) as error:
+            raise type(error)(below_traceback(str(error))) from None
 
     EngineArgs.create_engine_config = create_engine_config
+
+
+def with_trees(
+    args: EngineArgs, spec: dict[str, Any], make: Callable[[], VllmConfig]
+) -> VllmConfig:
+    """Put stock arguments in place of a spec-config of ours, and make the config."""
+    config = parse_spec_config(spec)
+    device = refuse_arguments(args)
+    arguments = stock_arguments(config, args.block_size, device)
+    for name, value in arguments.items():
+        if name == "additional_config":
+            value = {**args.additional_config, **value}
+        setattr(args, name, value)
+    vllm_config = make()
+    refuse_models(config, vllm_config, device)
+    if not args.disable_log_stats:
+        from vllm_treespec.metrics import show_counters
+
+        show_counters(vllm_config)
+    return vllm_config
+
+
+def without_trees(spec: dict[str, Any], make: Callable[[], VllmConfig]) -> VllmConfig:
+    """Make the config; if vLLM refuses what was meant for us, name our methods."""
+    try:
+        return make()
+    except ValidationError as error:
+        if meant_for_us(spec, error):
+            raise unknown_method(spec) from None
+        raise
+
+
+def below_traceback(message: str) -> str:
+    """Lay a message out so that it can be read below the traceback of a server."""
+    lines = textwrap.wrap(
+        message, width=88, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(["", "", *lines, ""])
 
 
 def meant_for_us(spec: dict[str, Any], error: ValidationError) -> bool:
@@ -153,10 +182,12 @@ def expand_file(
         return arguments
     from transformers import AutoConfig
 
-    target_config = AutoConfig.from_pretrained(target)
+    read = AutoConfig.from_pretrained
+    target_config = read_config("--target", target, read)
     size = target_config.vocab_size
     for model in config.models:
-        check_vocabulary(model, size, AutoConfig.from_pretrained(model).vocab_size)
+        draft = read_config("speculative_config 'model'", model, read)
+        check_vocabulary(model, size, draft.vocab_size)
     check_head(config, target_config)
     return {"model": target, **arguments}
 
@@ -260,7 +291,16 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
     check_weights(config)
     check_head(config, target.hf_text_config)
     for model in config.models:
-        draft = get_config(model, trust_remote_code=target.trust_remote_code)
+        trust = target.trust_remote_code
+        draft = read_config(
+            "speculative_config 'model'", model, get_config, trust_remote_code=trust
+        )
+        if device == "cpu" and draft.get_text_config().to_dict().get("sliding_window"):
+            raise SpecConfigError(
+                f"speculative_config 'model': {model} has sliding-window attention, "
+                f"which draft trees do not support on a CPU yet; use another draft "
+                f"model"
+            )
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
         check_shards(model, draft, vllm_config.parallel_config.tensor_parallel_size)
         if draft.max_position_embeddings < target.max_model_len:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -27,6 +28,11 @@ def configure(target: str, draft: str) -> Callable[..., object]:
         ).create_engine_config()
 
     return make
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, which is laid out on lines of its own."""
+    return " ".join(str(error).split())
 
 
 CHAIN = {"method": "sd", "depth": 3}
@@ -58,8 +64,7 @@ def test_bad_input_is_named(
     """Turns red when a wrong key or an untested feature starts up silently."""
     with pytest.raises(SpecConfigError, match=r".") as error:
         configure(spec, **options)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
+    assert says in one_line(error.value)
 
 
 def test_missing_weights_are_named(
@@ -67,8 +72,9 @@ def test_missing_weights_are_named(
 ) -> None:
     """Turns red when a folder without safetensors gets as far as the worker."""
     (tmp_path / "config.json").write_text((Path(draft) / "config.json").read_text())
-    with pytest.raises(SpecConfigError, match=r"holds no \*.safetensors"):
+    with pytest.raises(SpecConfigError) as error:
         configure({**CHAIN, "model": str(tmp_path)})
+    assert "holds no *.safetensors" in one_line(error.value)
 
 
 def test_other_vocabulary_is_named(
@@ -77,9 +83,10 @@ def test_other_vocabulary_is_named(
     """Turns red when a draft model of another vocabulary is loaded."""
     config = json.loads((Path(draft) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 32000}))
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(SpecConfigError, match="has 32000 tokens, the target's 49152"):
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(SpecConfigError) as error:
         configure({**CHAIN, "model": str(tmp_path)})
+    assert "has 32000 tokens, the target's 49152" in one_line(error.value)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +112,14 @@ def test_heads_of_others_are_named(
         spec = {"method": method, "model": spec["model"]}
     with pytest.raises(SpecConfigError) as error:
         configure(spec)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
+    assert says in one_line(error.value)
 
 
 def test_draft_model_is_no_head(configure: Callable[..., object]) -> None:
     """Turns red when a draft model given as a head is not named."""
-    with pytest.raises(SpecConfigError, match="is not the configuration of a head"):
+    with pytest.raises(SpecConfigError) as error:
         configure({"method": "redrafter"})
+    assert "is not the configuration of a head" in one_line(error.value)
 
 
 def test_other_vllm_is_refused(
@@ -120,8 +127,9 @@ def test_other_vllm_is_refused(
 ) -> None:
     """Turns red when an unsupported vLLM is only found out by a crash."""
     monkeypatch.setattr(vllm, "__version__", "0.40.0")
-    with pytest.raises(RuntimeError, match=r"vLLM 0.40.0 is not supported"):
+    with pytest.raises(RuntimeError) as error:
         configure(CHAIN)
+    assert "vLLM 0.40.0 is not supported" in one_line(error.value)
 
 
 def test_missing_seam_is_named(
@@ -131,8 +139,9 @@ def test_missing_seam_is_named(
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     monkeypatch.delattr(GPUModelRunner, "_input_fits_in_drafter")
-    with pytest.raises(RuntimeError, match=r"has no .*_input_fits_in_drafter"):
+    with pytest.raises(RuntimeError) as error:
         configure(CHAIN)
+    assert "_input_fits_in_drafter (" in one_line(error.value)
 
 
 def test_others_notice_nothing(target: str) -> None:

@@ -164,6 +164,12 @@ def test_failure_names_the_cause_in_one_line(tmp_path: Path) -> None:
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
     assert failure(1, log) == "vllm_treespec.config.SpecConfigError: no 'depth'; add it"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        "vllm_treespec.config.SpecConfigError: \n\n'depth' is 0;\nwrite more\n\nbye\n"
+    )
+    says = "vllm_treespec.config.SpecConfigError: 'depth' is 0; write more"
+    assert failure(1, log) == says
     log.write_text("nothing of use\n")
     assert "status 3" in failure(3, log)
     assert "killed" in failure(-9, log)

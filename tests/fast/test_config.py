@@ -1,10 +1,14 @@
 """Spec-configs: what is accepted, what is refused, and in which words."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.heads import HEADS, write_head
+from vllm_treespec.cli import app
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
 
@@ -29,9 +33,27 @@ GOOD: dict[str, tuple[dict, int]] = {
 }
 
 
+# What each method is told besides its name, at least.
+LEAST: dict[str, dict] = {
+    "sd": MODEL,
+    "rsd_c": MODEL,
+    "rsd_s": MODEL,
+    "spectr": MODEL,
+    "specinfer": {"drafts": [{"model": "one"}, {"model": "two"}]},
+    "suffix_tree": {},
+    "redrafter": {},
+    "medusa_tree": {},
+}
+
+
+def lossy(**keys: float) -> dict:
+    """A spec-config with typical acceptance."""
+    return {"method": "suffix_tree", "lossy_typical_acceptance": keys}
+
+
 def test_every_method_is_covered() -> None:
     """Turns red when a proposer is added without a spec-config, or without a test."""
-    assert METHODS.keys() == PROPOSERS.keys() == GOOD.keys()
+    assert METHODS.keys() == PROPOSERS.keys() == GOOD.keys() == LEAST.keys()
 
 
 @pytest.mark.parametrize("method", GOOD)
@@ -45,6 +67,26 @@ def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
     proposer = config.proposer()
     assert proposer.name == method
     assert proposer.max_nodes == num_nodes
+
+
+@pytest.mark.parametrize("method", LEAST)
+def test_a_name_and_a_model_are_enough(method: str, tmp_path: Path) -> None:
+    """Red when a key must be written, or `treespec expand` leaves one open."""
+    spec = {"method": method, **LEAST[method]}
+    if method in HEADS:
+        spec["model"] = write_head(tmp_path, HEADS[method])
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    done = CliRunner().invoke(app, ["expand", str(file)])
+    assert done.exit_code == 0, done.output
+    arguments = json.loads(done.stdout)
+    printed = arguments["additional_config"]["treespec"]
+    assert not [key for key in METHODS[method].SHAPE if printed[key] is None]
+    config = parse_spec_config(spec)
+    assert parse_spec_config(printed) == config
+    num_drafts = config.proposer().max_nodes - 1
+    assert arguments["speculative_config"]["num_speculative_tokens"] == num_drafts
+    assert num_drafts <= 16
 
 
 @pytest.mark.parametrize(
@@ -83,6 +125,29 @@ def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
             {"method": "sd", "model": "d", "depth": 3, "max_trees": 0},
             "'max_trees' is 0",
         ),
+        ({"method": "rsd_s", "model": "d", "beam_width": True}, "'beam_width' is True"),
+        ({"method": "sd", "model": "d", "depth": 3.0}, "'depth' is 3.0"),
+        (
+            {"method": "rsd_c", "model": "d", "branching_factors": [True]},
+            "'branching_factors.0' is True",
+        ),
+        ({"method": "suffix_tree", "max_trees": True}, "'max_trees' is True"),
+        ({"method": "suffix_tree", "max_cached_tokens": True}, "tokens' is True"),
+        (
+            {"method": "suffix_tree", "schedule": [{"batch_size": True}]},
+            "batch_size' is True",
+        ),
+        (
+            {
+                "method": "suffix_tree",
+                "schedule": [{"batch_size": 1, "min_acceptance_length": math.nan}],
+            },
+            "min_acceptance_length' is nan",
+        ),
+        (lossy(epsilon=0.1, delta=math.inf), "delta' is inf"),
+        (lossy(epsilon=0.1, delta=math.nan), "delta' is nan"),
+        (lossy(epsilon=0.1, delta=True), "delta' is True"),
+        (lossy(epsilon=math.nan, delta=0.3), "epsilon' is nan"),
     ],
 )
 def test_refusals_name_key_and_remedy(spec: dict, says: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import traceback
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,7 +107,7 @@ def test_what_nobody_knows_is_named(
     """Red when a slip in a spec-config of ours gets vLLM's list of methods only."""
     with pytest.raises(SpecConfigError) as error:
         configure(target, spec)
-    assert says in str(error.value)
+    assert says in " ".join(str(error.value).split())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_unused_changes_nothing(
 ) -> None:
     """Red when vLLM with our plugin, and no method of ours, differs from vLLM alone."""
     register()
-    stock = EngineArgs.create_engine_config.__wrapped__  # type: ignore[attr-defined]
+    stock = EngineArgs.create_engine_config.__wrapped__
     monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
     alone = engine_args(target, spec)
     config_alone = alone.create_engine_config()
@@ -171,6 +172,20 @@ def surroundings() -> tuple[dict[str, str], dict[str, tuple[list[Any], int, bool
         for name, logger in loggers.items()
         if isinstance(logger, logging.Logger)
     }
+
+
+def test_message_ends_the_traceback(target: str) -> None:
+    """Red when who reads a server's last lines finds them in one long line."""
+    with pytest.raises(SpecConfigError) as error:
+        configure(target, {"method": "sd", "model": "d", "depth": 0, "width": 2})
+    lines = "".join(traceback.format_exception(error.value)).splitlines()
+    (start,) = (i for i, line in enumerate(lines) if "SpecConfigError: " in line)
+    assert lines[start + 1] == "", "the message begins on a line of its own"
+    message = lines[start + 2 :]
+    assert " ".join(message).startswith("speculative_config for method 'sd': 'depth'")
+    assert len(message) > 1
+    assert max(map(len, message)) <= 88
+    assert error.value.__suppress_context__, "no traceback of another error above"
 
 
 def test_vllms_own_refusals_stay(target: str) -> None:

@@ -11,10 +11,13 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeInt,
-    PositiveInt,
     TypeAdapter,
     ValidationError,
 )
+
+# true is no size
+Size = Annotated[int, Field(strict=True, gt=0)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
 class HeadError(ValueError):
@@ -26,13 +29,15 @@ class HeadConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    hidden_size: PositiveInt = Field(description="of the target's hidden state")
-    vocab_size: PositiveInt = Field(description="of the target")
-    num_hot_tokens: PositiveInt | None = Field(
+    hidden_size: Size = Field(description="of the target's hidden state")
+    vocab_size: Size = Field(description="of the target")
+    num_hot_tokens: Size | None = Field(
         default=None, description="tokens the head can draft; null: the vocabulary"
     )
-    depth: PositiveInt = Field(default=5, description="levels it was trained on")
-    num_blocks: NonNegativeInt = Field(default=2, description="ResNet blocks")
+    depth: Size = Field(default=5, description="levels it was trained on")
+    num_blocks: NonNegativeInt = Field(
+        default=2, strict=True, description="ResNet blocks"
+    )
     share_embedding: bool = Field(
         default=True, description="read tokens through the target's embedding"
     )
@@ -50,7 +55,7 @@ class ReDrafterHeadConfig(HeadConfig):
     """One recurrent head for all levels."""
 
     method: Literal["redrafter"] = "redrafter"
-    inner_size: PositiveInt | None = Field(
+    inner_size: Size | None = Field(
         default=None, description="width of the ResNet blocks; null: 2 x hidden_size"
     )
 
@@ -59,7 +64,7 @@ class MedusaHeadConfig(HeadConfig):
     """One head a level."""
 
     method: Literal["medusa"] = "medusa"
-    rank_accuracies: tuple[tuple[float, ...], ...] = Field(
+    rank_accuracies: tuple[tuple[Share, ...], ...] = Field(
         default=(),
         description="by level and rank, how often that guess is the target's token",
     )
@@ -81,16 +86,16 @@ def read_head_config(folder: Path) -> ReDrafterHeadConfig | MedusaHeadConfig:
     if not path.is_file():
         raise HeadError(f"{folder} holds no config.json; name the folder of a head")
     try:
-        return _ADAPTER.validate_python(json.loads(path.read_text()))
-    except (json.JSONDecodeError, ValidationError) as error:
+        return _ADAPTER.validate_python(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
         raise HeadError(
             f"{path} is not the configuration of a head ({_first_problem(error)}); "
             f"name a folder made by `treespec train redrafter` (or `medusa`)"
         ) from None
 
 
-def _first_problem(error: json.JSONDecodeError | ValidationError) -> str:
-    if isinstance(error, json.JSONDecodeError):
+def _first_problem(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
         return str(error)
     problem = error.errors()[0]
     return ": ".join([*map(str, problem["loc"]), problem["msg"]])

@@ -16,6 +16,7 @@ from vllm_treespec.heads.config import (
 )
 from vllm_treespec.heads.medusa import MedusaHead
 from vllm_treespec.heads.redrafter import ReDrafterHead
+from vllm_treespec.weights import weights_problem
 
 
 def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:
@@ -36,6 +37,8 @@ def load_head(folder: Path) -> DraftHead:
     path = folder / "model.safetensors"
     if not path.is_file():
         raise HeadError(f"{folder} holds no model.safetensors; train the head again")
+    if problem := weights_problem(path):
+        raise HeadError(f"{problem}; copy the head again, or train it again")
     try:
         head.load_state_dict(load_file(path))
     except RuntimeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,7 +52,11 @@ def soak(
 
     from vllm_treespec.assets import AssetError, ensure_target
     from vllm_treespec.compare import shipped_drafter
-    from vllm_treespec.config import SpecConfigError, parse_spec_config
+    from vllm_treespec.config import (
+        SpecConfigError,
+        parse_spec_config,
+        read_spec_file,
+    )
     from vllm_treespec.prompts import SHIPPED, load_prompts
     from vllm_treespec.soak import run
     from vllm_treespec.soak.requests import make_requests
@@ -63,7 +66,7 @@ def soak(
         if spec is None:
             method: dict[str, Any] = {**DEFAULT_TREE, "model": shipped_drafter()}
         else:
-            method = json.loads(spec.read_text())
+            method = read_spec_file(spec)
         parse_spec_config(method)
         settings = run.Settings(
             target=target or str(ensure_target()),
@@ -79,7 +82,7 @@ def soak(
         out.mkdir(parents=True, exist_ok=True)
         with progress(console) as bar:
             report = run.soak(settings, sent, out, Show(bar))
-    except (AssetError, SpecConfigError, json.JSONDecodeError, run.SoakError) as error:
+    except (AssetError, SpecConfigError, run.SoakError) as error:
         typer.echo(f"treespec soak: {error}", err=True)
         raise typer.Exit(1) from None
     for line in problem_lines(report):
