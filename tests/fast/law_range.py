@@ -250,9 +250,7 @@ RANGES = {
 TARGET_DRAW: dict[str, Scorer] = {"walk": target_draw, "at once": drawing}
 
 
-def case_uniforms(
-    proposer: Proposer, models: list[Language]
-) -> tuple[Tensor, Tensor]:
+def case_uniforms(proposer: Proposer, models: list[Language]) -> tuple[Tensor, Tensor]:
     """Uniforms for which the proposer draws each tree of one case, and their mass."""
     if isinstance(proposer, RsdC):
         return token_uniforms(models[0], proposer.branching_factors)

@@ -117,7 +117,9 @@ def test_law_of_a_near_tie_below_a_clear_lead(form: str, proposer: Proposer) -> 
     uniforms, weights = token_uniforms(drawn_from, (count,))
     if isinstance(proposer, RsdS):
         uniforms = torch.cat([uniforms, torch.full_like(uniforms, 0.5)], dim=1)
-    tree = propose(proposer, Language(draft), at_low_temperature(len(weights)), uniforms)
+    tree = propose(
+        proposer, Language(draft), at_low_temperature(len(weights)), uniforms
+    )
     meter = LawMeter(
         REJECTION[form], Weighted(tree, weights), Language(target), at_low_temperature
     )
