@@ -43,7 +43,9 @@ def markdown(
     rows: Sequence[Row], failed: Mapping[str, str], provenance: Mapping[str, Any]
 ) -> str:
     """Write what to use, one table of speed-ups per temperature, and all cells."""
-    parts = ["# Workloads", "## What to use, one request at a time", advice(rows)]
+    smallest = min((row.cell.batch_size for row in rows), default=1)
+    parts = ["# Workloads", f"## What to use at batch size {smallest}"]
+    parts.append(advice([row for row in rows if row.cell.batch_size == smallest]))
     for temperature in sorted({row.cell.temperature for row in rows}):
         here = [row for row in rows if row.cell.temperature == temperature]
         parts += [f"## Speed-up at temperature {temperature:g}", speedup_table(here)]
@@ -84,11 +86,9 @@ def speedup_table(rows: Sequence[Row]) -> str:
 
 
 def advice(rows: Sequence[Row]) -> str:
-    """Say per workload which side is best at the smallest batch size."""
+    """Say per workload which side is best at each temperature."""
     if not rows:
         return "No side is finished."
-    smallest = min(row.cell.batch_size for row in rows)
-    rows = [row for row in rows if row.cell.batch_size == smallest]
     lines = []
     for workload in dict.fromkeys(row.cell.workload for row in rows):
         said = [
@@ -104,7 +104,7 @@ def best(rows: Sequence[Row]) -> str:
     """Name the fastest side of a cell and its speed-up, or plain."""
     others = [row for row in rows if row.family != PLAIN and row.speedup is not None]
     if not others:
-        return "plain vLLM (nothing to compare)"
+        return "no plain side and another to compare"
     top = max(others, key=lambda row: row.speedup or 0.0)
     named = f"{top.side} {top.speedup:.2f}×"
     if top.speedup is not None and top.speedup >= WORTH_IT:
