@@ -131,6 +131,14 @@ ENGINE = (
         Arguments({"enable_dbo": True}, "enable_dbo=True"),
     ),
     Row(
+        "prompt chunks shorter than a tree",
+        REFUSED,
+        Arguments(
+            {"long_prefill_token_threshold": 2}, "long_prefill_token_threshold=2"
+        ),
+        "`long_prefill_token_threshold` would cut trees by what was drawn",
+    ),
+    Row(
         "another worker class",
         REFUSED,
         Arguments({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
