@@ -7,10 +7,8 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.report import listing, number
-from vllm_treespec.compare import PLAIN, Row
+from vllm_treespec.compare import PLAIN, WORTH_IT, Row
 
-# A speed-up below this is not worth a method.
-WORTH_IT = 1.05
 ALL_CELLS = (
     "workload",
     "batch",

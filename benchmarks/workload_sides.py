@@ -9,21 +9,15 @@ from benchmarks.sides import NGRAM, named, tree_sides
 from vllm_treespec.compare import Cell, Side, plain_side, spec_side
 
 SUFFIX, MEDUSA = "suffix_tree", "medusa_tree"
-SUFFIX_TREES: tuple[dict[str, Any], ...] = (
-    {"method": SUFFIX, "num_drafts": 16, "depth": 12},
-)
+# The default tree of each method, by the kind of model that it needs.
+SUFFIX_TREES: tuple[dict[str, Any], ...] = ({"method": SUFFIX},)
 DRAFT_TREES: tuple[dict[str, Any], ...] = (
-    {"method": "sd", "depth": 3},
-    {"method": "rsd_c", "branching_factors": [2, 1, 1]},
-    {"method": "rsd_s", "beam_width": 2, "depth": 3},
+    {"method": "sd"},
+    {"method": "rsd_c"},
+    {"method": "rsd_s"},
 )
 HEAD_TREES: dict[str, dict[str, Any]] = {
-    "redrafter": {
-        "method": "redrafter",
-        "beam_width": 3,
-        "length": 3,
-        "num_drafts": 6,
-    },
+    "redrafter": {"method": "redrafter"},
     "medusa": {"method": MEDUSA},
 }
 

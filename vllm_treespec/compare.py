@@ -30,6 +30,8 @@ from vllm_treespec.engine.stats import STAGES
 DRAFTER = "smollm2-135m-draft"
 REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"
 PLAIN = "plain"
+# A speed-up below this is not worth a method.
+WORTH_IT = 1.05
 
 
 class CompareError(RuntimeError):

@@ -18,6 +18,7 @@ from vllm_treespec.assets import AssetError, ensure_target
 from vllm_treespec.compare import (
     PLAIN,
     REDRAFTER,
+    WORTH_IT,
     Cell,
     CompareError,
     Job,
@@ -31,33 +32,18 @@ from vllm_treespec.compare import (
     tree_side,
     with_speedups,
 )
-from vllm_treespec.config import METHODS
 from vllm_treespec.prompts import SHIPPED_WORKLOADS, load_workloads
 
-# Small trees where drafting costs time: a small target leaves little of it.
-SUFFIX: dict[str, Any] = {
-    "method": "suffix_tree",
-    "num_drafts": 16,
-    "depth": 12,
-    # Prompts repeat, and an answer is not to be drafted from an earlier one.
-    "max_cached_tokens": 0,
-}
-SD: dict[str, Any] = {"method": "sd", "depth": 3}
-HEAD: dict[str, Any] = {
-    "method": "redrafter",
-    "beam_width": 3,
-    "length": 3,
-    "num_drafts": 6,
-}
-# keys that serve the measurement, not the user
-NOT_ADVISED = ("schedule", "max_cached_tokens")
+# The default tree of each method. Prompts repeat, and an answer is not to be drafted
+# from an earlier one.
+SUFFIX: dict[str, Any] = {"method": "suffix_tree", "max_cached_tokens": 0}
+SD: dict[str, Any] = {"method": "sd"}
+HEAD: dict[str, Any] = {"method": "redrafter"}
 WORKLOADS = ("chat", "code", "editing")
 TEMPERATURES = (0.0, 1.0)
 NUM_PROMPTS = 3
 SPEED_TOKENS = 64
 EXACT_TOKENS = 24
-# A speed-up below this is not worth a method.
-WORTH_IT = 1.05
 # Rough times on two cores, for the bar only: engine starts and one cell.
 EAGER_START_S, COMPILED_START_S, CELL_S = 15, 55, 3
 
@@ -351,10 +337,5 @@ def advice(rows: Sequence[Row], sides: Sequence[Side]) -> list[str]:
 
 
 def short_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a spec-config what stands at its default or only serves here."""
-    fields = METHODS[spec["method"]].model_fields
-    return {
-        key: value
-        for key, value in spec.items()
-        if key == "method" or (key not in NOT_ADVISED and value != fields[key].default)
-    }
+    """The keys of a spec-config that a user must write for the same tree."""
+    return {key: spec[key] for key in ("method", "model") if key in spec}
