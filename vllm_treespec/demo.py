@@ -40,7 +40,7 @@ SUFFIX: dict[str, Any] = {"method": "suffix_tree", "max_cached_tokens": 0}
 HEAD: dict[str, Any] = {"method": "redrafter"}
 WORKLOADS = ("chat", "code", "editing")
 TEMPERATURES = (0.0, 1.0)
-NUM_PROMPTS = 3
+NUM_PROMPTS = 2
 SPEED_TOKENS = 64
 EXACT_TOKENS = 24
 # Rough times on two cores, for the bar only: engine starts and one cell.
