@@ -91,6 +91,7 @@ def with_trees(
         setattr(args, name, value)
     vllm_config = make()
     refuse_models(config, vllm_config, device)
+    refuse_short_chunks(vllm_config)
     if not args.disable_log_stats:
         from vllm_treespec.metrics import show_counters
 
@@ -287,7 +288,6 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
                 f"draft trees do not support {what} yet ({target.model}); "
                 f"remove speculative_config"
             )
-    refuse_short_chunks(vllm_config)
     check_weights(config)
     check_head(config, target.hf_text_config)
     for model in config.models:
