@@ -74,7 +74,7 @@ def _check_config_file(path: Path) -> None:
             f"of a model in Hugging Face format"
         )
     kind = config.get("method")
-    if kind in HEAD_METHODS:
+    if isinstance(kind, str) and kind in HEAD_METHODS:
         raise SpecConfigError(
             f"speculative_config 'model': {path.parent} holds a {kind} head, not a "
             f"draft model; write method '{HEAD_METHODS[kind]}'"
