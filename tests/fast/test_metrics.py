@@ -385,6 +385,7 @@ def test_unused_or_unwanted_shows_nothing(
     monkeypatch.setattr(EngineArgs, "create_engine_config", stock)
     monkeypatch.setattr(plugin, "refuse_arguments", lambda args: "cpu")
     monkeypatch.setattr(plugin, "refuse_models", lambda *args: None)
+    monkeypatch.setattr(plugin, "refuse_short_chunks", lambda *args: None)
     plugin.register.__wrapped__()
     args = EngineArgs(model="nowhere", speculative_config=spec)
     args.disable_log_stats = disable_log_stats
