@@ -22,9 +22,9 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.engine.branches import BatchLayout, ForkSpace, plan_branches
 from vllm_treespec.engine.kv_cache import BlockCopier
-from vllm_treespec.tree_builders import from_parents
 
 CHAIN = list(range(-1, 16))
 TREES = {

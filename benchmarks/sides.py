@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_treespec.compare import Side, plain_side, spec_side, tree_side
 from vllm_treespec.config import METHODS
-from vllm_treespec.method_config import DraftModelConfig, HeadMethodConfig
+from vllm_treespec.config.base import DraftModelConfig, HeadMethodConfig
 
 
 @dataclass(frozen=True)

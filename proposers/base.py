@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from vllm_treespec.sampling import SamplingTensors
-from vllm_treespec.tree import TreeBatch
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
 
 
 class DraftModel(Protocol):

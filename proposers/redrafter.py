@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
@@ -12,8 +14,6 @@ from vllm_treespec.proposers.base import (
     register_proposer,
     tokens_of,
 )
-from vllm_treespec.sampling import SamplingTensors
-from vllm_treespec.tree import NO_NODE, TreeBatch
 
 
 @register_proposer("redrafter")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import DraftModel, tokens_of
-from vllm_treespec.sampling import SamplingTensors
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_levels
 
 
 def gumbel(uniforms: Tensor) -> Tensor:

@@ -8,15 +8,15 @@ from math import prod
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sampling import SamplingTensors, draw_without_replacement
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
     register_proposer,
     tokens_of,
 )
-from vllm_treespec.sampling import SamplingTensors, draw_without_replacement
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_levels
 
 
 @register_proposer("rsd_c")

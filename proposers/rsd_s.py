@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sampling import SamplingTensors, truncated_gumbel
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
@@ -12,9 +15,6 @@ from vllm_treespec.proposers.base import (
     tokens_of,
 )
 from vllm_treespec.proposers.rsd_c import draw_children
-from vllm_treespec.sampling import SamplingTensors, truncated_gumbel
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_levels
 
 
 @register_proposer("rsd_s")

@@ -9,6 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sampling import SamplingTensors, draw
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import first_alike, from_draws
 from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
@@ -16,9 +19,6 @@ from vllm_treespec.proposers.base import (
     register_proposer,
     tokens_of,
 )
-from vllm_treespec.sampling import SamplingTensors, draw
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import first_alike, from_draws
 
 
 @register_proposer("specinfer")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
-from vllm_treespec.tree import NO_NODE, TreeBatch
 
 # Occurrences that one tree is made of: the longest, and of those the latest. Frequent
 # tokens occur so often that only the latest places are compared any further.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.at_once import AT_ONCE, TreeShape, score_at_once
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.greedy import greedy_matching
@@ -12,7 +13,6 @@ from vllm_treespec.scorers.multi_round import multi_round
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection
 from vllm_treespec.scorers.target_draw import target_draw
 from vllm_treespec.scorers.typical_acceptance_lossy import TypicalAcceptance
-from vllm_treespec.tree import TreeBatch
 
 # From trees, the target's logits at their nodes and uniform numbers, float64
 # [num_reqs, at least 1 + max_draws], to accepted paths and one more token each.

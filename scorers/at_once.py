@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_treespec.sampling import draw
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.recursive_rejection import drop, subtract
-from vllm_treespec.tree import (
+from vllm_treespec.core.sampling import draw
+from vllm_treespec.core.tree import (
     NO_NODE,
     TreeBatch,
     ancestor_bits,
@@ -24,6 +22,8 @@ from vllm_treespec.tree import (
     node_bits,
     num_draws,
 )
+from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
+from vllm_treespec.scorers.recursive_rejection import drop, subtract
 
 # Distributions that are held side by side: 256 of 128 k tokens take 128 MiB in
 # float32, and are enough work to fill a device.

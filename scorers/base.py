@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_treespec.sampling import SamplingTensors
-from vllm_treespec.tree import NO_NODE, TreeBatch
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import NO_NODE, TreeBatch
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import ScorerOutput, empty_path
-from vllm_treespec.tree import TreeBatch
 
 # From requests int64 [n] and nodes int64 [n] to the tokens after them, int64 [n].
 NextToken = Callable[[Tensor, Tensor], Tensor]

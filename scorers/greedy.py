@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.following import follow
-from vllm_treespec.tree import TreeBatch
 
 
 def greedy_matching(tree: TreeBatch, target: TargetLogits) -> ScorerOutput:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection
-from vllm_treespec.tree import TreeBatch
 
 
 def multi_round(

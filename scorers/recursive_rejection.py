@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.sampling import draw
+from vllm_treespec.core.sampling import draw
+from vllm_treespec.core.tree import TreeBatch, first_draw, next_draw
 from vllm_treespec.scorers.base import (
     ScorerOutput,
     TargetLogits,
     empty_path,
     normalised,
 )
-from vllm_treespec.tree import TreeBatch, first_draw, next_draw
 
 
 def recursive_rejection(

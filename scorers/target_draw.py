@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_treespec.sampling import draw
+from vllm_treespec.core.sampling import draw
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.following import follow
-from vllm_treespec.tree import TreeBatch
 
 
 def target_draw(

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
+from vllm_treespec.config.base import HEAD_METHODS
 from vllm_treespec.heads import (
     MedusaHeadConfig,
     ReDrafterHeadConfig,
     build_head,
     save_head,
 )
-from vllm_treespec.method_config import HEAD_METHODS
 
 KINDS: dict[str, type[ReDrafterHeadConfig | MedusaHeadConfig]] = {
     "redrafter": ReDrafterHeadConfig,

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_treespec.assets import AssetError, drafters
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.engine.stats import STAGES
+from vllm_treespec.core.stats import STAGES
 
 DRAFTER = "smollm2-135m-draft"
 REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.mmap_dict import MmapedDict
 from prometheus_client.registry import Collector
 
-from vllm_treespec.engine.stats import (
+from vllm_treespec.core.stats import (
     COUNTERS,
     PREFIX,
     counter_file,

@@ -24,8 +24,8 @@ from vllm_treespec.config import (
     read_spec_file,
     unknown_method,
 )
-from vllm_treespec.method_config import MethodConfig
-from vllm_treespec.model_checks import (
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.checks import (
     check_head,
     check_shards,
     check_vocabulary,
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-DRAFTER = "vllm_treespec.engine.drafter.TreeDrafter"
+DRAFTER = "vllm_treespec.engine.v1.drafter.TreeDrafter"
 WORKERS = {
-    "cpu": "vllm_treespec.engine.cpu_worker.TreeCPUWorker",
-    "cuda": "vllm_treespec.engine.gpu_worker.TreeGPUWorker",
+    "cpu": "vllm_treespec.engine.v1.cpu_worker.TreeCPUWorker",
+    "cuda": "vllm_treespec.engine.v1.gpu_worker.TreeGPUWorker",
 }
 SCHEDULER = "vllm_treespec.engine.scheduler.TreeScheduler"
 # Fork blocks are copies of partly filled blocks; small blocks keep them small.

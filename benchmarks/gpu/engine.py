@@ -20,7 +20,7 @@ from benchmarks.gpu.oracle_drafter import oracle_arguments, use_acceptance
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timers import start_timers, take_times
 from vllm_treespec.compare import Acceptance
-from vllm_treespec.tree import MAX_NODES
+from vllm_treespec.core.tree import MAX_NODES
 
 WARM_UP_STEPS = 20
 WARM_UP_TOKENS = 24

@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.tree import NO_NODE, TreeBatch
 
 
 def level_widths(num_nodes: int, depth: int) -> list[int]:

@@ -15,10 +15,10 @@ from benchmarks.gpu.oracle import (
     last_path,
 )
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.engine.drafter import TreeDrafter
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.engine.v1.drafter import TreeDrafter
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
-from vllm_treespec.tree import TreeBatch
 
 DRAFTER = "benchmarks.gpu.oracle_drafter.OracleDrafter"
 

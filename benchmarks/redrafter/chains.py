@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.tree import NO_NODE, TreeBatch, ancestor_mask
 from vllm_treespec.proposers import Proposer, ProposerInputs
-from vllm_treespec.tree import NO_NODE, TreeBatch, ancestor_mask
 
 # What unused entries of a tree hold, too.
 FILLER_TOKEN = 0

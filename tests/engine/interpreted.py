@@ -14,9 +14,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_treespec.engine.cpu_worker import TreeCPUWorker
-from vllm_treespec.engine.drafter import TreeDrafter
-from vllm_treespec.engine.gpu_runner import TreeGPUModelRunner
 from vllm_treespec.engine.masks import NodeMasks
 from vllm_treespec.engine.tree_attention import (
     TreeAttentionBackend,
@@ -24,7 +21,10 @@ from vllm_treespec.engine.tree_attention import (
     TreeAttentionMetadata,
     TreeAttentionMetadataBuilder,
 )
-from vllm_treespec.engine.warm_up import warm_up_attention
+from vllm_treespec.engine.v1.cpu_worker import TreeCPUWorker
+from vllm_treespec.engine.v1.drafter import TreeDrafter
+from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
+from vllm_treespec.engine.v1.warm_up import warm_up_attention
 from vllm_treespec.kernels.tree_attention import Workspace
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from vllm_treespec.engine.stats import counter_file
+from vllm_treespec.core.stats import counter_file
 
 
 async def run_engine(request: dict) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def answer(llm: Any, num_requests: int, **params: Any) -> list[list[int]]:
 
 def reseed(worker: Any) -> None:
     """Let every rank draw numbers of its own."""
-    from vllm_treespec.uniforms import UniformSource
+    from vllm_treespec.core.uniforms import UniformSource
 
     worker.model_runner.uniforms = UniformSource(worker.rank)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from tests.fast.drawn_trees import Plan, Planned
+from vllm_treespec.core.tree import TreeBatch, num_draws
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.at_once import (
     TreeShape,
     rejection_at_once,
     target_draw_at_once,
 )
-from vllm_treespec.tree import TreeBatch, num_draws
 
 # Model 0 without replacement, then model 1 independently, twice.
 MIXED: Plan = [[Planned(), Planned(from_rest=True), Planned(0, 1), Planned(0, 1)]]

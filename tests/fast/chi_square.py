@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tests.fast.enumeration import Scorer
 from tests.fast.languages import plain_sampling
-from vllm_treespec.sampling import draw_without_replacement
+from vllm_treespec.core.sampling import draw_without_replacement
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_draws, from_levels
 from vllm_treespec.scorers import TargetLogits
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_draws, from_levels
 
 
 def drawn_level(draft: Tensor, uniforms: Tensor, with_replacement: bool) -> TreeBatch:

@@ -30,6 +30,9 @@ from tests.fast.enumeration import (
 )
 from tests.fast.independent_draws import model_uniforms
 from tests.fast.languages import Language, LanguageDraft
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import (
     Proposer,
     ProposerInputs,
@@ -39,7 +42,6 @@ from vllm_treespec.proposers import (
     SpecInfer,
     SpecTr,
 )
-from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import (
     TargetLogits,
     k_seq,
@@ -49,8 +51,6 @@ from vllm_treespec.scorers import (
 )
 from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
 from vllm_treespec.scorers.one_law import Judge
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_parents
 
 TEMPERATURES = (1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SPANS = (0.2, 2.0, 10.0, 40.0, 100.0, 200.0)

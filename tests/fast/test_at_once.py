@@ -18,7 +18,9 @@ from tests.fast.languages import plain_sampling, random_tables
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import draws_of
-from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import Draws, TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
@@ -34,8 +36,6 @@ from vllm_treespec.scorers.at_once import (
     rejection_at_once,
     score_at_once,
 )
-from vllm_treespec.tree import Draws, TreeBatch
-from vllm_treespec.tree_builders import from_parents
 
 ONE_RANDOM = SamplingTensors(torch.ones(1), all_random=True)
 

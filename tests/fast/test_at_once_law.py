@@ -22,11 +22,11 @@ from tests.fast.enumeration import (
     law_error,
 )
 from tests.fast.languages import KINDS, random_tables
+from vllm_treespec.core.sampling import draw
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import RsdC, Sd
-from vllm_treespec.sampling import draw
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, at_once
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_parents
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

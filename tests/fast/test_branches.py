@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_treespec.tree import TreeBatch, ancestor_mask
-from vllm_treespec.tree_builders import from_parents
+from vllm_treespec.core.tree import TreeBatch, ancestor_mask
+from vllm_treespec.core.tree_builders import from_parents
 
 ops = pytest.importorskip("vllm._custom_ops", reason="needs vLLM's CPU kernels")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")

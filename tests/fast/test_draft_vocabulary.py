@@ -26,9 +26,10 @@ from tests.fast.wrong_scorers import (
     WRONG_SCORERS,
     draws_of,
 )
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, SpecInfer
 from vllm_treespec.proposers.reference import gumbel, rsd_s_reference
-from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
@@ -37,7 +38,6 @@ from vllm_treespec.scorers import (
     recursive_rejection,
 )
 from vllm_treespec.scorers.reference import recursive_rejection_reference
-from vllm_treespec.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -14,10 +14,10 @@ from benchmarks.gpu.oracle import (
     fixed_parents,
     last_path,
 )
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.sampling import SamplingTensors
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_parents
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 8, 16, 32, 64])

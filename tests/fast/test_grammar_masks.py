@@ -23,10 +23,10 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from vllm_treespec.engine.requests import drafts_tree
+from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.engine.scheduler import fill_tree_masks, is_allowed
 from vllm_treespec.engine.scoring import score_trees
-from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.engine.v1.requests import drafts_tree
 from vllm_treespec.scorers import TargetLogits, recursive_rejection
 
 # Token ids are bytes; the last one ends a text.

@@ -10,8 +10,8 @@ import pytest
 
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.method_config import MethodConfig
-from vllm_treespec.model_checks import check_head, check_weights
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.checks import check_head, check_weights
 
 
 @pytest.fixture

@@ -28,6 +28,9 @@ from tests.fast.law_range import (
 )
 from tests.fast.wrong_scorers import WALK
 from vllm_treespec import sampling
+from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import (
     Medusa,
     Proposer,
@@ -38,7 +41,6 @@ from vllm_treespec.proposers import (
     Sd,
     SpecTr,
 )
-from vllm_treespec.sampling import SamplingTensors, draw, draw_without_replacement
 from vllm_treespec.scorers import (
     AT_ONCE,
     SCORERS,
@@ -49,8 +51,6 @@ from vllm_treespec.scorers import (
 )
 from vllm_treespec.scorers.at_once import greedy_at_once
 from vllm_treespec.scorers.recursive_rejection import drop
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_parents
 
 FLOAT32 = 2e-5
 WIDTH = 1e-7

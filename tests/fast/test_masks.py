@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.fast.no_waiting import NoWaiting, on_meta
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.engine.mask_placement import MaskPlacement, node_rows
 from vllm_treespec.engine.masked_draft_model import GraphInputs
 from vllm_treespec.engine.masks import NodeMasks
 from vllm_treespec.engine.tree_step import TreeStep
-from vllm_treespec.tree import TreeBatch
 
 NOTHING: Any = None
 # Two trees: root, two children, one grandchild below the second; and root, one child.

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from tests.heads import write_head
 from vllm_treespec.cli import app
 from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config.checks import check_weights, read_config
 from vllm_treespec.heads import HeadError, load_head, read_head_config
-from vllm_treespec.model_checks import check_weights, read_config
 
 SIZES = {
     "hidden_size": 8,

@@ -29,8 +29,8 @@ from vllm.v1.spec_decode.metrics import (
 )
 
 from vllm_treespec import metrics, plugin
-from vllm_treespec.engine import stats as engine_stats
-from vllm_treespec.engine.stats import StepStats
+from vllm_treespec.core import stats as engine_stats
+from vllm_treespec.core.stats import StepStats
 from vllm_treespec.metrics import registered_collector, show_counters
 
 # Draft nodes (root excluded) and accepted draft tokens of trees of several sizes.

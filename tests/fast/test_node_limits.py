@@ -28,8 +28,8 @@ from tests.fast.drawn_trees import drawn_trees, independent
 from tests.fast.enumeration import Weighted, law_error
 from tests.fast.languages import random_tables
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.engine.runner import TreeRunnerMixin
 from vllm_treespec.engine.scheduler import TreeScheduler
+from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.plugin import refuse_short_chunks, stock_arguments
 from vllm_treespec.scorers import multi_round
 

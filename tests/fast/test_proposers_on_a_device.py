@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting, on_meta
+from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
@@ -12,7 +13,6 @@ from vllm_treespec.proposers.rsd_c import RsdC
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.sd import Sd
 from vllm_treespec.proposers.specinfer import SpecInfer
-from vllm_treespec.sampling import SamplingTensors
 
 NUM_REQS, VOCAB_SIZE = 3, 50
 # All but suffix_tree, which draws on the host.

@@ -32,11 +32,11 @@ from tests.fast.tiny_heads import (
     tiny_head,
     token_paths,
 )
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import Draws, TreeBatch
 from vllm_treespec.proposers import PROPOSERS, ReDrafter, RsdS
 from vllm_treespec.proposers.redrafter import prefix_match, tree_of_beams
-from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection, target_draw
-from vllm_treespec.tree import Draws, TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -40,7 +40,9 @@ from benchmarks.redrafter.rows import (
 from benchmarks.tasks import Scores, store
 from vllm_treespec.compare import Acceptance, Cell, CellResult, CompareError
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.engine.stats import StepStats
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.core.tree import TreeBatch, ancestor_mask, preorder
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.heads import (
     MedusaHeadConfig,
     ReDrafterHeadConfig,
@@ -49,8 +51,6 @@ from vllm_treespec.heads import (
 )
 from vllm_treespec.proposers import Proposer
 from vllm_treespec.proposers.redrafter import ReDrafter
-from vllm_treespec.tree import TreeBatch, ancestor_mask, preorder
-from vllm_treespec.tree_builders import from_parents
 
 BEAMS = Beams(beam_width=4, length=4, num_drafts=15)
 

@@ -35,6 +35,13 @@ from tests.fast.languages import (
     random_tables,
 )
 from tests.fast.wrong_scorers import RSD_S, WRONG_SCORERS, siblings_by_probability
+from vllm_treespec.core.sampling import (
+    SamplingTensors,
+    draw,
+    draw_without_replacement,
+    truncated_gumbel,
+)
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import RsdS
 from vllm_treespec.proposers.reference import (
     gumbel,
@@ -43,14 +50,7 @@ from vllm_treespec.proposers.reference import (
     truncate,
 )
 from vllm_treespec.proposers.rsd_s import select_beam
-from vllm_treespec.sampling import (
-    SamplingTensors,
-    draw,
-    draw_without_replacement,
-    truncated_gumbel,
-)
 from vllm_treespec.scorers import recursive_rejection
-from vllm_treespec.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

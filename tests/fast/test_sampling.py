@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.fast.enumeration import ALMOST_ONE
 from tests.fast.languages import naive_probs
-from vllm_treespec.sampling import SamplingTensors, draw, draw_without_replacement
+from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

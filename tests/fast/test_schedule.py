@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.schedule import REST_STEPS, TRIAL_TREES, AdaptiveSchedule
+from vllm_treespec.core.schedule import REST_STEPS, TRIAL_TREES, AdaptiveSchedule
 
 SPEC = {"method": "rsd_s", "model": "draft", "beam_width": 3, "depth": 3}
 LADDER = [

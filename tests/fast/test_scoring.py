@@ -13,15 +13,15 @@ from tests.fast.wrong_scorers import draws_of
 
 pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.engine.scoring import score_trees
-from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
     greedy_matching,
     recursive_rejection,
 )
-from vllm_treespec.tree import TreeBatch
 
 
 def batch(temperatures: list[float]) -> tuple[TreeBatch, TargetLogits, Tensor]:

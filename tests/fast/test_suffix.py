@@ -13,12 +13,12 @@ import torch
 from tests.fast.independent_draws import grid, in_eighths
 from tests.fast.languages import plain_sampling
 from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs, Suffix
 from vllm_treespec.proposers.suffix import END, MAX_OCCURRENCES, grow_tree, occurrences
-from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import SCORERS, target_draw
-from vllm_treespec.tree import TreeBatch
-from vllm_treespec.tree_builders import from_parents
 
 SENTENCE = [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -15,8 +15,8 @@ from tests.fast.languages import (
     random_tables,
 )
 from tests.fast.wrong_scorers import WRONG_TARGET_DRAW
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.scorers import target_draw
-from vllm_treespec.tree_builders import from_parents
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -4,13 +4,13 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.model_checks import check_shards
+from vllm_treespec.config.checks import check_shards
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
-from vllm_treespec.engine.drafter import Proposal
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.engine.ranks import check_same_drafts
-from vllm_treespec.tree_builders import from_parents
+from vllm_treespec.engine.v1.drafter import Proposal
 
 SIZES = {
     "num_attention_heads": 12,

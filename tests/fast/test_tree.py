@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fast.random_trees import random_parents
-from vllm_treespec.tree import (
+from vllm_treespec.core.tree import (
     MAX_NODES,
     Draws,
     TreeBatch,
@@ -21,7 +21,7 @@ from vllm_treespec.tree import (
     num_draws,
     preorder,
 )
-from vllm_treespec.tree_builders import from_draws, from_levels, from_parents
+from vllm_treespec.core.tree_builders import from_draws, from_levels, from_parents
 
 # The example of TreeBatch's docstring; letters are tokens.
 TOKENS = [ord(letter) for letter in "rabcde"]

@@ -15,7 +15,7 @@ from vllm_treespec.engine.tree_attention import (
     TreeAttentionMetadata,
     TreeAttentionMetadataBuilder,
 )
-from vllm_treespec.engine.warm_up import batches
+from vllm_treespec.engine.v1.warm_up import batches
 
 NOTHING: Any = None
 NUM_DRAFTS = 7

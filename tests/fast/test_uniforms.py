@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vllm_treespec.uniforms import DRAFTING, SCORING, UniformSource
+from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
 
 
 def test_seeded_numbers_ignore_the_batch() -> None:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.fast.random_trees import random_parents
-from vllm_treespec.proposers.medusa import Medusa
-from vllm_treespec.tree import (
+from vllm_treespec.core.tree import (
     TreeBatch,
     ancestor_bits,
     ancestor_mask,
     first_child,
     next_sibling,
 )
-from vllm_treespec.tree_builders import from_parents
+from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.proposers.medusa import Medusa
 
 oracle = pytest.importorskip(
     "xformers.ops.tree_attention", reason="needs xformers (make setup installs it)"

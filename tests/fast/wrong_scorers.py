@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.fast.enumeration import Scorer
+from vllm_treespec.core.sampling import SamplingTensors, draw
+from vllm_treespec.core.tree import Draws, TreeBatch, first_child, next_draw
 from vllm_treespec.proposers.rsd_c import draw_children
-from vllm_treespec.sampling import SamplingTensors, draw
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
@@ -26,7 +27,6 @@ from vllm_treespec.scorers import (
 from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
 from vllm_treespec.scorers.one_law import Judge, walk
 from vllm_treespec.scorers.optimal_transport import judge as transport_judge
-from vllm_treespec.tree import Draws, TreeBatch, first_child, next_draw
 
 # The package exports the function under the name of its module.
 WALK = importlib.import_module("vllm_treespec.scorers.recursive_rejection")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_treespec.tree import TreeBatch, ancestor_mask, first_child, preorder
+from vllm_treespec.core.tree import TreeBatch, ancestor_mask, first_child, preorder
 
 
 @dataclass(frozen=True)

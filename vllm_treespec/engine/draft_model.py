@@ -18,9 +18,9 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_treespec.core.stats import StepStats
 from vllm_treespec.engine.branches import ForkSpace, fork_block_table, fork_slot
 from vllm_treespec.engine.kv_cache import BlockCopier
-from vllm_treespec.engine.stats import StepStats
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_treespec.engine.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.heads import DraftHead, OutputLayer, load_head
 from vllm_treespec.proposers import DraftModel
 

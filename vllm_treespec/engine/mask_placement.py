@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.tree import MAX_NODES, ancestor_bits
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.masks import NodeMasks
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
 from vllm_treespec.engine.tree_step import TreeStep, check_attention
 from vllm_treespec.kernels.kv_move import KvMover
-from vllm_treespec.tree import MAX_NODES, ancestor_bits
 
 
 class MaskPlacement:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_treespec.engine.scheduler import PADDING_TOKEN_ID
 
 if TYPE_CHECKING:
-    from vllm_treespec.engine.drafter import Proposal
+    from vllm_treespec.engine.v1.drafter import Proposal
 
 
 def check_same_drafts(

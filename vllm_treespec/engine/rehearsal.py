@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_treespec.engine.drafter import TreeDrafter
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.engine.v1.drafter import TreeDrafter
 from vllm_treespec.proposers import DraftModel, ProposerInputs
-from vllm_treespec.sampling import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.engine.tree_step import TreeStep
 from vllm_treespec.scorers import (
     Rule,
@@ -17,7 +18,6 @@ from vllm_treespec.scorers import (
     TargetLogits,
     greedy_matching,
 )
-from vllm_treespec.tree import TreeBatch
 
 
 def score_trees(

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.tree import TreeBatch
 
 
 @dataclass

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_treespec.config.weights import weights_problem
 from vllm_treespec.heads.base import DraftHead
 from vllm_treespec.heads.config import (
     HeadError,
@@ -16,7 +17,6 @@ from vllm_treespec.heads.config import (
 )
 from vllm_treespec.heads.medusa import MedusaHead
 from vllm_treespec.heads.redrafter import ReDrafterHead
-from vllm_treespec.weights import weights_problem
 
 
 def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
-from vllm_treespec.sampling import SamplingTensors
+from vllm_treespec.core.sampling import SamplingTensors
 
 GREEDY_BELOW = 1e-5
 

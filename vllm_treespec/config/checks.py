@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 
 from vllm_treespec.config import SpecConfigError
+from vllm_treespec.config.base import HEAD_METHODS, MethodConfig
+from vllm_treespec.config.weights import weights_problem
 from vllm_treespec.heads import read_head_config
-from vllm_treespec.method_config import HEAD_METHODS, MethodConfig
-from vllm_treespec.weights import weights_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

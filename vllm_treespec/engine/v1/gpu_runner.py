@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_treespec.engine.masked_draft_model import PIECEWISE, MaskedDraftModel
 from vllm_treespec.engine.rehearsal import rehearse
-from vllm_treespec.engine.runner import TreeRunnerMixin
+from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):

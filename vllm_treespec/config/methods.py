@@ -16,15 +16,15 @@ from pydantic import (
     field_validator,
 )
 
-from vllm_treespec import defaults
-from vllm_treespec.heads import MedusaHeadConfig, read_head_config
-from vllm_treespec.method_config import (
+from vllm_treespec.config import defaults
+from vllm_treespec.config.base import (
     MAX_DRAFTS,
     Count,
     DraftModelConfig,
     HeadMethodConfig,
     MethodConfig,
 )
+from vllm_treespec.heads import MedusaHeadConfig, read_head_config
 from vllm_treespec.proposers import PROPOSERS, Proposer, RsdS, Suffix
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.core.uniforms import DRAFTING, UniformSource
 from vllm_treespec.engine.draft_model import CommittedTokens
-from vllm_treespec.engine.drafter import Proposal, TreeDrafter
 from vllm_treespec.engine.reading import ReadingPlan, ReadMarks
-from vllm_treespec.engine.requests import drafts_tree, sampling_tensors
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
-from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.engine.tree_step import TreeStep, last_rows
+from vllm_treespec.engine.v1.drafter import Proposal, TreeDrafter
+from vllm_treespec.engine.v1.requests import drafts_tree, sampling_tensors
 from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.uniforms import DRAFTING, UniformSource
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

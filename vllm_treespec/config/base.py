@@ -16,10 +16,10 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_treespec.config.weights import weights_problem
+from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.heads import HeadError, read_head_config
 from vllm_treespec.proposers import PROPOSERS, Proposer
-from vllm_treespec.tree import MAX_NODES
-from vllm_treespec.weights import weights_problem
 
 MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31

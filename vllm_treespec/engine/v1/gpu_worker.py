@@ -6,9 +6,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_treespec.engine.gpu_runner import TreeGPUModelRunner
-from vllm_treespec.engine.warm_up import warm_up_attention
-from vllm_treespec.engine.worker import TreeWorkerMixin
+from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
+from vllm_treespec.engine.v1.warm_up import warm_up_attention
+from vllm_treespec.engine.v1.worker import TreeWorkerMixin
 
 TREE_ATTENTION = "vllm_treespec.engine.tree_attention.TreeAttentionBackend"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_treespec.method_config import ScheduledTree
+from vllm_treespec.config.base import ScheduledTree
 
 # Scored trees after which a measured acceptance length counts, and over which it runs.
 TRIAL_TREES = 64

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.engine.drafter import Proposal, TreeDrafter
-from vllm_treespec.engine.drafting import DraftingMixin
+from vllm_treespec.core.uniforms import SCORING, UniformSource
 from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.ranks import check_same_drafts
 from vllm_treespec.engine.reading import ReadMarks
-from vllm_treespec.engine.requests import sampling_tensors
 from vllm_treespec.engine.scoring import with_plain_samples
 from vllm_treespec.engine.tree_step import TreeStep, first_rows
+from vllm_treespec.engine.v1.drafter import Proposal, TreeDrafter
+from vllm_treespec.engine.v1.drafting import DraftingMixin
+from vllm_treespec.engine.v1.requests import sampling_tensors
 from vllm_treespec.scorers import TargetLogits
-from vllm_treespec.uniforms import SCORING, UniformSource
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_treespec.tree import MAX_NODES, NO_NODE, Draws, TreeBatch
+from vllm_treespec.core.tree import MAX_NODES, NO_NODE, Draws, TreeBatch
 
 
 def from_levels(

@@ -10,15 +10,16 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.engine.branch_placement import BranchPlacement
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.draft_model import CommittedTokens, PagedDraftModel
 from vllm_treespec.engine.head import EngineHead
 from vllm_treespec.engine.scoring import score_trees
-from vllm_treespec.engine.stats import StepStats
 from vllm_treespec.engine.tree_step import TreePlacement
 from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.schedule import AdaptiveSchedule
 from vllm_treespec.scorers import (
     AT_ONCE,
     SCORERS,
@@ -29,7 +30,6 @@ from vllm_treespec.scorers import (
     TypicalAcceptance,
     score_at_once,
 )
-from vllm_treespec.tree import TreeBatch
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_treespec.engine.runner import TreeRunnerMixin
+from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):

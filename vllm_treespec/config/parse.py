@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_treespec.method_config import MethodConfig
-from vllm_treespec.methods import METHODS
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.methods import METHODS
 
 # Methods that got another name, because the old one is a method of vLLM's own.
 RENAMED = {"suffix": "suffix_tree", "medusa": "medusa_tree"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_treespec.engine.cpu_runner import TreeCPUModelRunner
-from vllm_treespec.engine.worker import TreeWorkerMixin
+from vllm_treespec.engine.v1.cpu_runner import TreeCPUModelRunner
+from vllm_treespec.engine.v1.worker import TreeWorkerMixin
 
 
 class TreeCPUWorker(TreeWorkerMixin, CPUWorker):

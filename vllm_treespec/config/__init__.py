@@ -1,0 +1,21 @@
+"""Spec-configs: one validated type a method, and what is wrong with one."""
+
+from vllm_treespec.config.methods import METHODS
+from vllm_treespec.config.parse import (
+    RENAMED,
+    SpecConfigError,
+    names_our_method,
+    parse_spec_config,
+    read_spec_file,
+    unknown_method,
+)
+
+__all__ = [
+    "METHODS",
+    "RENAMED",
+    "SpecConfigError",
+    "names_our_method",
+    "parse_spec_config",
+    "read_spec_file",
+    "unknown_method",
+]

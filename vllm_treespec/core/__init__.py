@@ -1,0 +1,1 @@
+"""The algorithm without an engine: trees, sampling, schedules; torch only."""
