@@ -25,11 +25,11 @@ from tests.fast.languages import (
     random_tables,
 )
 from tests.fast.wrong_scorers import RSD_C, WRONG_SCORERS, siblings_by_probability
+from tests.reference.scorers import recursive_rejection_reference
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import RsdC, Sd
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.scorers.recursive_rejection import drop, subtract
-from vllm_treespec.scorers.reference import recursive_rejection_reference
 
 EXACT = 1e-12
 FLOAT32 = 4e-6

@@ -35,6 +35,12 @@ from tests.fast.languages import (
     random_tables,
 )
 from tests.fast.wrong_scorers import RSD_S, WRONG_SCORERS, siblings_by_probability
+from tests.reference.proposers import (
+    gumbel,
+    gumbel_top_k,
+    rsd_s_reference,
+    truncate,
+)
 from vllm_treespec.core.sampling import (
     SamplingTensors,
     draw,
@@ -43,12 +49,6 @@ from vllm_treespec.core.sampling import (
 )
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import RsdS
-from vllm_treespec.proposers.reference import (
-    gumbel,
-    gumbel_top_k,
-    rsd_s_reference,
-    truncate,
-)
 from vllm_treespec.proposers.rsd_s import select_beam
 from vllm_treespec.scorers import recursive_rejection
 

@@ -1,4 +1,7 @@
-"""Recursive rejection for one tree at a time: slow, readable, in float64."""
+"""Twin of ``vllm_treespec.scorers.recursive_rejection``: the walk, readable.
+
+It scores one tree at a time, one draw at a time, in float64.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Draws as the paper writes them: Gumbel noise over the whole vocabulary."""
+"""Twin of ``vllm_treespec.proposers.rsd_s``: draws as the paper writes them.
+
+It adds Gumbel noise to the whole vocabulary and takes the largest sums. The proposer
+takes two uniform numbers a child instead.
+"""
 
 from __future__ import annotations
 

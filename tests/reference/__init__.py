@@ -1,0 +1,1 @@
+"""Slow, readable twins of fast code, for tests to compare with."""
