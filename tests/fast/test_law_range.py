@@ -27,7 +27,7 @@ from tests.fast.law_range import (
     target_draw_error,
 )
 from tests.fast.wrong_scorers import WALK
-from vllm_treespec import sampling
+from vllm_treespec.core import sampling
 from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
