@@ -13,7 +13,7 @@ import torch
 from matplotlib.axes import Axes
 from pydantic import BaseModel
 
-from vllm_treespec.scorers.acceptance_rate import acceptance_rate
+from benchmarks.paper.acceptance_rate import acceptance_rate
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

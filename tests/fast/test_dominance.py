@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.paper.acceptance_rate import RATES, acceptance_rate
+from benchmarks.paper.optimal_transport import judge, optimal_transport
 from tests.fast.drawn_trees import Plan, Planned, drawn_trees, independent
 from tests.fast.enumeration import JudgeMeter, LawMeter
 from tests.fast.languages import Language
 from tests.fast.wrong_scorers import K_SEQ_JUDGE
 from vllm_treespec.scorers import k_seq, multi_round, recursive_rejection
-from vllm_treespec.scorers.acceptance_rate import RATES, acceptance_rate
-from vllm_treespec.scorers.optimal_transport import judge, optimal_transport
 
 ROUNDING = 1e-9
 

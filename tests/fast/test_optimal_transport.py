@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks.paper.acceptance_rate import acceptance_rate
+from benchmarks.paper.optimal_transport import judge, optimal_transport
 from tests.fast.drawn_trees import drawn_trees, independent, paths
-from tests.fast.enumeration import law_error
+from tests.fast.enumeration import Scorer, law_error
 from tests.fast.languages import random_tables
-from tests.fast.wrong_scorers import WRONG_TRANSPORT
-from vllm_treespec.scorers.acceptance_rate import acceptance_rate
-from vllm_treespec.scorers.optimal_transport import judge, optimal_transport
+from tests.fast.wrong_scorers import judged, rest_is_target, rest_of_one_draw
+from vllm_treespec.scorers.one_law import Judge
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -31,12 +33,30 @@ def test_law_of_three_draws() -> None:
     assert law_error(optimal_transport, drawn, target, judge) < EXACT
 
 
-@pytest.mark.parametrize("name", WRONG_TRANSPORT)
+def forgets_order(judge: Judge) -> Judge:
+    """Judges the draws as if they had come the other way round."""
+
+    def wrong(
+        draft: Tensor, target: Tensor, tokens: Tensor, counts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return judge(draft, target, tokens.flip(1), counts)
+
+    return wrong
+
+
+WRONG: dict[str, Scorer] = {
+    "recovered from target": judged(rest_is_target, judge),
+    "residual of one draw": judged(rest_of_one_draw, judge),
+    "draws judged in reverse": judged(forgets_order, judge),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
 def test_wrong_rules_are_noticed(name: str) -> None:
     """Red when the checks above could no longer see a lossy rule."""
     draft, target = random_tables("random", 3, 2, seed=4)
     drawn = drawn_trees([draft], independent(2))
-    assert law_error(WRONG_TRANSPORT[name], drawn, target, judge) > NOTICEABLE
+    assert law_error(WRONG[name], drawn, target, judge) > NOTICEABLE
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.8])

@@ -26,7 +26,6 @@ from vllm_treespec.scorers import (
 )
 from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
 from vllm_treespec.scorers.one_law import Judge, walk
-from vllm_treespec.scorers.optimal_transport import judge as transport_judge
 
 # The package exports the function under the name of its module.
 WALK = importlib.import_module("vllm_treespec.scorers.recursive_rejection")
@@ -224,17 +223,6 @@ def rest_of_one_draw(judge: Judge) -> Judge:
     return wrong
 
 
-def forgets_order(judge: Judge) -> Judge:
-    """Judges the draws as if they had come the other way round."""
-
-    def wrong(
-        draft: Tensor, target: Tensor, tokens: Tensor, counts: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return judge(draft, target, tokens.flip(1), counts)
-
-    return wrong
-
-
 K_SEQ_JUDGE = judge_with(optimal_division_factor)
 WRONG_K_SEQ: dict[str, Scorer] = {
     "division factor 1": divided_by(lambda p, q, m: torch.ones_like(p[:, 0])),
@@ -246,11 +234,6 @@ WRONG_K_SEQ: dict[str, Scorer] = {
     "repeats dropped": lambda tree, target, uniforms: k_seq(
         without_repeats(tree), target, uniforms
     ),
-}
-WRONG_TRANSPORT: dict[str, Scorer] = {
-    "recovered from target": judged(rest_is_target, transport_judge),
-    "residual of one draw": judged(rest_of_one_draw, transport_judge),
-    "draws judged in reverse": judged(forgets_order, transport_judge),
 }
 
 

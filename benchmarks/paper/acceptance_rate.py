@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.paper.optimal_transport import transport_plan
 from vllm_treespec.scorers.base import normalised
 from vllm_treespec.scorers.k_seq import expected_tries, optimal_division_factor
-from vllm_treespec.scorers.optimal_transport import transport_plan
 
 
 def acceptance_rate(
