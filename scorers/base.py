@@ -1,7 +1,8 @@
-"""What every scorer gets and returns."""
+"""What a rule is, what it gets and what it returns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from vllm_treespec.core.tree import NO_NODE, TreeBatch
 
 @dataclass(frozen=True)
 class TargetLogits:
-    """The target's logits at every node; distributions are made where a walk looks."""
+    """The target's logits at every node; a rule asks for the distributions it needs."""
 
     # [total_num_nodes, vocab_size]
     logits: Tensor
@@ -61,6 +62,61 @@ class ScorerOutput:
         return tokens.scatter(
             1, self.num_accepted[:, None], self.next_token_ids[:, None]
         )
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Bounds of a batch's trees, known on the host; too large ones only cost time."""
+
+    # levels below the root
+    max_depth: int
+    # draws below one node, repeats included
+    max_siblings: int
+    # nodes with draws below them
+    max_parents: int
+
+
+# From trees, the target's logits at their nodes and uniform numbers, float64
+# [num_reqs, as many as the rule asks for], to accepted paths and one more token each.
+Walk = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
+# The same from the trees' bounds besides; paths are int64 [num_reqs, max_depth].
+Batched = Callable[[TreeBatch, TargetLogits, Tensor, TreeShape], ScorerOutput]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to verify trees: a walk and, where there is one, its batched form.
+
+    The walk goes down each tree. It computes only the distributions on its way, but
+    on a GPU the host waits for the device at every level. The batched form computes
+    all nodes together, and the host never waits. Both give the same results.
+    """
+
+    name: str
+    walk: Walk
+    batched: Batched | None = None
+    # whether emitted tokens may follow another law than the target's
+    lossy: bool = False
+
+    def apply(
+        self,
+        tree: TreeBatch,
+        target: TargetLogits,
+        uniforms: Tensor,
+        shape: TreeShape | None,
+    ) -> ScorerOutput:
+        """Score trees in the batched form if there is one and ``shape`` is given.
+
+        Args:
+            tree: the trees.
+            target: the target's logits at the nodes.
+            uniforms: float64 [num_reqs, as many as the rule asks for] in [0, 1).
+            shape: the trees' bounds; None: walk.
+
+        """
+        if shape is None or self.batched is None:
+            return self.walk(tree, target, uniforms)
+        return self.batched(tree, target, uniforms, shape)
 
 
 def empty_path(tree: TreeBatch) -> Tensor:

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.following import follow
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.batched import node_numbers
+from vllm_treespec.scorers.follow_path import follow_path, follow_path_batched
 
 
-def greedy_matching(tree: TreeBatch, target: TargetLogits) -> ScorerOutput:
+def greedy_matching(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
     """Accept the longest path that plain greedy decoding would have produced.
 
     Lossless at temperature 0: the emitted tokens are the target's own.
+
+    Args:
+        tree: drafts; ``draws`` is not used.
+        target: the target's logits at the nodes.
+        uniforms: not used; part of every rule's signature.
+
     """
-    return follow(tree, target.argmax)
+    return follow_path(tree, target.argmax)
+
+
+def greedy_matching_batched(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+) -> ScorerOutput:
+    """Do what ``greedy_matching`` does, for all nodes together.
+
+    Args:
+        tree: drafts; ``draws`` is not used.
+        target: the target's logits at the nodes.
+        uniforms: not used; part of every rule's signature.
+        shape: the trees' bounds; only the depth is used.
+
+    """
+    likeliest = target.logits.to(torch.float32).argmax(dim=-1)
+    next_tokens = likeliest[target.first_row[:, None] + node_numbers(tree)]
+    return follow_path_batched(tree, next_tokens, shape)
+
+
+GREEDY_MATCHING = Rule("greedy_matching", greedy_matching, greedy_matching_batched)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, normalised
-from vllm_treespec.scorers.one_law import Judge, walk
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, normalised
+from vllm_treespec.scorers.independent_draws import Judge, walk_independent_draws
 
 # Halvings of [1, number of draws] at every node: each is a pass over the vocabulary,
 # and the share of drafts lost to a factor that is 2**-20 too large is about 2**-20.
@@ -83,11 +83,11 @@ def k_seq(
             distributions.
 
     """
-    return walk(tree, target, uniforms, judge_with(division_factor))
+    return walk_independent_draws(tree, target, uniforms, judge_with(division_factor))
 
 
 def judge_with(division_factor: DivisionFactor) -> Judge:
-    """Bind the judge of ``one_law.walk`` to a choice of division factor."""
+    """Make the judge of ``walk_independent_draws`` for a choice of division factor."""
 
     def judge(
         draft: Tensor, target: Tensor, tokens: Tensor, counts: Tensor
@@ -113,3 +113,6 @@ def expected_tries(rate: Tensor, counts: Tensor) -> Tensor:
     rate = rate.clamp(max=1)
     any_accepted = -torch.expm1(counts * torch.log1p(-rate))
     return torch.where(rate > 0, any_accepted / rate, counts.to(rate.dtype))
+
+
+K_SEQ = Rule("k_seq", k_seq)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.recursive_rejection import recursive_rejection
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.recursive_rejection import (
+    recursive_rejection,
+    recursive_rejection_batched,
+)
 
 
 def multi_round(
@@ -27,3 +30,21 @@ def multi_round(
 
     """
     return recursive_rejection(tree, target, uniforms)
+
+
+def multi_round_batched(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+) -> ScorerOutput:
+    """Do what ``multi_round`` does, for all nodes together.
+
+    Args:
+        tree: drafts with ``draws``.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1).
+        shape: the trees' bounds.
+
+    """
+    return recursive_rejection_batched(tree, target, uniforms, shape)
+
+
+MULTI_ROUND = Rule("multi_round", multi_round, multi_round_batched)

@@ -1,4 +1,4 @@
-"""Recursive rejection sampling: the one walk behind RSD, SD and multi-round."""
+"""Recursive rejection sampling: one rule for RSD, SD and multi-round draws."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import draw
-from vllm_treespec.core.tree import TreeBatch, first_draw, next_draw
+from vllm_treespec.core.tree import (
+    TreeBatch,
+    ancestor_bits,
+    first_draw,
+    next_draw,
+    num_draws,
+)
 from vllm_treespec.scorers.base import (
+    Rule,
     ScorerOutput,
     TargetLogits,
+    TreeShape,
     empty_path,
     normalised,
 )
+from vllm_treespec.scorers.batched import accepted_path, groups
 
 
 def recursive_rejection(
@@ -75,6 +84,134 @@ def recursive_rejection(
     return ScorerOutput(path, num_accepted, next_tokens)
 
 
+def recursive_rejection_batched(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+) -> ScorerOutput:
+    """Do what ``recursive_rejection`` does, for all nodes together.
+
+    Every node's draws are tried as if the walk stood there; the accepted nodes are
+    those whose ancestors were all accepted below their parents.
+
+    Args:
+        tree: drafts with ``draws``.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1): column 0 for
+            the last token, column 1 + i for draw i.
+        shape: the trees' bounds.
+
+    """
+    parents = parents_with_draws(tree, shape)
+    reqs = torch.arange(tree.num_reqs, device=parents.device)
+    parts = [
+        score_group(tree, target, uniforms, shape, group, parents[group])
+        for group in groups(reqs, width=parents.shape[1])
+    ]
+    return ScorerOutput(
+        torch.cat([part.path for part in parts]),
+        torch.cat([part.num_accepted for part in parts]),
+        torch.cat([part.next_token_ids for part in parts]),
+    )
+
+
+def parents_with_draws(tree: TreeBatch, shape: TreeShape) -> Tensor:
+    """Each request's nodes with draws, those with the most first, int64.
+
+    Returns:
+        [num_reqs, at most max_parents]; nodes without draws fill the rows.
+
+    """
+    assert tree.draws is not None
+    width = max(min(shape.max_parents, tree.draws.nodes.shape[1]), 1)
+    order = num_draws(tree).argsort(dim=1, descending=True, stable=True)
+    # The last node is a leaf: it stands in for entries that hold no node.
+    leaf = (tree.num_nodes - 1).clamp(min=0)
+    return torch.minimum(order[:, :width], leaf[:, None])
+
+
+def score_group(
+    tree: TreeBatch,
+    target: TargetLogits,
+    uniforms: Tensor,
+    shape: TreeShape,
+    reqs: Tensor,
+    parents: Tensor,
+) -> ScorerOutput:
+    """Score the trees of the requests ``reqs``; arguments as for ``try_draws``."""
+    below, residual = try_draws(tree, target, uniforms, shape, reqs, parents)
+    # Bit 0 is no child's: it is set where none was accepted.
+    bits = (torch.ones_like(below) << below) & ~1
+    ancestors = ancestor_bits(tree, shape.max_depth)[reqs]
+    path, num_accepted, last = accepted_path(
+        ancestors, tree.depths[reqs], bits.sum(dim=1), shape
+    )
+    is_last = parents == last[:, None]
+    place = is_last.int().argmax(dim=1)
+    columns = torch.arange(len(reqs), device=reqs.device)
+    law = torch.where(
+        is_last.any(dim=1, keepdim=True),
+        residual[place, columns],
+        target.probs(reqs, last),
+    )
+    return ScorerOutput(path, num_accepted, draw(law, uniforms[reqs, 0]))
+
+
+def try_draws(
+    tree: TreeBatch,
+    target: TargetLogits,
+    uniforms: Tensor,
+    shape: TreeShape,
+    reqs: Tensor,
+    parents: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Try the draws of nodes as if the walk stood at each of them.
+
+    Args:
+        tree: drafts with ``draws``.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1).
+        shape: the trees' bounds.
+        reqs: int64 [n].
+        parents: int64 [n, width], nodes of these requests, those with the most draws
+            first.
+
+    Returns:
+        the accepted child of every node, int64 [n, width], 0 where none was, and, of
+        those nodes, the law of the next token, [width, n, vocab_size].
+
+    """
+    draws = tree.draws
+    assert draws is not None
+    num_reqs, width = parents.shape
+    max_draws = draws.nodes.shape[1]
+    max_tries = min(shape.max_siblings, max_draws)
+    reqs, nodes = reqs.repeat(width), parents.t().flatten()
+    tries = torch.arange(max_tries, device=reqs.device)[:, None]
+    is_tried = tries < num_draws(tree)[reqs, nodes]
+    tried = (first_draw(tree)[reqs, nodes] + tries).clamp(0, max_draws - 1)
+    rows, from_rest = draws.rows[reqs, tried], draws.from_rest[reqs, tried]
+    children = draws.nodes[reqs, tried]
+    tokens, numbers = tree.token_ids[reqs, children], uniforms[reqs, 1 + tried]
+    accepts = torch.zeros_like(is_tried)
+    residual = target.probs(reqs, nodes)
+    draft = residual
+    for k in range(max_tries):
+        # At most so many nodes of a request have more than k draws each.
+        n = num_reqs * min(width, max_draws // (k + 1))
+        fresh = draws.probs_of(reqs[:n], rows[k, :n], residual.shape[1])
+        if k:
+            rest = drop(draft[:n], tokens[k - 1, :n])
+            fresh = torch.where(from_rest[k, :n, None], rest, fresh)
+        draft, token = fresh, tokens[k, :n, None]
+        draft_prob = numbers[k, :n, None] * draft.gather(1, token).double()
+        accepts[k, :n, None] = draft_prob < residual[:n].gather(1, token)
+        left = subtract(residual[:n], draft)
+        residual[:n] = torch.where(is_tried[k, :n, None], left, residual[:n])
+    accepts &= is_tried
+    wins = accepts & (accepts.cumsum(dim=0) == 1)
+    below = (children * wins).sum(dim=0)
+    return below.view(width, -1).t(), residual.view(width, num_reqs, -1)
+
+
 def subtract(residual: Tensor, draft: Tensor) -> Tensor:
     """Normalised positive part of residual - draft, float32 [n, vocab_size].
 
@@ -91,3 +228,8 @@ def drop(draft: Tensor, tokens: Tensor) -> Tensor:
     """
     rest = draft.scatter(1, tokens[:, None], 0.0)
     return normalised(rest)
+
+
+RECURSIVE_REJECTION = Rule(
+    "recursive_rejection", recursive_rejection, recursive_rejection_batched
+)

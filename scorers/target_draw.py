@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import draw
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.following import follow
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.batched import groups, node_numbers
+from vllm_treespec.scorers.follow_path import follow_path, follow_path_batched
 
 
 def target_draw(
@@ -21,7 +23,7 @@ def target_draw(
     mass that the target gives to the children: no rule accepts more of fixed drafts.
 
     Args:
-        tree: drafts; ``draws`` is not looked at.
+        tree: drafts; ``draws`` is not used.
         target: the target's logits at the nodes.
         uniforms: float64 [num_reqs, at least max_nodes] in [0, 1): column i draws the
             token after node i, so that no number is used twice.
@@ -31,4 +33,31 @@ def target_draw(
     def next_token(reqs: Tensor, nodes: Tensor) -> Tensor:
         return draw(target.probs(reqs, nodes), uniforms[reqs, nodes])
 
-    return follow(tree, next_token)
+    return follow_path(tree, next_token)
+
+
+def target_draw_batched(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+) -> ScorerOutput:
+    """Do what ``target_draw`` does, for all nodes together.
+
+    Args:
+        tree: drafts; ``draws`` is not used.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_reqs, at least max_nodes] in [0, 1): column i draws the
+            token after node i.
+        shape: the trees' bounds; only the depth is used.
+
+    """
+    nodes = node_numbers(tree)
+    reqs = torch.arange(tree.num_reqs, device=nodes.device)[:, None].expand_as(nodes)
+    drawn = [
+        draw(target.probs(req, node), uniforms[req, node])
+        for req, node in zip(
+            groups(reqs.flatten()), groups(nodes.flatten()), strict=True
+        )
+    ]
+    return follow_path_batched(tree, torch.cat(drawn).view_as(nodes), shape)
+
+
+TARGET_DRAW = Rule("target_draw", target_draw, target_draw_batched)

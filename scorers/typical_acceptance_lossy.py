@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch, first_child
-from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, empty_path
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,18 @@ class TypicalAcceptance:
     # weight of the entropy-dependent threshold
     delta: float
 
-    def __call__(
+    @property
+    def rule(self) -> Rule:
+        """This rule at its two thresholds; it has no batched form."""
+        return Rule("typical_acceptance_lossy", self.walk, lossy=True)
+
+    def walk(
         self, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
     ) -> ScorerOutput:
         """Accept each request's longest typical path.
 
         Args:
-            tree: drafts; ``draws`` is not looked at.
+            tree: drafts; ``draws`` is not used.
             target: the target's logits at the nodes.
             uniforms: not used; part of every rule's signature.
 

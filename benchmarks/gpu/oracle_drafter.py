@@ -28,8 +28,8 @@ class OracleDrafter(TreeDrafter):
 
     Positions, masks, the target's forward, scoring, the move of keys and values and
     all bookkeeping are those of every method. The rule of the request is run, and what
-    it accepts is replaced; a rule that looks only where its walk comes by (on CPU)
-    costs what it costs to reject random drafts.
+    it accepts is replaced. On a CPU the rule walks, so it costs what it costs to reject
+    random drafts.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:

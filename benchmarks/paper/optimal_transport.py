@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.one_law import walk
+from vllm_treespec.scorers.independent_draws import walk_independent_draws
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ def optimal_transport(
             distributions.
 
     """
-    return walk(tree, target, uniforms, judge)
+    return walk_independent_draws(tree, target, uniforms, judge)
 
 
 def judge(
     draft: Tensor, target: Tensor, tokens: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Chances of draws and the law after their rejection; see ``one_law.Judge``."""
+    """Chances of draws and the law after their rejection; see ``Judge``."""
     chances = torch.zeros(tokens.shape, dtype=torch.float64)
     rest = torch.empty(target.shape, dtype=torch.float64)
     for row, count in enumerate(counts.tolist()):

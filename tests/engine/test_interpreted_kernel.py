@@ -1,4 +1,4 @@
-"""The GPU path on a CPU: masks, commit by moves, rules at once, Triton interpreted."""
+"""The GPU path on a CPU: masks, commit by moves, batched rules, Triton interpreted."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -19,7 +19,7 @@ from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch, first_draw, next_draw, num_draws
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.one_law import Judge
+from vllm_treespec.scorers.independent_draws import Judge
 
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 

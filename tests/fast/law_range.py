@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fast.at_once_rules import drawing, rejection
+from tests.fast.batched_rules import drawing, rejection
 from tests.fast.enumeration import (
     ALMOST_ONE,
     Branches,
@@ -49,8 +49,8 @@ from vllm_treespec.scorers import (
     recursive_rejection,
     target_draw,
 )
+from vllm_treespec.scorers.independent_draws import Judge
 from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
-from vllm_treespec.scorers.one_law import Judge
 
 TEMPERATURES = (1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SPANS = (0.2, 2.0, 10.0, 40.0, 100.0, 200.0)
@@ -215,13 +215,13 @@ class Range:
 
     vocab_size: int
     proposer: Proposer
-    # the walk, and the form that judges all nodes at once
+    # the walk, and the batched form if there is one
     forms: Mapping[str, Scorer]
     judge: Judge | None = None
 
 
-REJECTION = {"walk": recursive_rejection, "at once": rejection}
-MULTI_ROUND = {"walk": multi_round, "at once": rejection}
+REJECTION = {"walk": recursive_rejection, "batched": rejection}
+MULTI_ROUND = {"walk": multi_round, "batched": rejection}
 RANGES = {
     "sd, recursive rejection": Range(4, Sd(2), REJECTION),
     "rsd_c [2], recursive rejection": Range(4, RsdC((2,)), REJECTION),
@@ -242,7 +242,7 @@ RANGES = {
     ),
 }
 
-TARGET_DRAW: dict[str, Scorer] = {"walk": target_draw, "at once": drawing}
+TARGET_DRAW: dict[str, Scorer] = {"walk": target_draw, "batched": drawing}
 
 
 def case_uniforms(proposer: Proposer, models: list[Language]) -> tuple[Tensor, Tensor]:

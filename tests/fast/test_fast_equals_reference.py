@@ -111,8 +111,8 @@ def test_wrong_scorers_differ_from_the_reference(name: str) -> None:
 
 def test_greedy_matching_equals_naive_loop() -> None:
     """Red when greedy matching leaves the path that plain greedy decoding takes."""
-    tree, target, _ = scored_trees(5, 200, 12, torch.float32)
-    output = greedy_matching(tree, target)
+    tree, target, uniforms = scored_trees(5, 200, 12, torch.float32)
+    output = greedy_matching(tree, target, uniforms)
     for req in range(tree.num_reqs):
         path, node = [], 0
         while True:
@@ -267,7 +267,7 @@ def step(
 
 def scored(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
     """Greedy requests by matching, the others by recursive rejection."""
-    matched = greedy_matching(tree, target)
+    matched = greedy_matching(tree, target, uniforms)
     if tree.draws is None:
         return matched
     walked = recursive_rejection(tree, target, uniforms)

@@ -25,9 +25,8 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.engine.scheduler import fill_tree_masks, is_allowed
-from vllm_treespec.engine.scoring import score_trees
 from vllm_treespec.engine.v1.requests import drafts_tree
-from vllm_treespec.scorers import TargetLogits, recursive_rejection
+from vllm_treespec.scorers import RULES, TargetLogits, score
 
 # Token ids are bytes; the last one ends a text.
 VOCAB_SIZE, END = 262, 261
@@ -195,7 +194,7 @@ def test_forbidden_drafts_are_harmless(temperature: float) -> None:
     first_rows = torch.arange(num_reqs) * max_nodes
     target = TargetLogits(logits.flatten(0, 1), first_rows, sampling)
     uniforms = torch.rand(num_reqs, max_nodes, generator=generator, dtype=torch.float64)
-    scored = score_trees(tree, target, uniforms, recursive_rejection)
+    scored = score(tree, target, uniforms, RULES["recursive_rejection"])
     for row in scored.emitted(tree).tolist():
         emitted = [t for t in row if t >= 0]
         assert grammar.validate_tokens(emitted) == emitted

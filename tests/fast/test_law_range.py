@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.at_once_rules import shape_of
+from tests.fast.batched_rules import shape_of
 from tests.fast.enumeration import (
     ALMOST_ONE,
     LawMeter,
@@ -26,7 +26,7 @@ from tests.fast.law_range import (
     rule_errors,
     target_draw_error,
 )
-from tests.fast.wrong_scorers import WALK
+from tests.fast.wrong_scorers import RECURSIVE_REJECTION
 from vllm_treespec.core import sampling
 from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
 from vllm_treespec.core.tree import TreeBatch
@@ -41,15 +41,8 @@ from vllm_treespec.proposers import (
     Sd,
     SpecTr,
 )
-from vllm_treespec.scorers import (
-    AT_ONCE,
-    SCORERS,
-    ScorerOutput,
-    TargetLogits,
-    at_once,
-    greedy_matching,
-)
-from vllm_treespec.scorers.at_once import greedy_at_once
+from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits
+from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.recursive_rejection import drop
 
 FLOAT32 = 2e-5
@@ -91,8 +84,7 @@ def test_denormals_are_noticed(wrong_drop: object) -> None:
     """Red when the check above could no longer see denormals, in sums or quotients."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(sampling, "SMALLEST", 0.0))
-        for module in (WALK, at_once):
-            stack.enter_context(patch.object(module, "drop", wrong_drop))
+        stack.enter_context(patch.object(RECURSIVE_REJECTION, "drop", wrong_drop))
         errors = rule_errors("rsd_c [4], recursive rejection", WIDTH)
     assert min(errors.values()) > NOTICEABLE
 
@@ -225,16 +217,14 @@ def test_odd_logits_in_whole_steps(name: str, temperature: float, share: float) 
 
 
 def scored(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, rule: str
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, name: str
 ) -> list[ScorerOutput]:
-    """What the walk and, where there is one, the other form accept."""
-    if target.sampling.all_greedy:
-        walked = greedy_matching(tree, target)
-        return [walked, greedy_at_once(tree, target, shape_of(tree))]
-    walked = SCORERS[rule](tree, target, uniforms)
-    if rule not in AT_ONCE:
-        return [walked]
-    return [walked, AT_ONCE[rule](tree, target, uniforms, shape_of(tree))]
+    """What the walk and, where there is one, the batched form accept."""
+    rule = GREEDY_MATCHING if target.sampling.all_greedy else RULES[name]
+    outputs = [rule.walk(tree, target, uniforms)]
+    if rule.batched is not None:
+        outputs.append(rule.batched(tree, target, uniforms, shape_of(tree)))
+    return outputs
 
 
 def test_greedy_requests_emit_what_vllm_emits() -> None:

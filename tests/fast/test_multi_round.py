@@ -17,7 +17,7 @@ from tests.fast.enumeration import Weighted, law_error
 from tests.fast.languages import KINDS, Language, random_tables
 from tests.fast.wrong_scorers import WRONG_MULTI_ROUND
 from vllm_treespec.core.tree import num_draws
-from vllm_treespec.scorers import SCORERS, multi_round, recursive_rejection
+from vllm_treespec.scorers import RULES, multi_round, recursive_rejection
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -70,7 +70,7 @@ def test_law_of_draws_with_and_without_replacement_in_one_batch() -> None:
     without = drawn_trees(drafts, [[Planned(), Planned(from_rest=True)], below])
     both = side_by_side(with_replacement, without)
     assert law_error(recursive_rejection, both, target) < EXACT
-    assert law_error(SCORERS["multi_round"], both, target) < EXACT
+    assert law_error(RULES["multi_round"].walk, both, target) < EXACT
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5])

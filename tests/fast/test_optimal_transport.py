@@ -12,7 +12,7 @@ from tests.fast.drawn_trees import drawn_trees, independent, paths
 from tests.fast.enumeration import Scorer, law_error
 from tests.fast.languages import random_tables
 from tests.fast.wrong_scorers import judged, rest_is_target, rest_of_one_draw
-from vllm_treespec.scorers.one_law import Judge
+from vllm_treespec.scorers.independent_draws import Judge
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

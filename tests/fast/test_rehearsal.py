@@ -11,8 +11,7 @@ from tests.heads import HEADS, write_head
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.rehearsal import rehearse
 from vllm_treespec.heads import load_head
-from vllm_treespec.scorers import score_at_once
-from vllm_treespec.scorers.at_once import TreeShape
+from vllm_treespec.scorers import RULES, TreeShape, score
 
 NUM_REQS, VOCAB_SIZE, HIDDEN_SIZE = 3, 32, 8
 SPECS: dict[str, dict[str, Any]] = {
@@ -35,7 +34,7 @@ class Recorder:
 
     def __init__(self, spec: dict[str, Any], head: Any) -> None:
         config = parse_spec_config({**spec, "schedule": "fixed"})
-        self.rule = config.rule
+        self.rule = RULES[config.rule]
         self.proposers = [tree.config.proposer() for tree in config.scheduled()]
         self.max_draws = max(p.max_draws for p in self.proposers)
         self.head = head and SimpleNamespace(head=head)
@@ -45,7 +44,7 @@ class Recorder:
         self.scored.append((tree.num_reqs, tree.max_nodes))
         p = self.proposers[scheduled]
         shape = TreeShape(p.max_depth, p.max_siblings, p.max_parents)
-        score_at_once(tree, target, uniforms, self.rule, shape)
+        score(tree, target, uniforms, self.rule, shape)
 
 
 @pytest.mark.parametrize("method", SPECS)

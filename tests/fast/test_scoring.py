@@ -1,4 +1,4 @@
-"""Which rule scores which request of a mixed batch."""
+"""Which rule, in which form, scores which request of a mixed batch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.batched_rules import shape_of
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import draws_of
-
-pytest.importorskip("vllm", reason="the engine layer imports vLLM")
-
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.engine.scoring import score_trees
 from vllm_treespec.scorers import (
+    RULES,
+    Rule,
     ScorerOutput,
     TargetLogits,
+    TreeShape,
     greedy_matching,
     recursive_rejection,
+    score,
 )
+from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
 
 
 def batch(temperatures: list[float]) -> tuple[TreeBatch, TargetLogits, Tensor]:
@@ -48,16 +50,20 @@ def row(output: ScorerOutput, tree: TreeBatch, request: int) -> list[int]:
     return [t for t in output.emitted(tree)[request].tolist() if t >= 0]
 
 
-@pytest.mark.parametrize(
-    "temperatures", [[0.0, 0.0], [1.0, 0.7], [1.0, 0.0, 1.0, 0.5, 0.0, 1.0]]
-)
-def test_each_request_gets_its_rule(temperatures: list[float]) -> None:
+TEMPERATURES = [[0.0, 0.0], [1.0, 0.7], [1.0, 0.0, 1.0, 0.5, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("form", ["walk", "batched"])
+@pytest.mark.parametrize("temperatures", TEMPERATURES)
+def test_each_request_gets_its_rule(temperatures: list[float], form: str) -> None:
     """Red when greedy requests of a mixed batch are sampled, or the other way."""
     tree, target, uniforms = batch(temperatures)
-    found = score_trees(tree, target, uniforms, recursive_rejection)
+    shape = shape_of(tree) if form == "batched" else None
+    found = score(tree, target, uniforms, RULES["recursive_rejection"], shape)
     for request, temperature in enumerate(temperatures):
         if temperature == 0:
-            expected, alone, place = greedy_matching(tree, target), tree, request
+            expected = greedy_matching(tree, target, uniforms)
+            alone, place = tree, request
         else:
             rows = torch.tensor([request])
             part = TargetLogits(
@@ -66,3 +72,24 @@ def test_each_request_gets_its_rule(temperatures: list[float]) -> None:
             alone, place = tree.select(rows), 0
             expected = recursive_rejection(alone, part, uniforms[rows])
         assert row(found, tree, request) == row(expected, alone, place)
+
+
+def refuses(*arguments: object) -> ScorerOutput:
+    raise AssertionError("this form must not run")
+
+
+@pytest.mark.parametrize("temperatures", TEMPERATURES[1:])
+def test_bounds_choose_the_form(temperatures: list[float]) -> None:
+    """Red when a GPU's batch is walked over, a CPU's is not, or no form is found."""
+    tree, target, uniforms = batch(temperatures)
+    shape = TreeShape(9, 9, 9)
+    walk = Rule("walk", recursive_rejection, refuses)
+    form = Rule("batched", refuses, recursive_rejection_batched)
+    only = Rule("without a batched form", recursive_rejection)
+    walked = score(tree, target, uniforms, walk, None)
+    for found in (
+        score(tree, target, uniforms, form, shape),
+        score(tree, target, uniforms, only, shape),
+    ):
+        for request in range(len(temperatures)):
+            assert row(found, tree, request) == row(walked, tree, request)

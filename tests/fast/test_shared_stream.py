@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fast.chi_square import drawn_level, first_tokens, p_value
-from vllm_treespec.scorers import SCORERS
+from vllm_treespec.scorers import RULES
 
 VOCAB_SIZE, NUM_DRAWS, NUM_REQS = 8, 2, 20_000
 
@@ -22,7 +22,7 @@ def measured(name: str, shared: bool) -> float:
     if shared:
         scoring[:, 1:] = drafting
     tree = drawn_level(draft, drafting, name != "recursive_rejection")
-    return p_value(first_tokens(SCORERS[name], tree, target, scoring), target)
+    return p_value(first_tokens(RULES[name].walk, tree, target, scoring), target)
 
 
 @pytest.mark.parametrize("name", ["recursive_rejection", "multi_round", "k_seq"])

@@ -15,7 +15,7 @@ from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import draw_parents
 from vllm_treespec.proposers import SpecInfer
-from vllm_treespec.scorers import SCORERS, multi_round
+from vllm_treespec.scorers import RULES, multi_round
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -193,7 +193,7 @@ def test_spec_config() -> None:
     """Red when a draft model does not get the branching factors written beside it."""
     config = parse_spec_config({"method": "specinfer", "drafts": DRAFTS})
     assert (config.models, config.rule) == (("one", "other"), "multi_round")
-    assert config.rule in SCORERS
+    assert config.rule in RULES
     proposer = config.proposer()
     assert isinstance(proposer, SpecInfer)
     assert proposer.branching_factors == [(2, 2), (1, 1, 1)]

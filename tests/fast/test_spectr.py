@@ -21,7 +21,7 @@ from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import draw_parents, num_draws
 from vllm_treespec.proposers import ProposerInputs, SpecTr
-from vllm_treespec.scorers import SCORERS, k_seq, multi_round
+from vllm_treespec.scorers import RULES, k_seq, multi_round
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -251,7 +251,7 @@ def test_spec_config() -> None:
     assert (proposer.num_paths, proposer.max_depth) == (4, 5)
     other = parse_spec_config({**spec, "scorer": "multi_round"})
     assert other.rule == "multi_round"
-    assert {config.rule, other.rule} < SCORERS.keys()
+    assert {config.rule, other.rule} < RULES.keys()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs, Suffix
 from vllm_treespec.proposers.suffix import END, MAX_OCCURRENCES, grow_tree, occurrences
-from vllm_treespec.scorers import SCORERS, target_draw
+from vllm_treespec.scorers import RULES, target_draw
 
 SENTENCE = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -275,7 +275,7 @@ def test_spec_config() -> None:
     """Red when a key does not reach the proposer, or a draft model is asked for."""
     config = parse_spec_config({"method": "suffix_tree", "num_drafts": 24, "depth": 8})
     assert (config.models, config.rule) == ((), "target_draw")
-    assert config.rule in SCORERS
+    assert config.rule in RULES
     proposer = config.proposer()
     assert isinstance(proposer, Suffix)
     assert (proposer.max_nodes, proposer.max_depth) == (25, 8)

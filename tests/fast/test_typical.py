@@ -19,10 +19,12 @@ MEDUSA = TypicalAcceptance(epsilon=0.09, delta=0.3)
 NOTICEABLE = 1e-3
 
 
-def score(rule: TypicalAcceptance, tree: TreeBatch, rows: list[Tensor]) -> ScorerOutput:
+def score(
+    typical: TypicalAcceptance, tree: TreeBatch, rows: list[Tensor]
+) -> ScorerOutput:
     """Score one tree whose nodes have the given target distributions."""
     logits = torch.stack(rows)
-    return rule(
+    return typical.walk(
         tree,
         TargetLogits(logits, torch.zeros(1, dtype=torch.int64), plain_sampling(1)),
         torch.zeros(1, 0),
@@ -90,25 +92,26 @@ def test_requests_of_a_batch_do_not_mix() -> None:
     probs = torch.rand((12, 3), generator=generator, dtype=torch.float64) ** 2
     probs /= probs.sum(1, keepdim=True)
     first_row = torch.tensor([4, 8, 0])
-    rule = TypicalAcceptance(0.3, 0.6)
-    together = rule(
+    typical = TypicalAcceptance(0.3, 0.6)
+    together = typical.walk(
         batch, TargetLogits(probs, first_row, plain_sampling(3)), torch.zeros(3, 0)
     )
     for req, (tokens, parents) in enumerate(trees):
         start = int(first_row[req])
         rows = list(probs[start : start + 4])
-        alone = score(rule, from_parents([tokens], [parents]), rows)
+        alone = score(typical, from_parents([tokens], [parents]), rows)
         found = together.path[req][together.path[req] >= 0]
         assert found.tolist() == alone.path[0][alone.path[0] >= 0].tolist()
         assert together.next_token_ids[req] == alone.next_token_ids[0]
 
 
-@pytest.mark.parametrize("rule", [MEDUSA, TypicalAcceptance(0.3, 0.09)], ids=str)
-def test_it_is_lossy(rule: TypicalAcceptance) -> None:
+@pytest.mark.parametrize("typical", [MEDUSA, TypicalAcceptance(0.3, 0.09)], ids=str)
+def test_it_is_lossy(typical: TypicalAcceptance) -> None:
     """Red when the rule is called lossless: its law must be far from the target's."""
     tree = from_parents([[0, 0, 1]], [[-1, 0, 1]])
     drawn = Weighted(tree, torch.ones(1).double())
-    assert grid_law_error(rule, drawn, grid_target()) > 100 * NOTICEABLE
+    assert typical.rule.lossy
+    assert grid_law_error(typical.rule.walk, drawn, grid_target()) > 100 * NOTICEABLE
 
 
 def test_thresholds_of_one_are_greedy_decoding() -> None:

@@ -24,11 +24,13 @@ from vllm_treespec.scorers import (
     recursive_rejection,
     target_draw,
 )
+from vllm_treespec.scorers.independent_draws import Judge, walk_independent_draws
 from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
-from vllm_treespec.scorers.one_law import Judge, walk
 
 # The package exports the function under the name of its module.
-WALK = importlib.import_module("vllm_treespec.scorers.recursive_rejection")
+RECURSIVE_REJECTION = importlib.import_module(
+    "vllm_treespec.scorers.recursive_rejection"
+)
 RSD_C = importlib.import_module("vllm_treespec.proposers.rsd_c")
 RSD_S = importlib.import_module("vllm_treespec.proposers.rsd_s")
 
@@ -37,7 +39,7 @@ def patched(name: str, replacement: Callable[..., Any]) -> Scorer:
     """The right walk with one of its steps replaced."""
 
     def score(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
-        with patch.object(WALK, name, replacement):
+        with patch.object(RECURSIVE_REJECTION, name, replacement):
             return recursive_rejection(tree, target, uniforms)
 
     return score
@@ -195,7 +197,7 @@ def judged(wrong: Callable[[Judge], Judge], judge: Judge) -> Scorer:
     """The walk over independent draws with a spoilt judge."""
 
     def score(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
-        return walk(tree, target, uniforms, wrong(judge))
+        return walk_independent_draws(tree, target, uniforms, wrong(judge))
 
     return score
 

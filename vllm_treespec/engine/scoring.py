@@ -1,4 +1,4 @@
-"""From target logits of a mixed batch to vLLM's sampler output."""
+"""From scored trees and plain requests to vLLM's sampler output."""
 
 from __future__ import annotations
 
@@ -10,60 +10,7 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.engine.tree_step import TreeStep
-from vllm_treespec.scorers import (
-    Rule,
-    ScorerOutput,
-    TargetLogits,
-    greedy_matching,
-)
-
-
-def score_trees(
-    tree: TreeBatch,
-    target: TargetLogits,
-    uniforms: Tensor,
-    rule: Rule,
-) -> ScorerOutput:
-    """Score each tree by the rule that suits its request.
-
-    Args:
-        tree: the trees.
-        target: the target's logits at the nodes.
-        uniforms: float64 [num_trees, at least 1 + max_draws] in [0, 1).
-        rule: for sampled requests; greedy ones follow the target's likeliest tokens.
-
-    """
-    greedy = target.sampling.greedy
-    if target.sampling.all_greedy:
-        return greedy_matching(tree, target)
-    if target.sampling.all_random:
-        return rule(tree, target, uniforms)
-    path = torch.full_like(tree.parents, -1)
-    num_accepted = torch.zeros_like(tree.num_nodes)
-    next_token_ids = torch.zeros_like(tree.num_nodes)
-    for is_greedy in (True, False):
-        rows = (greedy == is_greedy).nonzero()[:, 0]
-        part = replace(
-            target,
-            first_row=target.first_row[rows],
-            sampling=replace(
-                target.sampling.select(rows),
-                all_greedy=is_greedy,
-                all_random=not is_greedy,
-            ),
-        )
-        chosen = tree.select(rows)
-        if is_greedy:
-            scored = greedy_matching(chosen, part)
-        else:
-            scored = rule(chosen, part, uniforms[rows])
-        path[rows, : scored.path.shape[1]] = scored.path
-        num_accepted[rows] = scored.num_accepted
-        next_token_ids[rows] = scored.next_token_ids
-    max_depth = max(int(tree.depths.max()), 1)
-    return ScorerOutput(path[:, :max_depth], num_accepted, next_token_ids)
 
 
 def with_plain_samples(

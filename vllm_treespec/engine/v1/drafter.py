@@ -17,18 +17,16 @@ from vllm_treespec.engine.branch_placement import BranchPlacement
 from vllm_treespec.engine.branches import ForkSpace
 from vllm_treespec.engine.draft_model import CommittedTokens, PagedDraftModel
 from vllm_treespec.engine.head import EngineHead
-from vllm_treespec.engine.scoring import score_trees
 from vllm_treespec.engine.tree_step import TreePlacement
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.scorers import (
-    AT_ONCE,
-    SCORERS,
+    RULES,
     Rule,
     ScorerOutput,
     TargetLogits,
     TreeShape,
     TypicalAcceptance,
-    score_at_once,
+    score,
 )
 
 
@@ -93,23 +91,18 @@ class TreeDrafter:
         """How sampled requests' trees are verified."""
         typical = self.config.lossy_typical_acceptance
         if typical is not None:
-            return TypicalAcceptance(typical.epsilon, typical.delta)
-        return SCORERS[self.config.rule]
+            return TypicalAcceptance(typical.epsilon, typical.delta).rule
+        return RULES[self.config.rule]
 
     def score(
         self, scheduled: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
     ) -> ScorerOutput:
         """Score trees that were drawn as the schedule's tree of this index.
 
-        On a GPU by the forms of the rules that ask the device nothing, where a rule
-        has one.
+        On a GPU in the rule's batched form, where it has one.
         """
-        lossy = self.config.lossy_typical_acceptance is not None
-        if not self.masked or lossy or self.config.rule not in AT_ONCE:
-            return score_trees(tree, target, uniforms, self.rule)
-        return score_at_once(
-            tree, target, uniforms, self.config.rule, self.shapes[scheduled]
-        )
+        shape = self.shapes[scheduled] if self.masked else None
+        return score(tree, target, uniforms, self.rule, shape)
 
     @staticmethod
     def uses_masks(vllm_config: VllmConfig) -> bool:

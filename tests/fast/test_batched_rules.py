@@ -1,4 +1,4 @@
-"""The rules for a GPU against the lazy ones: same results, and no waiting."""
+"""Batched forms of rules against their walks: same results, and no waiting."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.at_once_rules import MIXED, drawing, rejection, shape_of
+from tests.fast.batched_rules import MIXED, drawing, rejection, shape_of
 from tests.fast.beam_trees import rand
 from tests.fast.drawn_trees import Plan, drawn_trees, paths
-from tests.fast.enumeration import Scorer
 from tests.fast.languages import plain_sampling, random_tables
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.fast.random_trees import random_trees
@@ -22,27 +21,22 @@ from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import Draws, TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.scorers import (
+    RULES,
     ScorerOutput,
     TargetLogits,
-    at_once,
+    TreeShape,
+    batched,
     greedy_matching,
     recursive_rejection,
+    score,
     target_draw,
 )
-from vllm_treespec.scorers.at_once import (
-    AT_ONCE,
-    TreeShape,
-    greedy_at_once,
-    rejection_at_once,
-    score_at_once,
-)
+from vllm_treespec.scorers.greedy import greedy_matching_batched
+from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
 
 ONE_RANDOM = SamplingTensors(torch.ones(1), all_random=True)
 
-LAZY: dict[str, Scorer] = {
-    "recursive_rejection": recursive_rejection,
-    "target_draw": target_draw,
-}
+BATCHED = [name for name, rule in RULES.items() if rule.batched is not None]
 
 
 def assert_same(found: ScorerOutput, expected: ScorerOutput) -> None:
@@ -54,7 +48,7 @@ def assert_same(found: ScorerOutput, expected: ScorerOutput) -> None:
     assert found.next_token_ids.equal(expected.next_token_ids)
 
 
-# Bit equality with the lazy rules
+# Bit equality with the walks
 
 
 def mixed_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
@@ -147,11 +141,12 @@ def batch(
     return tree, TargetLogits(logits.float(), first_row, sampling), uniforms
 
 
-def lazily(
+def walked(
     name: str, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
-    """The lazy rules, each request by its own."""
-    matched, drawn = greedy_matching(tree, target), LAZY[name](tree, target, uniforms)
+    """The walks, each request by its own."""
+    matched = greedy_matching(tree, target, uniforms)
+    drawn = RULES[name].walk(tree, target, uniforms)
     greedy = target.sampling.greedy
     return ScorerOutput(
         torch.where(greedy[:, None], matched.path, drawn.path),
@@ -162,39 +157,40 @@ def lazily(
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", SAMPLINGS)
-@pytest.mark.parametrize("name", LAZY)
-def test_equals_the_lazy_rule(
+@pytest.mark.parametrize("name", BATCHED)
+def test_equals_the_walk(
     name: str, kind: str, change: Callable[[TreeBatch, torch.Generator], TreeBatch]
 ) -> None:
-    """Red when judging all nodes at once decides anything but what a walk decides."""
+    """Red when the batched form decides anything but what the walk decides."""
     accepted = 0
     for seed, (vocab_size, max_nodes) in enumerate([(5, 12), (77, 24), (301, 64)]):
         tree, target, uniforms = batch(vocab_size, 30, max_nodes, kind, seed)
         tree = change(tree, torch.Generator().manual_seed(seed))
-        found = score_at_once(tree, target, uniforms, name, shape_of(tree))
-        assert_same(found, lazily(name, tree, target, uniforms))
+        found = score(tree, target, uniforms, RULES[name], shape_of(tree))
+        assert_same(found, walked(name, tree, target, uniforms))
         accepted = max(accepted, int(found.num_accepted.max()))
     assert accepted > 1
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 7, 40])
-def test_groups_of_requests(rows_at_once: int) -> None:
+@pytest.mark.parametrize("rows_per_group", [1, 7, 40])
+def test_groups_of_requests(rows_per_group: int) -> None:
     """Red when splitting a large batch mixes its requests up."""
     tree, target, uniforms = batch(77, 30, 24, "both", 1)
-    with patch.object(at_once, "ROWS_AT_ONCE", rows_at_once):
+    with patch.object(batched, "ROWS_PER_GROUP", rows_per_group):
         found = rejection(tree, target, uniforms)
         drawn = drawing(tree, target, uniforms)
     assert_same(found, recursive_rejection(tree, target, uniforms))
     assert_same(drawn, target_draw(tree, target, uniforms))
 
 
-@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("name", BATCHED)
 def test_too_large_bounds_change_nothing(name: str) -> None:
     """Red when a result depends on how well the host knows the trees."""
     tree, target, uniforms = batch(77, 30, 24, "plain", 1)
-    expected = LAZY[name](tree, target, uniforms)
+    expected = RULES[name].walk(tree, target, uniforms)
     for shape in (TreeShape(24, 24, 24), TreeShape(63, 100, 100)):
-        assert_same(AT_ONCE[name](tree, target, uniforms, shape), expected)
+        found = RULES[name].apply(tree, target, uniforms, shape)
+        assert_same(found, expected)
 
 
 PARENTS = {
@@ -230,7 +226,8 @@ def test_trees_at_the_limits(name: str, equal: bool) -> None:
     assert_same(found, recursive_rejection(tree, target, uniforms))
     assert_same(drawing(tree, target, uniforms), target_draw(tree, target, uniforms))
     assert_same(
-        greedy_at_once(tree, target, shape_of(tree)), greedy_matching(tree, target)
+        greedy_matching_batched(tree, target, uniforms, shape_of(tree)),
+        greedy_matching(tree, target, uniforms),
     )
     if equal:
         depth = int(tree.depths.max())
@@ -295,7 +292,9 @@ def test_trees_without_a_draw() -> None:
     assert draws_of(tree).nodes.shape == (3, 0)
     expected = target_draw(tree, target, uniforms)
     for shape in (shape_of(tree), TreeShape(3, 2, 2)):
-        assert_same(rejection_at_once(tree, target, uniforms, shape), expected)
+        assert_same(
+            recursive_rejection_batched(tree, target, uniforms, shape), expected
+        )
 
 
 def test_entries_without_a_request() -> None:
@@ -317,7 +316,7 @@ def test_entries_without_a_request() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "both", "mixed"])
-@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
 def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
     """Red when a rule asks the device for a value, or makes a tensor on the host."""
@@ -327,19 +326,19 @@ def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
         tree = replace(tree, draws=draws)
     shape = shape_of(tree)
     with NoWaiting():
-        score_at_once(tree, target, uniforms, name, shape)
-        found = score_at_once(
-            on_meta(tree), on_meta(target), uniforms.to("meta"), name, shape
+        score(tree, target, uniforms, RULES[name], shape)
+        found = score(
+            on_meta(tree), on_meta(target), uniforms.to("meta"), RULES[name], shape
         )
     assert found.path.shape == (6, shape.max_depth)
 
 
-@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("name", BATCHED)
 def test_waiting_is_noticed(name: str) -> None:
     """Red when the check above could no longer see a rule that waits."""
     tree, target, uniforms = batch(77, 6, 24, "plain", 1)
     with NoWaiting(), pytest.raises(RuntimeError, match="makes the host wait"):
-        LAZY[name](tree, target, uniforms)
+        RULES[name].walk(tree, target, uniforms)
     mask = uniforms > 0.5
     for waiting in (
         lambda: uniforms[mask],

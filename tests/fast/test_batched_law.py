@@ -1,4 +1,4 @@
-"""The law of the rules for a GPU, from every draw and every accept branch."""
+"""The law of the rules' batched forms, from every draw and every accept branch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.at_once_rules import MIXED, drawing, rejection
+from tests.fast.batched_rules import MIXED, drawing, rejection
 from tests.fast.drawn_trees import Plan, drawn_trees, paths
 from tests.fast.enumeration import (
     Scorer,
@@ -22,11 +22,12 @@ from tests.fast.enumeration import (
     law_error,
 )
 from tests.fast.languages import KINDS, random_tables
+from tests.fast.wrong_scorers import RECURSIVE_REJECTION
 from vllm_treespec.core.sampling import draw
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import RsdC, Sd
-from vllm_treespec.scorers import ScorerOutput, TargetLogits, at_once
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -72,7 +73,7 @@ def with_step(name: str, replacement: Callable[..., Any]) -> Scorer:
     """The right rule with one of its steps replaced."""
 
     def score(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
-        with patch.object(at_once, name, replacement):
+        with patch.object(RECURSIVE_REJECTION, name, replacement):
             return rejection(tree, target, uniforms)
 
     return score

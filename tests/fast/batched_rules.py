@@ -1,4 +1,4 @@
-"""The rules for a GPU, with bounds that are taken from the trees."""
+"""Batched forms of rules, with bounds that are taken from the trees."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from torch import Tensor
 
 from tests.fast.drawn_trees import Plan, Planned
 from vllm_treespec.core.tree import TreeBatch, num_draws
-from vllm_treespec.scorers import ScorerOutput, TargetLogits
-from vllm_treespec.scorers.at_once import (
-    TreeShape,
-    rejection_at_once,
-    target_draw_at_once,
-)
+from vllm_treespec.scorers import ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
+from vllm_treespec.scorers.target_draw import target_draw_batched
 
 # Model 0 without replacement, then model 1 independently, twice.
 MIXED: Plan = [[Planned(), Planned(from_rest=True), Planned(0, 1), Planned(0, 1)]]
@@ -30,8 +27,8 @@ def shape_of(tree: TreeBatch) -> TreeShape:
 
 
 def rejection(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
-    return rejection_at_once(tree, target, uniforms, shape_of(tree))
+    return recursive_rejection_batched(tree, target, uniforms, shape_of(tree))
 
 
 def drawing(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
-    return target_draw_at_once(tree, target, uniforms, shape_of(tree))
+    return target_draw_batched(tree, target, uniforms, shape_of(tree))

@@ -18,10 +18,10 @@ from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
 Judge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def walk(
+def walk_independent_draws(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor, judge: Judge
 ) -> ScorerOutput:
-    """Walk down each tree; a rule judges all draws of a node at once.
+    """Walk down each tree; at each node a rule judges all draws together.
 
     Args:
         tree: drafts with ``draws``; those of one node are independent and come from
@@ -38,7 +38,7 @@ def walk(
     """
     draws = tree.draws
     assert draws is not None
-    check_one_law(tree)
+    check_independent_draws(tree)
     first, counts = first_draw(tree), num_draws(tree)
     reqs = torch.arange(tree.num_reqs, device=tree.token_ids.device)
     node = torch.zeros_like(reqs)
@@ -72,7 +72,7 @@ def walk(
     return ScorerOutput(path, num_accepted, draw(residual, uniforms[:, 0]))
 
 
-def check_one_law(tree: TreeBatch) -> None:
+def check_independent_draws(tree: TreeBatch) -> None:
     """Raise ValueError unless the draws of every node are one distribution's."""
     draws, parents = tree.draws, draw_parents(tree)
     assert draws is not None
