@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm_treespec.compare import Side, plain_side, spec_side, tree_side
 from vllm_treespec.config import METHODS
-from vllm_treespec.config.base import DraftModelConfig, HeadMethodConfig
+from vllm_treespec.config.base import DraftModelConfig
+from vllm_treespec.config.heads import HeadMethodConfig
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 
 
@@ -52,7 +53,7 @@ class ProposerInputs:
     # int64 [num_reqs], the last committed token of each request
     root_token_ids: Tensor
     sampling: SamplingTensors
-    # float64 [num_reqs, Proposer.num_uniforms] in [0, 1)
+    # float64 [num_reqs, Proposer.sizes.num_uniforms] in [0, 1)
     uniforms: Tensor
     # as many as Proposer.num_draft_models
     draft_models: Sequence[DraftModel] = ()
@@ -71,14 +72,7 @@ class Proposer(ABC):
         name: the spec-config's ``method``.
         num_draft_models: how many draft models it drives.
         needs_token_ids: whether it reads the committed tokens.
-        max_nodes: nodes of its largest tree, root included.
-        max_depth: levels below the root.
-        max_width: nodes of its widest level.
-        max_leaves: leaves of its most branching tree.
-        num_uniforms: uniform numbers one request's tree takes.
-        max_draws: draws behind its largest tree, repeats included.
-        max_siblings: most draws below one node, repeats included.
-        max_parents: most nodes with draws below them.
+        sizes: how large its trees become.
         num_candidates: tokens that a tree is made of before equal ones are merged;
             None: its nodes are all there is.
 
@@ -88,26 +82,7 @@ class Proposer(ABC):
     num_draft_models: int = 1
     needs_token_ids: ClassVar[bool] = False
     num_candidates: int | None = None
-    max_nodes: int
-    max_depth: int
-    max_width: int
-    max_leaves: int
-    num_uniforms: int
-
-    @property
-    def max_draws(self) -> int:
-        """Draws behind the largest tree; more than its drafts where they repeat."""
-        return self.max_nodes - 1
-
-    @property
-    def max_siblings(self) -> int:
-        """Most draws below one node, repeats included."""
-        return self.max_width
-
-    @property
-    def max_parents(self) -> int:
-        """Most nodes with draws below them."""
-        return min(self.max_nodes, 1 + (self.max_depth - 1) * self.max_width)
+    sizes: TreeSizes
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> TreeBatch:

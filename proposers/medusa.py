@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import (
     Proposer,
@@ -22,6 +23,28 @@ from vllm_treespec.proposers.base import (
 RankPath = tuple[int, ...]
 
 
+def sizes(num_drafts: int) -> TreeSizes:
+    """Bounds on the sizes of any tree of ``num_drafts`` draft tokens."""
+    return TreeSizes(
+        max_nodes=1 + num_drafts,
+        max_depth=num_drafts,
+        max_width=num_drafts,
+        max_leaves=num_drafts,
+    )
+
+
+def sizes_of_tree(paths: Sequence[RankPath]) -> TreeSizes:
+    """Sizes of the tree with these nodes, in level order and without the root."""
+    widths = Counter(map(len, paths))
+    inner = {path[:-1] for path in paths}
+    return TreeSizes(
+        max_nodes=1 + len(paths),
+        max_depth=len(paths[-1]),
+        max_width=max(widths.values()),
+        max_leaves=len(set(paths) - inner),
+    )
+
+
 @register_proposer("medusa_tree")
 class Medusa(Proposer):
     """Drafts the static tree of arXiv 2401.10774, section 2.3.3.
@@ -31,8 +54,6 @@ class Medusa(Proposer):
     step its nodes get the tokens of their level and rank. Nothing is random, so the
     trees have no ``draws``, and nothing depends on the sampling parameters.
     """
-
-    num_uniforms = 0
 
     def __init__(
         self, num_drafts: int, rank_accuracies: Sequence[Sequence[float]]
@@ -55,18 +76,14 @@ class Medusa(Proposer):
                 "again (`treespec train medusa`): its evaluation measures them"
             )
         numbers = {path: node for node, path in enumerate([(), *paths])}
-        widths = Counter(map(len, paths))
-        inner = {path[:-1] for path in paths}
-        self.max_nodes = 1 + len(paths)
-        self.max_depth = len(paths[-1])
-        self.max_width = max(widths.values())
-        self.max_leaves = len(set(paths) - inner)
+        self.sizes = sizes_of_tree(paths)
+        depth = self.sizes.max_depth
         # how many ranks of each level the tree uses
         self.num_ranks = [
             1 + max(path[-1] for path in paths if len(path) == level)
-            for level in range(1, self.max_depth + 1)
+            for level in range(1, depth + 1)
         ]
-        starts = [sum(self.num_ranks[:level]) for level in range(self.max_depth)]
+        starts = [sum(self.num_ranks[:level]) for level in range(depth)]
         self.guesses = torch.tensor([starts[len(p) - 1] + p[-1] for p in paths])
         self.parents = torch.tensor([NO_NODE] + [numbers[p[:-1]] for p in paths])
         self.depths = torch.tensor([0] + [len(p) for p in paths])
@@ -93,7 +110,7 @@ class Medusa(Proposer):
             token_ids=torch.cat([roots, drafts], dim=1),
             parents=self.parents.repeat(num_reqs, 1),
             depths=self.depths.repeat(num_reqs, 1),
-            num_nodes=torch.full((num_reqs,), self.max_nodes, device=device),
+            num_nodes=torch.full((num_reqs,), self.sizes.max_nodes, device=device),
         )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import (
     DraftModel,
@@ -14,6 +15,17 @@ from vllm_treespec.proposers.base import (
     register_proposer,
     tokens_of,
 )
+
+
+def sizes(beam_width: int, length: int, num_drafts: int) -> TreeSizes:
+    """Sizes of trees of beams that keep at most ``num_drafts`` draft tokens."""
+    num_kept = min(num_drafts, beam_width * length)
+    return TreeSizes(
+        max_nodes=1 + num_kept,
+        max_depth=min(length, num_kept),
+        max_width=min(beam_width, num_kept),
+        max_leaves=min(beam_width, num_kept),
+    )
 
 
 @register_proposer("redrafter")
@@ -27,17 +39,13 @@ class ReDrafter(Proposer):
     Beams are no samples, so the trees have no ``draws``.
     """
 
-    num_uniforms = 0
-
     def __init__(self, beam_width: int, length: int, num_drafts: int) -> None:
         """Take the number of beams, tokens of each, and draft nodes at most."""
         self.beam_width = beam_width
         self.length = length
         self.num_candidates = beam_width * length
         self.num_drafts = min(num_drafts, self.num_candidates)
-        self.max_nodes = 1 + self.num_drafts
-        self.max_depth = min(length, self.num_drafts)
-        self.max_width = self.max_leaves = min(beam_width, self.num_drafts)
+        self.sizes = sizes(beam_width, length, num_drafts)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draft one tree per request, one draft forward per level."""

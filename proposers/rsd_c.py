@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors, draw_without_replacement
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
@@ -17,6 +18,26 @@ from vllm_treespec.proposers.base import (
     register_proposer,
     tokens_of,
 )
+
+
+def level_widths(branching_factors: Sequence[int]) -> list[int]:
+    """Nodes of each level, the root's first."""
+    depths = range(len(branching_factors) + 1)
+    return [prod(branching_factors[:depth]) for depth in depths]
+
+
+def sizes(branching_factors: Sequence[int]) -> TreeSizes:
+    """Sizes of trees with these children per node, by level."""
+    widths = level_widths(branching_factors)
+    return TreeSizes(
+        max_nodes=sum(widths),
+        max_depth=len(branching_factors),
+        max_width=widths[-1],
+        max_leaves=widths[-1],
+        num_uniforms=sum(widths) - 1,
+        max_siblings=max(branching_factors),
+        max_parents=sum(widths[:-1]),
+    )
 
 
 @register_proposer("rsd_c")
@@ -31,26 +52,8 @@ class RsdC(Proposer):
     def __init__(self, branching_factors: Sequence[int]) -> None:
         """Take the children per node of each level, for example ``(2, 2, 1)``."""
         self.branching_factors = tuple(branching_factors)
-        self.widths = [prod(self.branching_factors[:d]) for d in range(self.depth + 1)]
-        self.max_nodes = sum(self.widths)
-        self.max_depth = self.depth
-        self.max_width = self.max_leaves = self.widths[-1]
-        self.num_uniforms = self.max_nodes - 1
-
-    @property
-    def depth(self) -> int:
-        """Levels below the root."""
-        return len(self.branching_factors)
-
-    @property
-    def max_siblings(self) -> int:
-        """Most draws below one node."""
-        return max(self.branching_factors)
-
-    @property
-    def max_parents(self) -> int:
-        """All nodes but the last level's."""
-        return sum(self.widths[:-1])
+        self.widths = level_widths(self.branching_factors)
+        self.sizes = sizes(self.branching_factors)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw one tree per request, one draft forward per level."""
@@ -74,7 +77,7 @@ class RsdC(Proposer):
             valid.append(reached)
             parent = torch.arange(self.widths[level], device=device)
             parents.append(parent.repeat_interleave(count).expand(num_reqs, -1))
-            if level + 1 < self.depth:
+            if level + 1 < self.sizes.max_depth:
                 logits = draft_model.extend(tokens[-1], parents[-1])
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors, truncated_gumbel
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
@@ -15,6 +16,18 @@ from vllm_treespec.proposers.base import (
     tokens_of,
 )
 from vllm_treespec.proposers.rsd_c import draw_children
+
+
+def sizes(beam_width: int, depth: int) -> TreeSizes:
+    """Sizes of trees of ``depth`` levels of ``beam_width`` nodes."""
+    parents = 1 + beam_width * (depth - 1)
+    return TreeSizes(
+        max_nodes=1 + beam_width * depth,
+        max_depth=depth,
+        max_width=beam_width,
+        max_leaves=beam_width + (depth - 1) * (beam_width - 1),
+        num_uniforms=2 * parents * beam_width,
+    )
 
 
 @register_proposer("rsd_s")
@@ -34,12 +47,8 @@ class RsdS(Proposer):
     def __init__(self, beam_width: int, depth: int) -> None:
         """Take the nodes per level and the number of levels."""
         self.beam_width = beam_width
-        self.max_depth = depth
-        self.max_nodes = 1 + beam_width * depth
-        self.max_width = beam_width
-        self.max_leaves = beam_width + (depth - 1) * (beam_width - 1)
-        parents = 1 + beam_width * (depth - 1)
-        self.num_uniforms = 2 * parents * beam_width
+        self.depth = depth
+        self.sizes = sizes(beam_width, depth)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw one tree per request, one draft forward per level."""
@@ -54,7 +63,7 @@ class RsdS(Proposer):
         valid: list[Tensor] = []
         level_probs: list[Tensor] = []
         used = 0
-        for level in range(self.max_depth):
+        for level in range(self.depth):
             width = logits.shape[1]
             probs = inputs.sampling.probs(logits)
             level_probs.append(probs)
@@ -70,7 +79,7 @@ class RsdS(Proposer):
             parents.append(parent)
             tokens.append(tokens_of(column, draft_model.vocabulary))
             valid.append(perturbed > -torch.inf)
-            if level + 1 < self.max_depth:
+            if level + 1 < self.depth:
                 logits = draft_model.extend(tokens[-1], parent)
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import rsd_c
 from vllm_treespec.proposers.base import register_proposer
-from vllm_treespec.proposers.rsd_c import RsdC
+
+
+def sizes(depth: int) -> TreeSizes:
+    """Sizes of a chain of ``depth`` draft tokens."""
+    return rsd_c.sizes((1,) * depth)
 
 
 @register_proposer("sd")
-class Sd(RsdC):
+class Sd(rsd_c.RsdC):
     """Draws a chain (arXiv 2211.17192): RSD-C with one child per node."""
 
     def __init__(self, depth: int) -> None:

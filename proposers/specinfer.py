@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors, draw
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import first_alike, from_draws
 from vllm_treespec.proposers.base import (
@@ -19,6 +20,21 @@ from vllm_treespec.proposers.base import (
     register_proposer,
     tokens_of,
 )
+from vllm_treespec.proposers.rsd_c import level_widths
+
+
+def sizes(branching_factors: Sequence[Sequence[int]]) -> TreeSizes:
+    """Sizes of merged trees with these draws per node, by draft model and level."""
+    widths = [level_widths(factors)[1:] for factors in branching_factors]
+    merged_widths = list(map(sum, zip_longest(*widths, fillvalue=0)))
+    num_draws = sum(merged_widths)
+    return TreeSizes(
+        max_nodes=1 + num_draws,
+        max_depth=len(merged_widths),
+        max_width=max(merged_widths),
+        max_leaves=sum(own[-1] for own in widths),
+        num_uniforms=num_draws,
+    )
 
 
 @register_proposer("specinfer")
@@ -37,18 +53,8 @@ class SpecInfer(Proposer):
         self.branching_factors = [tuple(factors) for factors in branching_factors]
         self.num_draft_models = len(self.branching_factors)
         # per model and level below the root
-        self.widths = [
-            [prod(factors[: depth + 1]) for depth in range(len(factors))]
-            for factors in self.branching_factors
-        ]
-        self.max_depth = max(map(len, self.widths))
-        self.num_uniforms = sum(map(sum, self.widths))
-        self.max_nodes = 1 + self.num_uniforms
-        self.max_width = max(
-            sum(widths[depth] for widths in self.widths if depth < len(widths))
-            for depth in range(self.max_depth)
-        )
-        self.max_leaves = sum(widths[-1] for widths in self.widths)
+        self.widths = [level_widths(factors)[1:] for factors in self.branching_factors]
+        self.sizes = sizes(self.branching_factors)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw one tree per request, one forward per draft model and level.

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import specinfer
 from vllm_treespec.proposers.base import register_proposer
-from vllm_treespec.proposers.specinfer import SpecInfer
+
+
+def sizes(num_paths: int, depth: int) -> TreeSizes:
+    """Sizes of trees of ``num_paths`` independent paths of ``depth`` tokens."""
+    return specinfer.sizes([path_factors(num_paths, depth)])
+
+
+def path_factors(num_paths: int, depth: int) -> tuple[int, ...]:
+    """Draws per node of each level: the paths part at the root alone."""
+    return (num_paths,) + (1,) * (depth - 1)
 
 
 @register_proposer("spectr")
-class SpecTr(SpecInfer):
+class SpecTr(specinfer.SpecInfer):
     """Draws independent paths from one draft model (arXiv 2310.15141, section 4).
 
     Paths are draws with replacement: equal prefixes become one node, and every path
@@ -18,4 +29,4 @@ class SpecTr(SpecInfer):
     def __init__(self, num_paths: int, depth: int) -> None:
         """Take the number of paths and their length."""
         self.num_paths = num_paths
-        super().__init__([(num_paths,) + (1,) * (depth - 1)])
+        super().__init__([path_factors(num_paths, depth)])

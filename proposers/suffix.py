@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
 
@@ -16,6 +17,19 @@ from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_prop
 MAX_OCCURRENCES = 32
 MAX_PLACES = 1024
 END = -1
+
+
+def sizes(num_drafts: int, depth: int, max_match: int) -> TreeSizes:
+    """Sizes of trees of at most ``num_drafts`` draft tokens in ``depth`` levels.
+
+    No level is deeper than the longest match, ``max_match`` tokens.
+    """
+    return TreeSizes(
+        max_nodes=1 + num_drafts,
+        max_depth=min(depth, num_drafts, max_match),
+        max_width=num_drafts,
+        max_leaves=num_drafts,
+    )
 
 
 @register_proposer("suffix_tree")
@@ -32,15 +46,13 @@ class Suffix(Proposer):
 
     num_draft_models = 0
     needs_token_ids = True
-    num_uniforms = 0
 
     def __init__(
         self, num_drafts: int, depth: int, max_match: int, max_cached_tokens: int
     ) -> None:
         """Take the tree's limits, the longest match and the cache's size."""
-        self.max_nodes = 1 + num_drafts
-        self.max_depth = min(depth, num_drafts, max_match)
-        self.max_width = self.max_leaves = num_drafts
+        self.num_drafts = num_drafts
+        self.sizes = sizes(num_drafts, depth, max_match)
         self.max_match = max_match
         self.cache = OutputCache(max_cached_tokens)
 
@@ -49,7 +61,7 @@ class Suffix(Proposer):
         assert inputs.token_ids is not None
         assert inputs.num_tokens is not None
         token_ids = inputs.token_ids.cpu().numpy()
-        shape = (len(token_ids), self.max_nodes)
+        shape = (len(token_ids), self.sizes.max_nodes)
         tokens = np.zeros(shape, dtype=np.int64)
         parents = np.full(shape, NO_NODE, dtype=np.int64)
         depths = np.zeros(shape, dtype=np.int64)
@@ -58,7 +70,7 @@ class Suffix(Proposer):
             text = token_ids[row, :num_tokens]
             if inputs.req_ids is not None:
                 self.cache.read(inputs.req_ids[row], text)
-            tree = grow_tree(self._continuations(text), self.max_nodes - 1)
+            tree = grow_tree(self._continuations(text), self.num_drafts)
             tokens[row, 0] = text[-1]
             num_nodes[row] = size = 1 + len(tree)
             if tree:
@@ -85,8 +97,9 @@ class Suffix(Proposer):
             pairs of the length of the match and the tokens that followed it.
 
         """
-        found = occurrences(text, text, self.max_match, self.max_depth)
-        found += occurrences(self.cache.text, text, self.max_match, self.max_depth)
+        depth = self.sizes.max_depth
+        found = occurrences(text, text, self.max_match, depth)
+        found += occurrences(self.cache.text, text, self.max_match, depth)
         # Of equally long matches the request's own come first: a sort keeps order.
         found.sort(key=lambda pair: -pair[0])
         return found[:MAX_OCCURRENCES]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_treespec.config.base import HEAD_METHODS
+from vllm_treespec.config import HEAD_METHODS
 from vllm_treespec.heads import (
     MedusaHeadConfig,
     ReDrafterHeadConfig,

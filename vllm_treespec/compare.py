@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_treespec.assets import AssetError, drafters
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.core.stats import STAGES
 
 DRAFTER = "smollm2-135m-draft"
@@ -233,13 +234,14 @@ def tree_side(spec: dict[str, Any], eager: bool) -> Side:
     """
     spec = {"schedule": "fixed", **spec}
     config = parse_spec_config(spec)
+    check_head_files(config)
     (tree, *_) = config.scheduled()
     name = tree.name.replace(" ", "-")
     return Side(
         name=name if config.schedule == "fixed" else f"{name}-adaptive",
         family=spec["method"],
         engine={"enforce_eager": eager, "speculative_config": spec},
-        budget=config.proposer().max_nodes - 1,
+        budget=config.proposer().sizes.max_nodes - 1,
     )
 
 

@@ -27,6 +27,7 @@ from vllm_treespec.config import (
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
+    check_head_files,
     check_shards,
     check_vocabulary,
     check_weights,
@@ -83,6 +84,7 @@ def with_trees(
 ) -> VllmConfig:
     """Put stock arguments in place of a spec-config of ours, and make the config."""
     config = parse_spec_config(spec)
+    check_head_files(config)
     device = refuse_arguments(args)
     arguments = stock_arguments(config, args.block_size, device)
     for name, value in arguments.items():
@@ -151,7 +153,8 @@ def stock_arguments(
             "method": "custom_class",
             "model": DRAFTER,
             "num_speculative_tokens": max(
-                tree.config.proposer().max_nodes - 1 for tree in config.scheduled()
+                tree.config.proposer().sizes.max_nodes - 1
+                for tree in config.scheduled()
             ),
         },
         "worker_cls": WORKERS[device],
@@ -178,6 +181,7 @@ def expand_file(
     """
     config = parse_spec_config(read_spec_file(spec_file))
     check_weights(config)
+    check_head_files(config)
     arguments = stock_arguments(config, None, device)
     if target is None:
         return arguments

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.scorers import ScorerOutput
@@ -68,11 +69,13 @@ class OracleProposer(Proposer):
         widths = level_widths(num_nodes, depth)
         self.depths = [d for d, width in enumerate(widths) for _ in range(width)]
         self.vocab_size = vocab_size
-        self.max_nodes = num_nodes
-        self.max_depth = depth
-        self.max_width = max(widths)
-        self.max_leaves = num_nodes - len(set(self.parents) - {NO_NODE})
-        self.num_uniforms = num_nodes - 1
+        self.sizes = TreeSizes(
+            max_nodes=num_nodes,
+            max_depth=depth,
+            max_width=max(widths),
+            max_leaves=num_nodes - len(set(self.parents) - {NO_NODE}),
+            num_uniforms=num_nodes - 1,
+        )
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Make one tree per request; ``draws`` is None, as of deterministic drafts."""
@@ -84,7 +87,7 @@ class OracleProposer(Proposer):
             token_ids=torch.cat([roots[:, None], drawn], dim=1),
             parents=torch.tensor(self.parents, device=device).expand(shape),
             depths=torch.tensor(self.depths, device=device).expand(shape),
-            num_nodes=torch.full((num_reqs,), self.max_nodes, device=device),
+            num_nodes=torch.full((num_reqs,), self.sizes.max_nodes, device=device),
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch, ancestor_mask
 from vllm_treespec.proposers import Proposer, ProposerInputs
 
@@ -33,11 +34,13 @@ class Chains(Proposer):
         self.beams = beams
         self.num_draft_models = beams.num_draft_models
         self.num_candidates = beams.num_candidates
-        self.max_nodes = 1 + beams.num_candidates
-        self.max_depth = 2 * beams.max_depth - 1
-        self.max_width = beams.max_width
-        self.max_leaves = beams.max_leaves
-        self.num_uniforms = beams.num_uniforms
+        self.sizes = TreeSizes(
+            max_nodes=1 + beams.num_candidates,
+            max_depth=2 * beams.sizes.max_depth - 1,
+            max_width=beams.sizes.max_width,
+            max_leaves=beams.sizes.max_leaves,
+            num_uniforms=beams.sizes.num_uniforms,
+        )
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw beams and give each its own rows."""

@@ -21,7 +21,7 @@ def all_rsd_s_trees(
     """Every token draw of two levels, under one choice of the Gumbel uniforms."""
     proposer = RsdS(beam_width, 2)
     tokens, weights = token_uniforms(draft, (beam_width, beam_width))
-    noise = rand(1, proposer.num_uniforms // 2, seed=seed).expand(len(tokens), -1)
+    noise = rand(1, proposer.sizes.num_uniforms // 2, seed=seed).expand(len(tokens), -1)
     uniforms = torch.cat([tokens, noise], dim=1)
     sampling = plain_sampling(len(tokens))
     tree = propose(proposer, draft, sampling, uniforms, vocabulary)

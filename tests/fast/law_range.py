@@ -250,7 +250,7 @@ def case_uniforms(proposer: Proposer, models: list[Language]) -> tuple[Tensor, T
     if isinstance(proposer, RsdC):
         return token_uniforms(models[0], proposer.branching_factors)
     if isinstance(proposer, RsdS):
-        factors = (proposer.beam_width,) * proposer.max_depth
+        factors = (proposer.beam_width,) * proposer.sizes.max_depth
         tokens, weights = token_uniforms(models[0], factors)
         generator = torch.Generator().manual_seed(0)
         noise = torch.rand(

@@ -41,7 +41,7 @@ NOTICEABLE = 1e-3
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_of_rejection(kind: str, vocab_size: int, proposer: RsdC) -> None:
     """Red when a node's draws are judged by what another walk leaves there."""
-    draft, target = random_tables(kind, vocab_size, proposer.max_depth)
+    draft, target = random_tables(kind, vocab_size, proposer.sizes.max_depth)
     assert law_error(rejection, all_trees(draft, proposer), target) < EXACT
 
 

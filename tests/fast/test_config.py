@@ -66,7 +66,7 @@ def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
     assert config.max_trees == 16
     proposer = config.proposer()
     assert proposer.name == method
-    assert proposer.max_nodes == num_nodes
+    assert proposer.sizes.max_nodes == num_nodes
 
 
 @pytest.mark.parametrize("method", LEAST)
@@ -84,7 +84,7 @@ def test_a_name_and_a_model_are_enough(method: str, tmp_path: Path) -> None:
     assert not [key for key in METHODS[method].SHAPE if printed[key] is None]
     config = parse_spec_config(spec)
     assert parse_spec_config(printed) == config
-    num_drafts = config.proposer().max_nodes - 1
+    num_drafts = config.proposer().sizes.max_nodes - 1
     assert arguments["speculative_config"]["num_speculative_tokens"] == num_drafts
     assert num_drafts <= 16
 
@@ -161,4 +161,4 @@ def test_refusals_name_key_and_remedy(spec: dict, says: str) -> None:
 def test_largest_tree_fits() -> None:
     """Turns red when the limit moves off 63 draft tokens."""
     spec = {"method": "rsd_s", "model": "d", "beam_width": 9, "depth": 7}
-    assert parse_spec_config(spec).proposer().max_nodes == 64
+    assert parse_spec_config(spec).proposer().sizes.max_nodes == 64

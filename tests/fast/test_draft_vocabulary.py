@@ -206,7 +206,7 @@ def test_walk_equals_reference(vocab_size: int, draft_size: int) -> None:
 def test_whole_vocabulary_changes_nothing(proposer: Proposer) -> None:
     """Red when naming all tokens differs from naming none."""
     draft, target = random_tables("random", 5, 2)
-    uniforms = rand(200, proposer.num_uniforms)
+    uniforms = rand(200, proposer.sizes.num_uniforms)
     sampling = plain_sampling(200)
     plain = propose(proposer, draft, sampling, uniforms)
     named = propose(proposer, draft, sampling, uniforms, torch.arange(5))
@@ -226,7 +226,7 @@ def test_top_k_and_top_p_act_on_the_drafts_tokens() -> None:
     sampling = SamplingTensors(
         torch.ones(50), torch.full((50,), 2), torch.full((50,), 0.99), all_random=True
     )
-    uniforms = rand(50, RsdS(3, 1).num_uniforms)
+    uniforms = rand(50, RsdS(3, 1).sizes.num_uniforms)
     tree = propose(RsdS(3, 1), scores, sampling, uniforms, vocabulary)
     assert tree.num_nodes.tolist() == [3] * 50
     likeliest = draft.table[0].topk(2).indices.tolist()
@@ -258,7 +258,7 @@ def test_draft_models_of_one_tree_share_their_vocabulary() -> None:
             ProposerInputs(
                 root_token_ids=torch.zeros(5, dtype=torch.int64),
                 sampling=plain_sampling(5),
-                uniforms=rand(5, proposer.num_uniforms),
+                uniforms=rand(5, proposer.sizes.num_uniforms),
                 draft_models=[LanguageDraft(draft, 5, own) for own in vocabularies],
             )
         )

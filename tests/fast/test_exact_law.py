@@ -59,7 +59,7 @@ def shape_id(value: int | RsdC) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_emitted_law_is_the_targets(kind: str, vocab_size: int, proposer: RsdC) -> None:
     """Red when a change to draws, thresholds or residuals changes the law."""
-    draft, target = random_tables(kind, vocab_size, proposer.max_depth)
+    draft, target = random_tables(kind, vocab_size, proposer.sizes.max_depth)
     drawn = all_trees(draft, proposer)
     assert float(drawn.weights.sum()) == pytest.approx(1, abs=EXACT)
     assert law_error(recursive_rejection, drawn, target) < EXACT

@@ -157,13 +157,13 @@ def greedy_tree(
         ProposerInputs(
             root_token_ids=roots,
             sampling=SamplingTensors(torch.zeros(1), all_greedy=True),
-            uniforms=torch.rand(1, proposer.num_uniforms, dtype=torch.float64),
+            uniforms=torch.rand(1, proposer.sizes.num_uniforms, dtype=torch.float64),
             draft_models=[BigramDraft(table, torch.zeros(1, len(table)), roots)],
         )
     )
     assert tree.draws is None
     levels: list[dict[tuple[int, ...], float]] = [{(): 0.0}]
-    levels += [{} for _ in range(proposer.max_depth)]
+    levels += [{} for _ in range(proposer.sizes.max_depth)]
     paths: list[tuple[int, ...]] = [()]
     for node in range(1, int(tree.num_nodes[0])):
         path = (*paths[int(tree.parents[0, node])], int(tree.token_ids[0, node]))
@@ -246,7 +246,9 @@ def step(
         ProposerInputs(
             root_token_ids=roots,
             sampling=sampling,
-            uniforms=source.draw(seeds, positions, proposer.num_uniforms, DRAFTING),
+            uniforms=source.draw(
+                seeds, positions, proposer.sizes.num_uniforms, DRAFTING
+            ),
             draft_models=[BigramDraft(table, offsets[rows], roots)],
         )
     )

@@ -28,7 +28,7 @@ def test_oracle_trees(num_nodes: int) -> None:
     inputs = ProposerInputs(
         root_token_ids=torch.tensor([3, 4]),
         sampling=SamplingTensors(torch.zeros(2), all_greedy=True),
-        uniforms=torch.rand(2, proposer.num_uniforms, dtype=torch.float64),
+        uniforms=torch.rand(2, proposer.sizes.num_uniforms, dtype=torch.float64),
     )
     tree = proposer.propose(inputs)
     made = from_parents(tree.token_ids.tolist(), tree.parents.tolist())
@@ -39,7 +39,7 @@ def test_oracle_trees(num_nodes: int) -> None:
     path = last_path(proposer.parents)
     assert tree.depths[0, path].tolist() == list(range(1, depth + 1))
     leaves = set(range(num_nodes)) - set(proposer.parents)
-    assert proposer.max_leaves == len(leaves)
+    assert proposer.sizes.max_leaves == len(leaves)
 
 
 def test_impossible_oracle_tree_is_refused() -> None:

@@ -11,7 +11,8 @@ import pytest
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import check_head, check_weights
+from vllm_treespec.config.checks import check_head, check_head_files, check_weights
+from vllm_treespec.plugin import expand_file, with_trees
 
 
 @pytest.fixture
@@ -26,9 +27,9 @@ def parse(tmp_path: Path) -> Callable[..., MethodConfig]:
 
 
 def refusal(spec: dict[str, Any]) -> str:
-    """The one message with which a spec-config is refused."""
+    """The one message with which a spec-config, or the head it names, is refused."""
     with pytest.raises(SpecConfigError) as error:
-        parse_spec_config(spec)
+        check_head_files(parse_spec_config(spec))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -38,20 +39,20 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter")
     proposer = config.proposer()
     assert (proposer.name, config.rule) == ("redrafter", "target_draw")
-    assert (proposer.max_nodes, proposer.num_candidates) == (6, 8)
+    assert (proposer.sizes.max_nodes, proposer.num_candidates) == (6, 8)
     assert (config.head, config.models) == (config.model_dump()["model"], ())
     assert config.scheduled()[0].name == "redrafter 4x2x5"
     medusa = parse("medusa_tree")
     assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "target_draw")
-    assert medusa.proposer().max_nodes == 6
-    assert medusa.proposer().max_depth <= 3
+    assert medusa.proposer().sizes.max_nodes == 6
+    assert medusa.proposer().sizes.max_depth <= 3
 
 
 def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
     """Red when a key of a head's method is dropped on the way."""
     proposer = parse("redrafter", beam_width=8, length=6, num_drafts=31).proposer()
-    assert (proposer.num_candidates, proposer.max_nodes) == (48, 32)
-    assert parse("medusa_tree", num_drafts=5).proposer().max_nodes == 6
+    assert (proposer.num_candidates, proposer.sizes.max_nodes) == (48, 32)
+    assert parse("medusa_tree", num_drafts=5).proposer().sizes.max_nodes == 6
 
 
 def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
@@ -59,7 +60,7 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter", beam_search="stochastic", beam_width=3, length=5)
     proposer = config.proposer()
     assert (proposer.name, config.rule) == ("rsd_s", "recursive_rejection")
-    assert (proposer.max_nodes, proposer.num_candidates) == (16, None)
+    assert (proposer.sizes.max_nodes, proposer.num_candidates) == (16, None)
 
 
 @pytest.mark.parametrize("method", list(HEADS))
@@ -68,7 +69,7 @@ def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> No
     trees = parse(method).scheduled()
     batch_sizes = {"redrafter": [1, 2, 4], "medusa_tree": [1, 2, 4]}
     assert [tree.batch_size for tree in trees] == batch_sizes[method]
-    sizes = [tree.config.proposer().max_nodes for tree in trees]
+    sizes = [tree.config.proposer().sizes.max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)
     assert all(n * tree.batch_size <= 20 for n, tree in zip(sizes, trees, strict=True))
     assert all(1.2 < tree.min_acceptance_length < 2.0 for tree in trees)
@@ -119,7 +120,9 @@ def test_folders_without_head_are_refused(tmp_path: Path) -> None:
         medusa: "holds a medusa head; write method 'medusa_tree', or name the",
     }
     for folder, says in cases.items():
-        assert says in refusal({"method": "redrafter", "model": folder})
+        message = refusal({"method": "redrafter", "model": folder})
+        assert says in message
+        assert message.startswith("speculative_config 'model': ")
     other = refusal({"method": "medusa_tree", "model": redrafter})
     assert "holds a redrafter head; write method 'redrafter'" in other
     (tmp_path / "redrafter" / "model.safetensors").unlink()
@@ -127,13 +130,34 @@ def test_folders_without_head_are_refused(tmp_path: Path) -> None:
     assert says in refusal({"method": "redrafter", "model": redrafter})
 
 
-@pytest.mark.parametrize("accuracies", [(), ((0.5, 0.2),) * 4])
+@pytest.mark.parametrize(
+    ("accuracies", "says"),
+    [
+        ((), "rank_accuracies of the Medusa head are missing or all 0; train it again"),
+        (((0.5, 0.2),) * 4, "has 4 levels and there are 3 heads; remove the last"),
+    ],
+)
 def test_accuracies_without_tree_are_refused(
-    accuracies: tuple[tuple[float, ...], ...], tmp_path: Path
+    accuracies: tuple[tuple[float, ...], ...], says: str, tmp_path: Path
 ) -> None:
     """Red when a Medusa head starts whose accuracies do not fit its heads."""
     head = write_head(tmp_path, "medusa", rank_accuracies=accuracies)
-    assert "rank_accuracies" in refusal({"method": "medusa_tree", "model": head})
+    message = refusal({"method": "medusa_tree", "model": head})
+    assert "rank_accuracies" in message
+    assert says in message
+
+
+@pytest.mark.parametrize("method", list(HEADS))
+def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None:
+    """Red when an engine, or `treespec expand`, goes on without the head's files."""
+    spec = {"method": method, "model": "/nowhere/head"}
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    args: Any = SimpleNamespace()
+    with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
+        expand_file(file)
+    with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
+        with_trees(args, spec, lambda: pytest.fail("an engine was configured"))
 
 
 def test_head_is_no_draft_model(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_law_of_a_near_tie_below_a_clear_lead(form: str, proposer: Proposer) -> 
 
     # What a float64 softmax would draw: if denormal drafts are left out, fewer trees.
     drawn_from = Language((draft.double() / 0.1).softmax(1))
-    count = proposer.max_width
+    count = proposer.sizes.max_width
     uniforms, weights = token_uniforms(drawn_from, (count,))
     if isinstance(proposer, RsdS):
         uniforms = torch.cat([uniforms, torch.full_like(uniforms, 0.5)], dim=1)
@@ -201,11 +201,11 @@ def test_odd_logits_in_whole_steps(name: str, temperature: float, share: float) 
     model = LanguageDraft(draft, num_reqs)
     roots = torch.zeros(num_reqs, dtype=torch.int64)
     tree = proposer.propose(
-        ProposerInputs(roots, some, rand(proposer.num_uniforms), [model])
+        ProposerInputs(roots, some, rand(proposer.sizes.num_uniforms), [model])
     )
     assert bool((tree.token_ids >= 0).all())
     assert bool((tree.token_ids < 4).all())
-    uniforms = rand(1 + max(proposer.max_draws, proposer.max_nodes))
+    uniforms = rand(1 + max(proposer.sizes.max_draws, proposer.sizes.max_nodes))
     logits = target.target_logits(tree, some)
     found = scored(tree, logits, uniforms, rule)
     for output in found:

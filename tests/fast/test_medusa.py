@@ -74,11 +74,12 @@ def test_limits() -> None:
     """Red when a tree outgrows what the engine makes room for."""
     proposer = Medusa(8, ACCURACIES)
     assert PROPOSERS["medusa_tree"] is Medusa
-    assert (proposer.max_nodes, proposer.max_depth, proposer.max_width) == (9, 2, 5)
-    assert proposer.max_leaves == 5
+    sizes = proposer.sizes
+    assert (sizes.max_nodes, sizes.max_depth, sizes.max_width) == (9, 2, 5)
+    assert sizes.max_leaves == 5
     assert proposer.num_ranks == [3, 2]
-    assert (proposer.num_uniforms, proposer.num_candidates) == (0, None)
-    assert Medusa(63, [[0.5], [0.5]]).max_nodes == 3
+    assert (sizes.num_uniforms, proposer.num_candidates) == (0, None)
+    assert Medusa(63, [[0.5], [0.5]]).sizes.max_nodes == 3
 
 
 @pytest.mark.parametrize("accuracies", [[], [[]], [[0.0, 0.0], [0.5]]])
@@ -95,7 +96,7 @@ def test_nodes_hold_their_levels_top_ranks(hot: bool) -> None:
     hidden, roots = step_inputs(4)
     proposer = Medusa(20, ACCURACIES)
     tree = drafted(proposer, head, hidden, roots, greedy(4))
-    assert proposer.max_depth == DEPTH
+    assert proposer.sizes.max_depth == DEPTH
     tokens = roots[:, None].expand(-1, DEPTH)
     features = head(hidden, tokens, torch.ones_like(tokens, dtype=torch.bool))
     logits = head.logits(features).unflatten(0, (4, DEPTH))

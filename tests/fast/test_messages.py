@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.heads import write_head
 from vllm_treespec.cli import app
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.config.checks import check_weights, read_config
+from vllm_treespec.config.checks import check_head_files, check_weights, read_config
 from vllm_treespec.heads import HeadError, load_head, read_head_config
 
 SIZES = {
@@ -110,8 +110,9 @@ def test_truncated_weights_of_a_head(tmp_path: Path) -> None:
     cut(tmp_path / "model.safetensors")
     says = f"{tmp_path / 'model.safetensors'} is cut short"
     with pytest.raises(SpecConfigError) as error:
-        parse_spec_config({"method": "redrafter", "model": head})
+        check_head_files(parse_spec_config({"method": "redrafter", "model": head}))
     assert says in str(error.value)
+    assert "copy the head again, or train it again" in str(error.value)
     with pytest.raises(HeadError) as head_error:
         load_head(tmp_path)
     assert says in str(head_error.value)

@@ -46,7 +46,7 @@ def all_trees() -> list[Tree]:
 @pytest.mark.parametrize("tree", all_trees(), ids=lambda tree: tree.name)
 def test_size_of_a_tree_is_what_its_proposer_draws(tree: Tree) -> None:
     """Red when a method's keys or the size of its trees change."""
-    max_nodes = PROPOSERS[tree.method](**tree.shape).max_nodes
+    max_nodes = PROPOSERS[tree.method](**tree.shape).sizes.max_nodes
     assert max_nodes - 1 == tree.num_drafts
 
 
@@ -56,7 +56,7 @@ def test_spec_config_of_a_tree_is_valid(method: str) -> None:
     for tree in all_trees():
         if tree.method == method:
             spec = parse_spec_config(tree.spec_config("draft"))
-            assert spec.proposer().max_nodes - 1 == tree.num_drafts
+            assert spec.proposer().sizes.max_nodes - 1 == tree.num_drafts
 
 
 @pytest.mark.parametrize("length", LENGTH_TREES)
@@ -162,7 +162,7 @@ def test_one_engine_runs_all_trees_of_a_method(tmp_path: Path) -> None:
         [2, 2],
         [3, 1],
     ]
-    assert parse_spec_config(spec).proposer().max_nodes == 1 + 6
+    assert parse_spec_config(spec).proposer().sizes.max_nodes == 1 + 6
 
 
 def test_finished_trees_are_skipped_and_draw_other_numbers(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
         root_token_ids=torch.zeros(NUM_REQS, dtype=torch.int64, device="meta"),
         sampling=on_meta(sampling),
         uniforms=torch.empty(
-            (NUM_REQS, proposer.num_uniforms), dtype=torch.float64, device="meta"
+            (NUM_REQS, proposer.sizes.num_uniforms), dtype=torch.float64, device="meta"
         ),
         draft_models=[MetaModel(vocabulary)] * proposer.num_draft_models,
     )

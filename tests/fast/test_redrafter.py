@@ -290,22 +290,23 @@ def test_limits(shape: tuple[int, int, int], limits: tuple[int, ...]) -> None:
     """Red when a tree outgrows what the engine makes room for."""
     proposer = ReDrafter(*shape)
     assert PROPOSERS["redrafter"] is ReDrafter
+    sizes = proposer.sizes
     assert limits == (
-        proposer.max_nodes,
-        proposer.max_depth,
-        proposer.max_width,
-        proposer.max_leaves,
+        sizes.max_nodes,
+        sizes.max_depth,
+        sizes.max_width,
+        sizes.max_leaves,
     )
     assert proposer.num_candidates == shape[0] * shape[1]
-    assert proposer.num_uniforms == 0
+    assert sizes.num_uniforms == 0
     hidden, roots = step_inputs(8)
     sampling = SamplingTensors(torch.full((8,), 3.0), all_random=True)
     tree = drafted(proposer, tiny_head("redrafter"), hidden, roots, sampling)
-    assert tree.max_nodes == proposer.max_nodes
-    assert int(tree.depths.max()) <= proposer.max_depth
+    assert tree.max_nodes == sizes.max_nodes
+    assert int(tree.depths.max()) <= sizes.max_depth
     for parents, num_nodes in zip(tree.parents, tree.num_nodes, strict=True):
         inner = parents[1:num_nodes].unique()
-        assert int(num_nodes) - len(inner) <= proposer.max_leaves
+        assert int(num_nodes) - len(inner) <= sizes.max_leaves
 
 
 # The law

@@ -334,7 +334,8 @@ def test_a_worker_goes_from_tree_to_chains_and_back() -> None:
     use_chains(worker, True)
     chains = drafter.proposers[1]
     assert isinstance(chains, Chains)
-    assert (chains.max_nodes, chains.max_depth, chains.max_leaves) == (9, 7, 2)
+    sizes = chains.sizes
+    assert (sizes.max_nodes, sizes.max_depth, sizes.max_leaves) == (9, 7, 2)
     use_chains(worker, False)
     use_chains(worker, False)
     assert drafter.proposers == [None, beams]

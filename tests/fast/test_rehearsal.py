@@ -36,15 +36,15 @@ class Recorder:
         config = parse_spec_config({**spec, "schedule": "fixed"})
         self.rule = RULES[config.rule]
         self.proposers = [tree.config.proposer() for tree in config.scheduled()]
-        self.max_draws = max(p.max_draws for p in self.proposers)
+        self.max_draws = max(p.sizes.max_draws for p in self.proposers)
         self.head = head and SimpleNamespace(head=head)
         self.scored: list[tuple[int, int]] = []
 
     def score(self, scheduled: int, tree: Any, target: Any, uniforms: Any) -> None:
         self.scored.append((tree.num_reqs, tree.max_nodes))
         p = self.proposers[scheduled]
-        shape = TreeShape(p.max_depth, p.max_siblings, p.max_parents)
-        score(tree, target, uniforms, self.rule, shape)
+        shape = TreeShape(p.sizes.max_depth, p.sizes.max_siblings, p.sizes.max_parents)
+        score_at_once(tree, target, uniforms, self.rule, shape)
 
 
 @pytest.mark.parametrize("method", SPECS)
@@ -58,4 +58,4 @@ def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
         head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
     drafter: Any = Recorder(spec, head)
     rehearse(drafter, NUM_REQS, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
-    assert drafter.scored == [(NUM_REQS, p.max_nodes) for p in drafter.proposers]
+    assert drafter.scored == [(NUM_REQS, p.sizes.max_nodes) for p in drafter.proposers]

@@ -280,7 +280,7 @@ def two_samples(
     draft, _ = random_tables(kind, vocab_size, 2)
     proposer, sampling = RsdS(beam_width, 2), plain_sampling(count)
     fast = propose(
-        proposer, draft, sampling, rand(count, proposer.num_uniforms, seed=4)
+        proposer, draft, sampling, rand(count, proposer.sizes.num_uniforms, seed=4)
     )
     noise = [
         gumbel(rand(count, width, vocab_size, seed=5 + width))
@@ -328,10 +328,10 @@ def first_two_tokens(
     """p-value of the first two emitted tokens under the target's joint law."""
     draft, target = (
         Language(language.table.log().float())
-        for language in random_tables("random", vocab_size, proposer.max_depth)
+        for language in random_tables("random", vocab_size, proposer.sizes.max_depth)
     )
     sampling = SamplingTensors(torch.ones(count), all_random=True)
-    uniforms = rand(count, proposer.num_uniforms, seed=8)
+    uniforms = rand(count, proposer.sizes.num_uniforms, seed=8)
     tree = propose(proposer, draft, sampling, uniforms)
     uniforms = rand(count, tree.max_nodes + 2, seed=9)
     logits = target.target_logits(tree, sampling)
@@ -372,7 +372,7 @@ def test_beam_may_be_wider_than_the_vocabulary(temperature: float) -> None:
     sampling = PlainSampling(
         torch.full((count,), temperature), all_random=temperature > 0
     )
-    uniforms = rand(count, proposer.num_uniforms)
+    uniforms = rand(count, proposer.sizes.num_uniforms)
     tree = propose(proposer, draft, sampling, uniforms)
     assert tree.num_nodes.tolist() == [1 + 3 + 5] * count
     for row in draft.prefixes(tree).tolist():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -80,6 +82,16 @@ def test_use_always() -> None:
     assert adaptive.choose(1) == 0
     with pytest.raises(ValueError, match="it has rsd_s 3x3, rsd_s 2x3, rsd_s 1x1"):
         adaptive.use_always({"beam_width": 7})
+
+
+def test_choosing_needs_no_spec_config() -> None:
+    """Red when the core imports spec-configs, or pydantic, again."""
+    code = (
+        "import sys, vllm_treespec.core.schedule, vllm_treespec.core.sizes\n"
+        "unwanted = {'pydantic', 'torch', 'vllm_treespec.config'}\n"
+        "sys.exit(bool(unwanted & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

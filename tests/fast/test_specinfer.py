@@ -49,10 +49,10 @@ def test_limits(
     """Red when a tree may outgrow what the engine makes room for."""
     proposer = SpecInfer(branching_factors)
     assert proposer.num_draft_models == len(branching_factors)
-    assert proposer.max_nodes == 1 + num_draws
-    assert proposer.max_draws == proposer.num_uniforms == num_draws
-    assert (proposer.max_width, proposer.max_leaves) == (width, leaves)
-    assert proposer.max_depth == max(map(len, branching_factors))
+    assert proposer.sizes.max_nodes == 1 + num_draws
+    assert proposer.sizes.max_draws == proposer.sizes.num_uniforms == num_draws
+    assert (proposer.sizes.max_width, proposer.sizes.max_leaves) == (width, leaves)
+    assert proposer.sizes.max_depth == max(map(len, branching_factors))
     models = [Language(torch.randn(400, 7)) for _ in branching_factors]
     for temperature in (0.0, 1.0):
         sampling = SamplingTensors(
@@ -62,9 +62,9 @@ def test_limits(
         )
         uniforms = torch.rand(64, num_draws, dtype=torch.float64)
         tree = propose(proposer, models, uniforms, sampling)
-        assert tree.max_nodes == proposer.max_nodes
-        assert int(tree.num_nodes.max()) <= proposer.max_nodes
-        assert int(tree.depths.max()) == proposer.max_depth
+        assert tree.max_nodes == proposer.sizes.max_nodes
+        assert int(tree.num_nodes.max()) <= proposer.sizes.max_nodes
+        assert int(tree.depths.max()) == proposer.sizes.max_depth
 
 
 def test_every_models_draws_follow_its_own_law() -> None:

@@ -32,10 +32,10 @@ SHAPES = [(3, 1, 3), (4, 3, 1), (3, 2, 2), (2, 3, 2), (2, 2, 3)]
 def test_limits(num_paths: int, depth: int) -> None:
     """Red when a tree outgrows what the engine makes room for."""
     proposer = SpecTr(num_paths, depth)
-    assert proposer.max_nodes == 1 + num_paths * depth
-    assert proposer.max_draws == proposer.num_uniforms == num_paths * depth
-    assert proposer.max_width == proposer.max_leaves == num_paths
-    assert proposer.max_depth == depth
+    assert proposer.sizes.max_nodes == 1 + num_paths * depth
+    assert proposer.sizes.max_draws == proposer.sizes.num_uniforms == num_paths * depth
+    assert proposer.sizes.max_width == proposer.sizes.max_leaves == num_paths
+    assert proposer.sizes.max_depth == depth
     assert proposer.num_draft_models == 1
     uniforms = torch.linspace(0, 0.999, num_paths * depth, dtype=torch.float64)
     tree = proposer.propose(
@@ -46,7 +46,7 @@ def test_limits(num_paths: int, depth: int) -> None:
             draft_models=[EvenDraft()],
         )
     )
-    assert tree.num_nodes.tolist() == [proposer.max_nodes]
+    assert tree.num_nodes.tolist() == [proposer.sizes.max_nodes]
     assert tree.depths[0].bincount().tolist() == [1] + [num_paths] * depth
 
 
@@ -248,7 +248,7 @@ def test_spec_config() -> None:
     assert (config.models, config.rule) == (("draft",), "k_seq")
     proposer = config.proposer()
     assert isinstance(proposer, SpecTr)
-    assert (proposer.num_paths, proposer.max_depth) == (4, 5)
+    assert (proposer.num_paths, proposer.sizes.max_depth) == (4, 5)
     other = parse_spec_config({**spec, "scorer": "multi_round"})
     assert other.rule == "multi_round"
     assert {config.rule, other.rule} < RULES.keys()

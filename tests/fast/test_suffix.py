@@ -105,9 +105,10 @@ def test_unknown_context_gives_the_root_alone(text: list[int]) -> None:
 def test_trees_are_well_formed_and_within_their_limits() -> None:
     """Red when nodes leave level order, siblings repeat, or a limit is passed."""
     proposer = Suffix(num_drafts=9, depth=4, max_match=6, max_cached_tokens=200)
-    assert (proposer.max_nodes, proposer.max_depth) == (10, 4)
-    assert (proposer.max_width, proposer.max_leaves) == (9, 9)
-    assert Suffix(3, 8, 16, 0).max_depth == Suffix(9, 8, 3, 0).max_depth == 3
+    assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (10, 4)
+    assert (proposer.sizes.max_width, proposer.sizes.max_leaves) == (9, 9)
+    assert Suffix(3, 8, 16, 0).sizes.max_depth == 3
+    assert Suffix(9, 8, 3, 0).sizes.max_depth == 3
     texts = random_texts(200)
     tree = propose(proposer, texts)
     assert tree.token_ids.shape == (200, 10)
@@ -278,8 +279,8 @@ def test_spec_config() -> None:
     assert config.rule in RULES
     proposer = config.proposer()
     assert isinstance(proposer, Suffix)
-    assert (proposer.max_nodes, proposer.max_depth) == (25, 8)
-    assert (proposer.num_draft_models, proposer.num_uniforms) == (0, 0)
+    assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (25, 8)
+    assert (proposer.num_draft_models, proposer.sizes.num_uniforms) == (0, 0)
     assert proposer.needs_token_ids
     assert (proposer.max_match, proposer.cache.max_tokens) == (16, 65536)
 

@@ -61,7 +61,7 @@ def drafted(
         ProposerInputs(
             root_token_ids=roots,
             sampling=sampling,
-            uniforms=torch.zeros((len(roots), proposer.num_uniforms)),
+            uniforms=torch.zeros((len(roots), proposer.sizes.num_uniforms)),
             draft_models=[head.draft(hidden, roots)],
         )
     )

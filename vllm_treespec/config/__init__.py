@@ -1,6 +1,6 @@
 """Spec-configs: one validated type a method, and what is wrong with one."""
 
-from vllm_treespec.config.methods import METHODS
+from vllm_treespec.config.methods import HEAD_METHODS, METHODS
 from vllm_treespec.config.parse import (
     RENAMED,
     SpecConfigError,
@@ -11,6 +11,7 @@ from vllm_treespec.config.parse import (
 )
 
 __all__ = [
+    "HEAD_METHODS",
     "METHODS",
     "RENAMED",
     "SpecConfigError",

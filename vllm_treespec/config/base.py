@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
-from vllm_treespec.config.weights import weights_problem
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import MAX_NODES
-from vllm_treespec.heads import HeadError, read_head_config
 from vllm_treespec.proposers import PROPOSERS, Proposer
 
 MAX_DRAFTS = MAX_NODES - 1
@@ -26,8 +24,6 @@ NO_LIMIT = 2**31
 # true and 3.0 are no numbers of tokens
 Count = Annotated[int, Field(strict=True, gt=0)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# The method that drafts with a head, by kind of head.
-HEAD_METHODS = {"redrafter": "redrafter", "medusa": "medusa_tree"}
 
 
 class TypicalAcceptanceConfig(BaseModel):
@@ -59,8 +55,11 @@ class ScheduleEntry(BaseModel):
         return dict(self.model_extra or {})
 
 
-class MethodConfig(BaseModel):
-    """What all methods share."""
+class MethodConfig(BaseModel, ABC):
+    """What all methods share; each has a key ``method``, a Literal of its name.
+
+    To make one reads no file: models and heads are checked by ``config.checks``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
@@ -77,10 +76,16 @@ class MethodConfig(BaseModel):
         default=None, description="give up the target's distribution for speed"
     )
 
+    @classmethod
+    def method_name(cls) -> str:
+        """The name that users write as ``method``."""
+        (name,) = get_args(cls.model_fields["method"].annotation)
+        return str(name)
+
     @property
     def name(self) -> str:
         """The method's name."""
-        return str(self.model_dump()["method"])
+        return self.method_name()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -101,6 +106,11 @@ class MethodConfig(BaseModel):
     def shape(self) -> dict[str, Any]:
         """The keys that shape the tree, without those that are null."""
         return self.model_dump(include=set(self.SHAPE), exclude_none=True)
+
+    @property
+    @abstractmethod
+    def sizes(self) -> TreeSizes:
+        """How large its trees become: bounds that follow from its keys alone."""
 
     def proposer(self) -> Proposer:
         """Make the proposer that this spec-config describes."""
@@ -161,9 +171,8 @@ class MethodConfig(BaseModel):
         cores: 0.16 for tree and scoring, what drafting costs, 0.045 for each row of
         the target's forward from the seventh on (docs/adaptive.md).
         """
-        proposer = self.proposer()
-        extra_rows = max(batch_size * proposer.max_nodes - 6, 0)
-        drafting = self.drafting_cost(proposer.max_depth)
+        extra_rows = max(batch_size * self.sizes.max_nodes - 6, 0)
+        drafting = self.drafting_cost(self.sizes.max_depth)
         return round(1.16 + drafting + 0.045 * extra_rows, 2)
 
     def drafting_cost(self, depth: int) -> float:
@@ -174,8 +183,8 @@ class MethodConfig(BaseModel):
         return 0.18 * depth * len(self.models)
 
     @model_validator(mode="after")
-    def _tree_fits(self) -> MethodConfig:
-        num_drafts = self.proposer().max_nodes - 1
+    def _tree_fits(self) -> Self:
+        num_drafts = self.sizes.max_nodes - 1
         if num_drafts > MAX_DRAFTS:
             raise ValueError(
                 f"the tree has {num_drafts} draft tokens and at most {MAX_DRAFTS} fit; "
@@ -189,7 +198,7 @@ class MethodConfig(BaseModel):
 
 @dataclass(frozen=True)
 class ScheduledTree:
-    """One tree of a schedule."""
+    """One tree of a schedule; implements ``core.schedule.ScheduledTree``."""
 
     config: MethodConfig
     # most running requests in a step
@@ -201,6 +210,15 @@ class ScheduledTree:
         """Method and shape, for metrics: ``rsd_s 3x2``, ``rsd_c 3.2.1``."""
         shape = "x".join(_short(value) for value in self.config.shape.values())
         return f"{self.config.name} {shape}"
+
+    def has_shape(self, shape: Mapping[str, object]) -> bool:
+        """Whether this is the tree that ``shape`` makes of its spec-config.
+
+        Raises:
+            ValueError: when a key does not shape this method's tree.
+
+        """
+        return self.config == self.config.with_shape(shape)
 
 
 def _short(value: Any) -> str:
@@ -220,45 +238,3 @@ class DraftModelConfig(MethodConfig):
     def models(self) -> tuple[str, ...]:
         """The one draft model."""
         return (self.model,)
-
-
-class HeadMethodConfig(MethodConfig):
-    """What all methods share that draft from the target's hidden state."""
-
-    # the kind of head
-    HEAD: ClassVar[str]
-
-    model: str = Field(min_length=1, description="folder of the head")
-
-    @property
-    def head(self) -> str:
-        """The folder of the head."""
-        return self.model
-
-    @property
-    def rule(self) -> str:
-        """Drafts that were not drawn have no distribution to reject by."""
-        return "target_draw"
-
-    @field_validator("model")
-    @classmethod
-    def _is_head(cls, model: str) -> str:
-        """Refuse folders that hold no head, or one of another kind."""
-        folder = Path(model)
-        if not folder.is_dir():
-            raise ValueError(
-                f"there is no folder {folder}; name the folder of a head, "
-                f"`treespec train {cls.HEAD}` makes one"
-            )
-        found = read_head_config(folder).method
-        if found != cls.HEAD:
-            raise ValueError(
-                f"{folder} holds a {found} head; write method '{HEAD_METHODS[found]}', "
-                f"or name the folder of a {cls.HEAD} head"
-            )
-        weights = folder / "model.safetensors"
-        if not weights.is_file():
-            raise HeadError(f"{folder} holds no model.safetensors; train it again")
-        if problem := weights_problem(weights):
-            raise HeadError(f"{problem}; copy the head again, or train it again")
-        return model

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.base import HEAD_METHODS, MethodConfig
+from vllm_treespec.config import HEAD_METHODS, SpecConfigError
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.config.weights import weights_problem
-from vllm_treespec.heads import read_head_config
+from vllm_treespec.heads import HeadError, MedusaHeadConfig, read_head_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,6 +88,54 @@ def _check_config_file(path: Path) -> None:
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"
             )
+
+
+def check_head_files(config: MethodConfig) -> None:
+    """Check that the folder of a head is complete, and of the method's kind.
+
+    Raises:
+        SpecConfigError: naming the file that is missing or broken.
+
+    """
+    if not isinstance(config, HeadMethodConfig):
+        return
+    try:
+        _check_head_folder(Path(config.model), config.HEAD)
+        # a Medusa head's accuracies must give a tree
+        config.proposer()
+    except ValueError as error:
+        raise SpecConfigError(f"speculative_config 'model': {error}") from None
+
+
+def _check_head_folder(folder: Path, kind: str) -> None:
+    """Check a head's folder.
+
+    Raises:
+        HeadError: naming the file that is missing or broken.
+
+    """
+    if not folder.is_dir():
+        raise HeadError(
+            f"there is no folder {folder}; name the folder of a head, "
+            f"`treespec train {kind}` makes one"
+        )
+    head = read_head_config(folder)
+    if head.method != kind:
+        raise HeadError(
+            f"{folder} holds a {head.method} head; write method "
+            f"'{HEAD_METHODS[head.method]}', or name the folder of a {kind} head"
+        )
+    weights = folder / "model.safetensors"
+    if not weights.is_file():
+        raise HeadError(f"{folder} holds no model.safetensors; train it again")
+    if problem := weights_problem(weights):
+        raise HeadError(f"{problem}; copy the head again, or train it again")
+    levels = len(head.rank_accuracies) if isinstance(head, MedusaHeadConfig) else 0
+    if levels > head.depth:
+        raise HeadError(
+            f"'rank_accuracies' in {folder}/config.json has {levels} levels and "
+            f"there are {head.depth} heads; remove the last levels"
+        )
 
 
 def read_config(

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from vllm_treespec.config.base import ScheduledTree
+from typing import Protocol
 
 # Scored trees after which a measured acceptance length counts, and over which it runs.
 TRIAL_TREES = 64
 MEMORY_TREES = 512
 # Steps for which a tree that was given up is left out.
 REST_STEPS = 2048
+
+
+class ScheduledTree(Protocol):
+    """One tree of a schedule, as much as choosing needs to know of it."""
+
+    @property
+    def name(self) -> str:
+        """Method and shape."""
+
+    @property
+    def batch_size(self) -> int:
+        """Most running requests in a step that draws it."""
+
+    @property
+    def min_acceptance_length(self) -> float:
+        """It is given up when less is measured."""
+
+    def has_shape(self, shape: Mapping[str, object]) -> bool:
+        """Whether it is the tree that these keys of a spec-config stand for."""
 
 
 @dataclass
@@ -67,7 +85,7 @@ class AdaptiveSchedule:
             measured.trees /= 2
             measured.emitted /= 2
 
-    def use_always(self, shape: dict[str, object] | None) -> None:
+    def use_always(self, shape: Mapping[str, object] | None) -> None:
         """Draw the tree of this shape in every step; None: follow the schedule.
 
         Raises:
@@ -78,7 +96,7 @@ class AdaptiveSchedule:
             self.always = None
             return
         for index, tree in enumerate(self.trees):
-            if tree.config == tree.config.with_shape(shape):
+            if tree.has_shape(shape):
                 self.always = index
                 return
         known = ", ".join(tree.name for tree in self.trees)

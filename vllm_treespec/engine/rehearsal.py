@@ -64,7 +64,7 @@ def rehearse(
     for scheduled, proposer in enumerate(drafter.proposers):
         if proposer.needs_token_ids:
             continue
-        num_uniforms = max(proposer.num_uniforms, 1 + drafter.max_draws)
+        num_uniforms = max(proposer.sizes.num_uniforms, 1 + drafter.max_draws)
         uniforms = torch.rand(
             (num_reqs, num_uniforms), dtype=torch.float64, device=device
         )
@@ -73,7 +73,7 @@ def rehearse(
         inputs = ProposerInputs(
             roots,
             sampling,
-            uniforms[:, : proposer.num_uniforms],
+            uniforms[:, : proposer.sizes.num_uniforms],
             [model] * proposer.num_draft_models,
         )
         tree = proposer.propose(inputs)

@@ -57,6 +57,7 @@ def soak(
         parse_spec_config,
         read_spec_file,
     )
+    from vllm_treespec.config.checks import check_head_files
     from vllm_treespec.prompts import SHIPPED, load_prompts
     from vllm_treespec.soak import run
     from vllm_treespec.soak.requests import make_requests
@@ -67,7 +68,7 @@ def soak(
             method: dict[str, Any] = {**DEFAULT_TREE, "model": shipped_drafter()}
         else:
             method = read_spec_file(spec)
-        parse_spec_config(method)
+        check_head_files(parse_spec_config(method))
         settings = run.Settings(
             target=target or str(ensure_target()),
             spec=method,

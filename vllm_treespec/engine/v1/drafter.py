@@ -62,8 +62,9 @@ class TreeDrafter:
         """Read our settings, which travel in vLLM's ``additional_config``."""
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
         self.masked = self.uses_masks(vllm_config)
-        self.schedule = AdaptiveSchedule(self.config.scheduled())
-        self.proposers = [tree.config.proposer() for tree in self.schedule.trees]
+        trees = self.config.scheduled()
+        self.schedule = AdaptiveSchedule(trees)
+        self.proposers = [tree.config.proposer() for tree in trees]
         self.stats = StepStats()
         self.draft_models = [
             self.draft_model_class(
@@ -74,17 +75,17 @@ class TreeDrafter:
         self.head: EngineHead | None = None
         if self.config.head is not None:
             self.head = EngineHead(vllm_config, self.config.head, self.stats)
-        self.max_depth = max(p.max_depth for p in self.proposers)
+        sizes = [proposer.sizes for proposer in self.proposers]
+        self.max_depth = max(s.max_depth for s in sizes)
         self.shapes = [
-            TreeShape(p.max_depth, p.max_siblings, p.max_parents)
-            for p in self.proposers
+            TreeShape(s.max_depth, s.max_siblings, s.max_parents) for s in sizes
         ]
-        self.max_nodes = max(p.max_nodes for p in self.proposers)
-        self.max_draws = max(p.max_draws for p in self.proposers)
+        self.max_nodes = max(s.max_nodes for s in sizes)
+        self.max_draws = max(s.max_draws for s in sizes)
         grammars = vllm_config.structured_outputs_config
         self.reasons = bool(grammars.reasoning_parser)
         self.reasons &= not grammars.enable_in_reasoning
-        self.branching = max(p.max_leaves for p in self.proposers) > 1
+        self.branching = max(s.max_leaves for s in sizes) > 1
 
     @property
     def rule(self) -> Rule:
@@ -132,9 +133,9 @@ class TreeDrafter:
         """Forks one tree may need, while it is drawn or while it is scored."""
         if self.masked:
             return 1 if self.draft_models else 0
-        forks = max(p.max_leaves for p in self.proposers) - 1
+        forks = max(p.sizes.max_leaves for p in self.proposers) - 1
         if self.draft_models:
-            forks = max(forks, *(p.max_width + 1 for p in self.proposers))
+            forks = max(forks, *(p.sizes.max_width + 1 for p in self.proposers))
         return forks
 
     def fork_space(self, first_block: int, block_size: int) -> ForkSpace:

@@ -122,7 +122,7 @@ class DraftingMixin:
                 batch, np.array(reqs), torch.tensor(reqs, device=runner.device)
             ),
             uniforms=self._uniforms(
-                reqs, roots.tolist(), proposer.num_uniforms, DRAFTING
+                reqs, roots.tolist(), proposer.sizes.num_uniforms, DRAFTING
             ),
             draft_models=self.drafter.draft_models,
         )
@@ -177,7 +177,7 @@ class DraftingMixin:
             for r, req_id in enumerate(runner.input_batch.req_ids)
             if drafts_tree(runner.requests[req_id].sampling_params, reasons)
         ]
-        depth = self.drafter.proposers[scheduled].max_depth
+        depth = self.drafter.proposers[scheduled].sizes.max_depth
         fits = written.end + depth + 1 < runner.max_model_len
         return reqs, written.sampled & fits
 

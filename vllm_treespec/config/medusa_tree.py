@@ -1,0 +1,56 @@
+"""Medusa: a tree of fixed shape, filled by one head a level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count
+from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.heads.config import MedusaHeadConfig, read_head_config
+from vllm_treespec.proposers import Medusa, Proposer, medusa
+
+NUM_DRAFTS = 5
+
+
+class MedusaTreeConfig(HeadMethodConfig):
+    """A tree of fixed shape, filled by one head a level."""
+
+    SHAPE = ("num_drafts",)
+    HEAD = "medusa"
+
+    method: Literal["medusa_tree"]
+    num_drafts: Count = Field(
+        default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens"
+    )
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """Bounds on its tree, which the proposer knows once it has read the head."""
+        return medusa.sizes(self.num_drafts)
+
+    def proposer(self) -> Proposer:
+        """Make the proposer, with the tree that suits the head's accuracies.
+
+        Raises:
+            HeadError: the head's configuration cannot be read.
+            ValueError: when the accuracies give no tree.
+
+        """
+        head = read_head_config(Path(self.model))
+        assert isinstance(head, MedusaHeadConfig)
+        return Medusa(self.num_drafts, head.rank_accuracies)
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Four draft tokens, then two."""
+        return [
+            ({"num_drafts": min(num_drafts, self.num_drafts)}, batch_size)
+            for num_drafts, batch_size in ((4, 2), (2, 4))
+        ]
+
+    def drafting_cost(self, depth: int) -> float:
+        """All levels at once."""
+        return 0.06

@@ -1,0 +1,94 @@
+"""ReDrafter: beam search over a recurrent head."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count
+from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import Proposer, RsdS, redrafter, rsd_s
+
+BEAM_WIDTH = 4
+LENGTH = 2
+NUM_DRAFTS = 5
+
+
+class ReDrafterConfig(HeadMethodConfig):
+    """Beam search over a recurrent head."""
+
+    SHAPE = ("beam_width", "length", "num_drafts")
+    HEAD = "redrafter"
+
+    method: Literal["redrafter"]
+    beam_width: Count = Field(default=BEAM_WIDTH, le=MAX_DRAFTS, description="beams")
+    length: Count = Field(
+        default=LENGTH, le=MAX_DRAFTS, description="draft tokens of each beam"
+    )
+    beam_search: Literal["deterministic", "stochastic"] = Field(
+        default="deterministic",
+        description="stochastic: beams are drawn; they are verified by recursive "
+        "rejection, which uses the head's probabilities",
+    )
+    # A null becomes NUM_DRAFTS when validated, but for a stochastic beam.
+    num_drafts: Count | None = Field(
+        default=None,
+        validate_default=True,
+        le=MAX_DRAFTS,
+        description="draft tokens at most, the likeliest are kept; null: "
+        f"{NUM_DRAFTS}, and all of a stochastic beam",
+    )
+
+    @property
+    def rule(self) -> str:
+        """Drawn beams have a distribution to reject by, the others have none."""
+        if self.beam_search == "stochastic":
+            return "recursive_rejection"
+        return super().rule
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        if self.num_drafts is None:  # all of a stochastic beam
+            return rsd_s.sizes(self.beam_width, self.length)
+        return redrafter.sizes(self.beam_width, self.length, self.num_drafts)
+
+    def proposer(self) -> Proposer:
+        """Make the proposer of this kind of beam search."""
+        if self.beam_search == "stochastic":
+            return RsdS(self.beam_width, self.length)
+        return super().proposer()
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Two levels of five draft tokens, then one of four, then of two."""
+        smaller = (((4, 2, 5), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
+        shapes = []
+        for (beam_width, length, num_drafts), batch_size in smaller:
+            shape = {
+                "beam_width": min(beam_width, self.beam_width),
+                "length": min(length, self.length),
+            }
+            if self.num_drafts is not None:
+                shape["num_drafts"] = min(num_drafts, self.num_drafts)
+            shapes.append((shape, batch_size))
+        return shapes
+
+    def drafting_cost(self, depth: int) -> float:
+        """One pass of the head a level."""
+        return 0.06 * depth
+
+    @field_validator("num_drafts")
+    @classmethod
+    def _drawn_beams_are_kept(
+        cls, num_drafts: int | None, info: ValidationInfo
+    ) -> int | None:
+        if info.data.get("beam_search") != "stochastic":
+            return num_drafts or NUM_DRAFTS
+        if num_drafts is not None:
+            raise ValueError(
+                "a stochastic beam keeps all beam_width x length draft tokens; remove "
+                "'num_drafts', or write 'beam_search' 'deterministic'"
+            )
+        return None

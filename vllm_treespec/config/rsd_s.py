@@ -1,0 +1,40 @@
+"""RSD-S: a tree drawn by stochastic beam search."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import rsd_s
+
+BEAM_WIDTH = 2
+DEPTH = 3
+
+
+class RsdSConfig(DraftModelConfig):
+    """A tree drawn by stochastic beam search."""
+
+    SHAPE = ("beam_width", "depth")
+
+    method: Literal["rsd_s"]
+    beam_width: Count = Field(
+        default=BEAM_WIDTH, le=MAX_DRAFTS, description="nodes per level"
+    )
+    depth: Count = Field(
+        default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
+    )
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return rsd_s.sizes(self.beam_width, self.depth)
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """One level of four draft tokens, then of two."""
+        return [
+            ({"beam_width": min(4, self.beam_width), "depth": 1}, 1),
+            ({"beam_width": min(2, self.beam_width), "depth": 1}, 2),
+        ]

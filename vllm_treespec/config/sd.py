@@ -1,0 +1,31 @@
+"""SD: the chain of ordinary speculative decoding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import sd
+
+DEPTH = 3
+
+
+class SdConfig(DraftModelConfig):
+    """A chain of draft tokens: ordinary speculative decoding."""
+
+    SHAPE = ("depth",)
+
+    method: Literal["sd"]
+    depth: Count = Field(default=DEPTH, le=MAX_DRAFTS, description="draft tokens")
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return sd.sizes(self.depth)
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """One draft token."""
+        return [({"depth": 1}, 2)]

@@ -1,0 +1,48 @@
+"""SpecTr: independent paths from one draft model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import spectr
+
+NUM_PATHS = 2
+DEPTH = 3
+
+
+class SpecTrConfig(DraftModelConfig):
+    """Independent paths from one draft model."""
+
+    SHAPE = ("num_paths", "depth")
+
+    method: Literal["spectr"]
+    num_paths: Count = Field(
+        default=NUM_PATHS, le=MAX_DRAFTS, description="independent paths"
+    )
+    depth: Count = Field(
+        default=DEPTH, le=MAX_DRAFTS, description="draft tokens of each path"
+    )
+    scorer: Literal["k_seq", "multi_round"] = Field(
+        default="k_seq", description="verification rule"
+    )
+
+    @property
+    def rule(self) -> str:
+        """The rule that the spec-config names."""
+        return self.scorer
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return spectr.sizes(self.num_paths, self.depth)
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """One level of four draft tokens, then of two."""
+        return [
+            ({"num_paths": min(4, self.num_paths), "depth": 1}, 1),
+            ({"num_paths": min(2, self.num_paths), "depth": 1}, 2),
+        ]

@@ -1,0 +1,60 @@
+"""Suffix: a tree of what followed earlier occurrences of the last tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import Proposer, Suffix, suffix
+
+NUM_DRAFTS = 16
+DEPTH = 12
+
+
+class SuffixTreeConfig(MethodConfig):
+    """What followed earlier occurrences of the last tokens; no draft model."""
+
+    SHAPE = ("num_drafts", "depth")
+
+    method: Literal["suffix_tree"]
+    num_drafts: Count = Field(
+        default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens at most"
+    )
+    depth: Count = Field(
+        default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
+    )
+    max_match: Count = Field(
+        default=16, le=256, description="last tokens to look up at most"
+    )
+    max_cached_tokens: NonNegativeInt = Field(
+        default=2**16,
+        strict=True,
+        le=2**20,
+        description="of earlier requests' outputs",
+    )
+
+    @property
+    def rule(self) -> str:
+        """Drafts that were not drawn have no distribution to reject by."""
+        return "target_draw"
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return suffix.sizes(self.num_drafts, self.depth, self.max_match)
+
+    def proposer(self) -> Proposer:
+        """Make the proposer, with an empty cache."""
+        return Suffix(
+            self.num_drafts, self.depth, self.max_match, self.max_cached_tokens
+        )
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Four draft tokens, then two."""
+        return [
+            ({"num_drafts": min(4, self.num_drafts)}, 2),
+            ({"num_drafts": min(2, self.num_drafts)}, 4),
+        ]

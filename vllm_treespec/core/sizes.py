@@ -1,0 +1,42 @@
+"""How large the draft trees of one shape become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeSizes:
+    """Upper bounds on the trees of one shape; the engine makes room for them.
+
+    Attributes:
+        max_nodes: nodes of the largest tree, root included.
+        max_depth: levels below the root.
+        max_width: nodes of the widest level, which one forward of a draft model reads.
+        max_leaves: leaves of the most branching tree.
+        num_uniforms: uniform numbers that drawing one tree takes; 0 where drafts are
+            not drawn.
+        max_draws: draws behind the largest tree, repeats included; left out: as many
+            as draft nodes.
+        max_siblings: most draws below one node, repeats included; left out:
+            ``max_width``.
+        max_parents: most nodes with draws below them; left out: the root, and a widest
+            level at every depth but the last.
+
+    """
+
+    max_nodes: int
+    max_depth: int
+    max_width: int
+    max_leaves: int
+    num_uniforms: int = 0
+    max_draws: int = 0
+    max_siblings: int = 0
+    max_parents: int = 0
+
+    def __post_init__(self) -> None:
+        """Put the bounds in place that were left out, which 0 stands for."""
+        parents = min(self.max_nodes, 1 + (self.max_depth - 1) * self.max_width)
+        object.__setattr__(self, "max_draws", self.max_draws or self.max_nodes - 1)
+        object.__setattr__(self, "max_siblings", self.max_siblings or self.max_width)
+        object.__setattr__(self, "max_parents", self.max_parents or parents)
