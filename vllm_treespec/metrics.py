@@ -1,7 +1,10 @@
-"""Our counters beside vLLM's, in the process that answers ``/metrics``.
+"""Our counters beside vLLM's own.
 
-The engine's first worker counts in a file of Prometheus' own format; a collector in the
-front-end shows what the file holds. docs/metrics.md lists all.
+The first worker hands what it counted to the scheduler, with the drafts of each step.
+The scheduler's process adds it up in a file of Prometheus' own format. A collector in
+the front-end, the process that answers ``/metrics``, shows what the file holds. These
+two processes run on one machine, the worker may run on another. docs/metrics.md lists
+the counters.
 """
 
 from __future__ import annotations
@@ -10,27 +13,170 @@ import functools
 import json
 import logging
 import os
+import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import prometheus_client
 from prometheus_client.metrics_core import CounterMetricFamily
-from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
-from vllm_treespec.core.stats import (
-    COUNTERS,
-    PREFIX,
-    counter_file,
-    make_counter_file,
-)
+from vllm_treespec.core.stats import DRAFT_FORWARD, STAGES, StepCounts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# Room for about a thousand series, taken when the file is made: a disk that is full
+# later would kill the process that writes.
+_FILE_SIZE = 2**18
+# LLM.get_metrics shows nothing else.
+PREFIX = "vllm:treespec_"
+# Label of its own if any, and help text.
+COUNTERS = {
+    "num_accepted_tokens_per_depth": (
+        "depth",
+        "Accepted draft tokens per depth of the tree, from 1.",
+    ),
+    "num_nodes_verified": (None, "Tree nodes the target scored, roots included."),
+    "num_nodes_wasted": (
+        None,
+        "Tree nodes scored that are neither root nor accepted.",
+    ),
+    "num_beam_tokens": (
+        None,
+        "Tokens of all beams that draft trees were made from.",
+    ),
+    "num_beam_nodes": (
+        None,
+        "Draft nodes that beams were merged into, roots excluded.",
+    ),
+    "stage_seconds": (
+        "stage",
+        "Seconds of worker time per stage; draft_forward is a part of draft.",
+    ),
+    "num_steps": ("mode", "Steps per mode: the tree drafted with, or plain."),
+}
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
+
+
+def gathering_folder() -> Path | None:
+    """Folder in which Prometheus gathers the files of several processes, if any.
+
+    vLLM sets it for several API servers, before it starts other processes.
+    """
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    return Path(folder) if folder else None
+
+
+def counter_file(vllm_config: VllmConfig) -> Path:
+    """File in which an engine's scheduler counts for the front-end.
+
+    vLLM gives each launch an ``instance_id``, which its processes receive with the
+    config.
+
+    Raises:
+        OSError: there is no temporary folder.
+
+    """
+    folder = gathering_folder()
+    if folder is not None:
+        return folder / f"counter_treespec-{vllm_config.instance_id}.db"
+    return Path(tempfile.gettempdir()) / f"treespec_{vllm_config.instance_id}"
+
+
+def make_counter_file(file: Path) -> BinaryIO:
+    """Make an empty file, readable for this user only, and open it.
+
+    Raises:
+        OSError: there is such a file, or no room for it.
+
+    """
+    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+    opened = os.fdopen(descriptor, "r+b")
+    try:
+        os.posix_fallocate(descriptor, 0, _FILE_SIZE)
+    except OSError:
+        opened.close()
+        file.unlink()
+        raise
+    return opened
+
+
+class SharedCounters:
+    """Counters in a file of Prometheus' own format, which other processes read.
+
+    A reader may see a step half counted; it never sees half a number.
+    """
+
+    def __init__(self, file: Path, model_name: str, engine_index: int) -> None:
+        """Open a file of ``make_counter_file``; what has no open labels starts at 0.
+
+        Raises:
+            OSError: the file cannot be opened.
+
+        """
+        self._file = MmapedDict(str(file))
+        self._labels = {"model_name": model_name, "engine": str(engine_index)}
+        self._keys: dict[tuple[str, str], str] = {}
+        self._values: defaultdict[str, float] = defaultdict(float)
+        self.add(StepCounts())
+        for stage in (*STAGES, DRAFT_FORWARD):
+            self._add("stage_seconds", 0, stage)
+
+    def add(self, counts: StepCounts) -> None:
+        """Add what a worker handed over."""
+        for stage, seconds in counts.seconds.items():
+            self._add("stage_seconds", seconds, stage)
+        for mode, steps in counts.modes.items():
+            self._add("num_steps", steps, mode)
+        for depth in range(1, max(counts.accepted, default=0) + 1):
+            reached = sum(t for n, t in counts.accepted.items() if n >= depth)
+            self._add("num_accepted_tokens_per_depth", reached, str(depth))
+        num_accepted = sum(n * trees for n, trees in counts.accepted.items())
+        self._add("num_nodes_verified", counts.nodes)
+        self._add("num_nodes_wasted", counts.nodes - counts.trees - num_accepted)
+        self._add("num_beam_tokens", counts.beam_tokens)
+        self._add("num_beam_nodes", counts.beam_nodes)
+
+    def _add(self, counter: str, amount: float, value: str = "") -> None:
+        """Add to a counter of ``COUNTERS``, at a value of its own label if any."""
+        key = self._keys.get((counter, value))
+        if key is None:
+            label, text = COUNTERS[counter]
+            labels = {**self._labels, **({label: value} if label else {})}
+            name = PREFIX + counter
+            key = mmap_key(name, f"{name}_total", [*labels], [*labels.values()], text)
+            self._keys[counter, value] = key
+        self._values[key] += amount
+        self._file.write_value(key, self._values[key], 0.0)
+
+
+def open_counters(vllm_config: VllmConfig) -> SharedCounters | None:
+    """Open the file of an engine in its scheduler's process, if the front-end made one.
+
+    Under an external launcher every rank has a scheduler; only rank 0 counts. Without
+    metrics serving goes on: a file that cannot be opened is a warning.
+    """
+    parallel = vllm_config.parallel_config
+    model_name = str(vllm_config.model_config.served_model_name)
+    try:
+        file = counter_file(vllm_config)
+        if parallel.rank != 0 or not file.exists():
+            return None
+        counters = SharedCounters(file, model_name, parallel.data_parallel_index)
+        # The front-end has it open. Without a name nothing stays behind, whichever
+        # process ends first and however.
+        if gathering_folder() is None:
+            file.unlink()
+    except OSError as error:
+        logger.warning("No metrics of draft trees: %s", error)
+        return None
+    return counters
 
 
 class TreeCollector(Collector):
@@ -56,7 +202,7 @@ class TreeCollector(Collector):
 
         def remove() -> None:
             file.close()
-            # The worker has removed it already, if one was started.
+            # The scheduler has removed it already, if one was started.
             path.unlink(missing_ok=True)
 
         self._file = file
@@ -68,7 +214,7 @@ class TreeCollector(Collector):
             yield CounterMetricFamily(PREFIX + name, text)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Read the counters; there are none before a worker counts."""
+        """Read the counters; there are none before the scheduler has started."""
         if self._file is None:
             return
         families: dict[str, CounterMetricFamily] = {}
@@ -96,10 +242,10 @@ def show_counters(vllm_config: VllmConfig) -> None:
     Without metrics serving goes on: a file that cannot be made is a warning.
     """
     try:
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        if gathering_folder() is None:
+            registered_collector().follow(vllm_config)
+        else:
             # Whoever answers /metrics reads all files of that folder.
             make_counter_file(counter_file(vllm_config)).close()
-        else:
-            registered_collector().follow(vllm_config)
     except OSError as error:
         logger.warning("No metrics of draft trees: %s", error)

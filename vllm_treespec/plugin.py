@@ -7,6 +7,7 @@ stock arguments. Arguments that do not name one of our methods pass untouched.
 
 from __future__ import annotations
 
+import copy
 import functools
 import textwrap
 from collections.abc import Callable
@@ -65,14 +66,16 @@ def register() -> None:
 
     @functools.wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        def make(arguments: EngineArgs) -> VllmConfig:
+            return stock(arguments, *args, **kwargs)
+
         spec = self.speculative_config
-        make = functools.partial(stock, self, *args, **kwargs)
         if not isinstance(spec, dict):
-            return make()
+            return make(self)
         try:
             if names_our_method(spec):
                 return with_trees(self, spec, make)
-            return without_trees(spec, make)
+            return without_trees(spec, functools.partial(make, self))
         except (SpecConfigError, SeamError) as error:
             raise type(error)(below_traceback(str(error))) from None
 
@@ -80,18 +83,22 @@ def register() -> None:
 
 
 def with_trees(
-    args: EngineArgs, spec: dict[str, Any], make: Callable[[], VllmConfig]
+    args: EngineArgs, spec: dict[str, Any], make: Callable[[EngineArgs], VllmConfig]
 ) -> VllmConfig:
-    """Put stock arguments in place of a spec-config of ours, and make the config."""
+    """Put stock arguments in place of a spec-config of ours, and make the config.
+
+    The caller's arguments stay as they are. vLLM changes arguments while it makes a
+    config, also what they hold, so it gets a deep copy.
+    """
     config = parse_spec_config(spec)
     check_head_files(config)
     device = refuse_arguments(args)
-    arguments = stock_arguments(config, args.block_size, device)
-    for name, value in arguments.items():
+    expanded = copy.deepcopy(args)
+    for name, value in stock_arguments(config, args.block_size, device).items():
         if name == "additional_config":
-            value = {**args.additional_config, **value}
-        setattr(args, name, value)
-    vllm_config = make()
+            value = {**expanded.additional_config, **value}
+        setattr(expanded, name, value)
+    vllm_config = make(expanded)
     refuse_models(config, vllm_config, device)
     refuse_short_chunks(vllm_config)
     if not args.disable_log_stats:

@@ -16,7 +16,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from vllm_treespec.core.stats import counter_file
+from vllm_treespec.metrics import counter_file
 
 
 async def run_engine(request: dict) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def test_stock_line_agrees(counted: dict[str, Any]) -> None:
     assert f"Per-position acceptance rate: {rates}, 0.000, 0.000" in line
 
 
-def test_nothing_stays_in_shared_memory(counted: dict[str, Any]) -> None:
-    """Red when the file of the totals keeps its name, and so may outlive the engine."""
+def test_no_file_has_a_name(counted: dict[str, Any]) -> None:
+    """Red when the counters' file keeps its name, and so may outlive the engine."""
     assert not counted["left"]
 
 

@@ -1,5 +1,6 @@
 """Our names beside vLLM's own, and what vLLM does with methods that are not ours."""
 
+import copy
 import logging
 import os
 import traceback
@@ -12,12 +13,13 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 from pydantic import ValidationError
 from transformers import LlamaConfig
-from vllm.config import VllmConfig, speculative
+from vllm.config import StructuredOutputsConfig, VllmConfig, speculative
 from vllm.engine import arg_utils
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_treespec.config import METHODS, SpecConfigError
+from vllm_treespec.engine.scheduler import TreeScheduler
 from vllm_treespec.plugin import register
 
 # SpeculativeMethod in vllm/config/speculative.py of vLLM 0.33.0, the wheel on PyPI.
@@ -162,6 +164,35 @@ def test_unused_changes_nothing(
     assert config_beside.additional_config == {}
     assert "treespec" not in str(config_beside.parallel_config.worker_cls)
     assert config_beside.scheduler_config.get_scheduler_cls() is Scheduler
+
+
+@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
+def test_arguments_stay_the_callers(kind: type[EngineArgs], target: str) -> None:
+    """Red when arguments differ after a config of ours was made from them."""
+    register()
+    args = kind(
+        model=target,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        dtype="float32",
+        disable_log_stats=True,
+        # vLLM writes the first into the second.
+        reasoning_parser_plugin="nowhere.py",
+        structured_outputs_config=StructuredOutputsConfig(),
+        additional_config={"theirs": {"kept": [1]}},
+        speculative_config={"method": "suffix_tree", "num_drafts": 8, "depth": 4},
+    )
+    # As vllm serve does, which starts several API servers.
+    args._api_process_count = 3
+    before, fields = copy.deepcopy(args), set(vars(args))
+    for _ in range(2):
+        config = args.create_engine_config()
+        assert config.scheduler_config.get_scheduler_cls() is TreeScheduler
+        assert config.additional_config["theirs"] == {"kept": [1]}
+        assert config.additional_config["treespec"]["method"] == "suffix_tree"
+        assert config.parallel_config._api_process_count == 3
+        assert args == before
+        assert set(vars(args)) == fields
 
 
 def surroundings() -> tuple[dict[str, str], dict[str, tuple[list[Any], int, bool]]]:

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_treespec.core.stats import StepCounts
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds, TreeScheduler
 
 STOCK = 77
@@ -82,6 +83,7 @@ def scheduler() -> TreeScheduler:
 
     made = object.__new__(TreeScheduler)
     made._parents = {"gone": [0]}
+    made._counters = None
     made.requests = {
         "free": request(None),
         "tree": request(Rising()),
@@ -112,6 +114,7 @@ def update(scheduler: TreeScheduler) -> None:
         ["free", "tree", "prompt", "undrafted", "gone"],
         [DRAFTS, DRAFTS, [3], [], [1]],
         {"free": PARENTS, "tree": PARENTS, "prompt": [0], "gone": [0]},
+        StepCounts(),
     )
     scheduler.update_draft_token_ids(pickle.loads(pickle.dumps(drafts)))
 

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with grammar masks for draft trees."""
+"""vLLM's scheduler, with grammar masks and metrics for draft trees."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from vllm_treespec.core.stats import StepCounts
+from vllm_treespec.metrics import open_counters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,6 +32,8 @@ class TreeDraftTokenIds(DraftTokenIds):
 
     # request id -> parent of every node but the root, in the order of the drafts
     parents: dict[str, list[int]]
+    # what the worker counted since its last drafts went to the scheduler
+    counts: StepCounts
 
 
 class TreeScheduler(Scheduler):
@@ -39,17 +44,23 @@ class TreeScheduler(Scheduler):
     after its own path. The target then gives forbidden drafts no probability, so that
     they are rejected by the rule that verifies all others. Requests without a tree
     are left to the stock scheduler.
+
+    With the drafts comes what the worker counted. It is added to the counters that the
+    front-end shows (:mod:`vllm_treespec.metrics`), if the engine keeps statistics.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Make the stock scheduler."""
         super().__init__(*args, **options)
         self._parents: dict[str, list[int]] = {}
+        self._counters = open_counters(self.vllm_config) if self.log_stats else None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the next drafts."""
         if isinstance(draft_token_ids, TreeDraftTokenIds):
             self._parents |= draft_token_ids.parents
+            if self._counters is not None:
+                self._counters.add(draft_token_ids.counts)
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
         stock = DraftTokenIds([], [])
         for req_id, drafts in zip(

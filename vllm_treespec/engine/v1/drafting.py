@@ -97,12 +97,15 @@ class DraftingMixin:
         self.stats.observe(step.host_num_nodes.tolist(), num_accepted)
 
     def take_draft_token_ids(self) -> Any:
-        """Hand the drafts to the scheduler, with the trees that they form."""
+        """Hand the drafts to the scheduler, with their trees and what was counted."""
         drafts = super().take_draft_token_ids()  # type: ignore[misc]
-        if drafts is None or self.proposal is None:
-            return drafts
+        if drafts is None:
+            return None
         return TreeDraftTokenIds(
-            drafts.req_ids, drafts.draft_token_ids, self.proposal.parents()
+            drafts.req_ids,
+            drafts.draft_token_ids,
+            self.proposal.parents() if self.proposal is not None else {},
+            self.stats.hand_over(),
         )
 
     def _proposer_inputs(

@@ -41,7 +41,6 @@ class TreeRunnerMixin(DraftingMixin):
         self.placement = self.drafter.placement()
         self.uniforms = UniformSource(runner.model_config.seed)
         self.stats = self.drafter.stats
-        self.stats.share(runner.vllm_config)
         self.tree_step: TreeStep | None = None
         self.proposal: Proposal | None = None
         self._reached_forward = 0.0
