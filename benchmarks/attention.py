@@ -23,8 +23,10 @@ from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.engine.branches import BatchLayout, ForkSpace, plan_branches
-from vllm_treespec.engine.kv_cache import BlockCopier
+from vllm_treespec.core.views import PagedBatch
+from vllm_treespec.layouts.base import ForkSpace
+from vllm_treespec.layouts.block_copies import BlockCopier
+from vllm_treespec.layouts.branch_plan import plan_branches
 
 CHAIN = list(range(-1, 16))
 TREES = {
@@ -58,9 +60,9 @@ class Layer:
         num_nodes = len(parents)
         slots = torch.arange(self.context, self.context + num_nodes) + self.block_size
         starts = torch.tensor([0, num_nodes])
-        layout = BatchLayout(starts, torch.tensor([self.context]), self.table, slots)
+        batch = PagedBatch(starts, torch.tensor([self.context]), self.table, slots)
         tree = from_parents([[0] * num_nodes], [parents])
-        plan = plan_branches(tree, torch.tensor([0]), layout, self.forks)
+        plan = plan_branches(tree, torch.tensor([0]), batch, self.forks)
         query = torch.randn(num_nodes, self.heads, self.head_size).to(self.dtype)
         key = torch.randn(num_nodes, self.kv_heads, self.head_size).to(self.dtype)
         out = torch.empty_like(query)

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-
-
-class DraftModel(Protocol):
-    """A draft model that grows the trees of a batch, one forward per level."""
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """Token of every column of the logits, int64 [draft_vocab_size], ascending.
-
-        None stands for the target's whole vocabulary.
-        """
-
-    def root_logits(self) -> Tensor:
-        """Logits after the committed tokens, [num_reqs, draft_vocab_size]."""
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level and return the logits after each of its nodes.
-
-        Args:
-            token_ids: int64 [num_reqs, width], of the target's vocabulary.
-            parents: int64 [num_reqs, width], index within the level read before
-                (0 for the level right below the root).
-
-        Returns:
-            [num_reqs, width, draft_vocab_size].
-
-        """
+from vllm_treespec.sources.base import Continuations, DraftModel
 
 
 def tokens_of(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
@@ -57,12 +31,8 @@ class ProposerInputs:
     uniforms: Tensor
     # as many as Proposer.num_draft_models
     draft_models: Sequence[DraftModel] = ()
-    # committed tokens, root included, int64 [num_reqs, max_len], and how many of them
-    # are filled, int64 [num_reqs]; only if the proposer asks
-    token_ids: Tensor | None = None
-    num_tokens: Tensor | None = None
-    # who the requests are, the same name in every step
-    req_ids: Sequence[str] | None = None
+    # of each index of texts
+    continuations: Sequence[Continuations] = ()
 
 
 class Proposer(ABC):
@@ -71,7 +41,6 @@ class Proposer(ABC):
     Attributes:
         name: the spec-config's ``method``.
         num_draft_models: how many draft models it drives.
-        needs_token_ids: whether it reads the committed tokens.
         sizes: how large its trees become.
         num_candidates: tokens that a tree is made of before equal ones are merged;
             None: its nodes are all there is.
@@ -80,16 +49,12 @@ class Proposer(ABC):
 
     name: ClassVar[str]
     num_draft_models: int = 1
-    needs_token_ids: ClassVar[bool] = False
     num_candidates: int | None = None
     sizes: TreeSizes
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw one tree per request."""
-
-    def forget(self, req_ids: Iterable[str]) -> None:  # noqa: B027 a default
-        """Learn that these requests are finished; unknown ones are no error."""
 
 
 PROPOSERS: dict[str, type[Proposer]] = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 
 from benchmarks.gpu.oracle import (
     OracleProposer,
@@ -15,6 +15,7 @@ from benchmarks.gpu.oracle import (
     last_path,
 )
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.core.decoder import Method, TreeDecoder
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.engine.v1.drafter import TreeDrafter
 from vllm_treespec.plugin import stock_arguments
@@ -23,41 +24,52 @@ from vllm_treespec.scorers import ScorerOutput, TargetLogits
 DRAFTER = "benchmarks.gpu.oracle_drafter.OracleDrafter"
 
 
-class OracleDrafter(TreeDrafter):
-    """Drafts random tokens and has them accepted by coins; its text is nonsense.
+class OracleDecoder(TreeDecoder):
+    """Has drafts accepted by coins; its text is nonsense.
 
     Positions, masks, the target's forward, scoring, the move of keys and values and
     all bookkeeping are those of every method. The rule of the request is run, and what
-    it accepts is replaced. On a CPU the rule walks, so it costs what it costs to reject
-    random drafts.
+    it accepts is replaced; a walk (on CPU) costs what it costs to reject random
+    drafts.
     """
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        """Take the tree and the acceptance from ``additional_config``."""
-        super().__init__(vllm_config)
-        settings = vllm_config.additional_config["oracle"]
-        num_nodes = settings["num_nodes"]
+    acceptance: float
+
+    def verify(
+        self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+    ) -> ScorerOutput:
+        """Run the rule, then let coins decide what is accepted."""
+        scored = super().verify(index, tree, target, uniforms)
+        (oracle,) = self.method.proposers
+        assert isinstance(oracle, OracleProposer)
+        path = torch.tensor(last_path(oracle.parents), device=self.limits.device)
+        return accept_by_coins(
+            tree, path, self.acceptance, uniforms, scored.next_token_ids
+        )
+
+
+class OracleDrafter(TreeDrafter):
+    """Drafts random tokens, in no time."""
+
+    decoder_class = OracleDecoder
+
+    def method(self, batched: bool) -> Method:
+        """Draw by the oracle; the tree comes in ``additional_config``."""
+        num_nodes = self.vllm_config.additional_config["oracle"]["num_nodes"]
         oracle = OracleProposer(
             num_nodes,
             default_depth(num_nodes),
-            vllm_config.model_config.get_vocab_size(),
+            self.vllm_config.model_config.get_vocab_size(),
         )
-        # The sizes that were read from the replaced proposer are not smaller.
-        self.proposers = [oracle]
-        self.acceptance = float(settings["acceptance"])
-        device = vllm_config.device_config.device
-        self.path = torch.tensor(
-            last_path(oracle.parents), dtype=torch.int64, device=device
-        )
+        return replace(super().method(batched), proposers=[oracle])
 
-    def score(
-        self, scheduled: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
-    ) -> ScorerOutput:
-        """Run the rule, then let coins decide what is accepted."""
-        scored = super().score(scheduled, tree, target, uniforms)
-        return accept_by_coins(
-            tree, self.path, self.acceptance, uniforms, scored.next_token_ids
-        )
+    def make_decoder(self, *args: Any) -> TreeDecoder:
+        """Make the decoder; the acceptance comes in ``additional_config``."""
+        decoder = super().make_decoder(*args)
+        assert isinstance(decoder, OracleDecoder)
+        settings = self.vllm_config.additional_config["oracle"]
+        decoder.acceptance = float(settings["acceptance"])
+        return decoder
 
 
 def oracle_arguments(
@@ -89,4 +101,4 @@ def oracle_arguments(
 
 def use_acceptance(worker: Any, acceptance: float) -> None:
     """Change the acceptance from now on, through ``LLM.collective_rpc``."""
-    worker.model_runner.drafter.acceptance = acceptance
+    worker.model_runner.decoder.acceptance = acceptance

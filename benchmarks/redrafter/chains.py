@@ -49,13 +49,13 @@ class Chains(Proposer):
 
 def use_chains(worker: Any, wanted: bool) -> None:
     """Let a worker verify its present tree's beams as chains, or as a tree again."""
-    drafter = worker.model_runner.drafter
-    present = drafter.schedule.always
-    proposer = drafter.proposers[present]
+    method = worker.model_runner.decoder.method
+    present = method.schedule.always
+    proposer = method.proposers[present]
     if wanted:
-        drafter.proposers[present] = Chains(proposer)
+        method.proposers[present] = Chains(proposer)
     elif isinstance(proposer, Chains):
-        drafter.proposers[present] = proposer.beams
+        method.proposers[present] = proposer.beams
 
 
 def without_sharing(tree: TreeBatch) -> TreeBatch:

@@ -7,14 +7,13 @@ in the interpreter), and that all batches run on our kernel.
 from typing import Any
 
 from torch import Tensor
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_treespec.engine.masks import NodeMasks
 from vllm_treespec.engine.tree_attention import (
     TreeAttentionBackend,
     TreeAttentionImpl,
@@ -22,19 +21,9 @@ from vllm_treespec.engine.tree_attention import (
     TreeAttentionMetadataBuilder,
 )
 from vllm_treespec.engine.v1.cpu_worker import TreeCPUWorker
-from vllm_treespec.engine.v1.drafter import TreeDrafter
 from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
 from vllm_treespec.engine.v1.warm_up import warm_up_attention
 from vllm_treespec.kernels.tree_attention import Workspace
-
-
-class InterpretedDrafter(TreeDrafter):
-    """Draws for the GPU path."""
-
-    @staticmethod
-    def uses_masks(vllm_config: VllmConfig) -> bool:
-        """Whatever the device is."""
-        return True
 
 
 class InterpretedBuilder(TreeAttentionMetadataBuilder):
@@ -115,14 +104,13 @@ class InterpretedRunner(TreeGPUModelRunner, CPUModelRunner):
     """The GPU's runner, on vLLM's CPU runner."""
 
     drafter: Any
-    placement: Any
 
     def profile_run(self, *args: Any, **options: Any) -> None:
         """Run the models once; draft models read padded batches afterwards."""
         super().profile_run(*args, **options)
-        masks: NodeMasks = self.placement.masks
+        masks = self.masks
         for draft_model in self.drafter.draft_models:
-            draft_model.prepare(masks, PaddingDispatcher())
+            draft_model.prepare(masks.max_tokens, PaddingDispatcher())
         for heads, size in masks.workspaces:
             # A card's number of splits would fill a card: too much for an interpreter.
             masks.workspaces[heads, size] = Workspace(
@@ -137,6 +125,7 @@ class InterpretedWorker(TreeCPUWorker):
         """Make the runner; attention is chosen when models are loaded."""
         super().init_device()
         self.model_runner.__class__ = InterpretedRunner
+        self.model_runner.init_trees()
         register_backend(
             AttentionBackendEnum.CPU_ATTN,
             f"{__name__}.{InterpretedBackend.__name__}",

@@ -56,7 +56,7 @@ def main() -> None:
         init_distributed_environment,
     )
 
-    from vllm_treespec.engine.head import shared_weights
+    from vllm_treespec.engine.head_source import shared_weights
 
     work = Path(sys.argv[1])
     store = f"file://{work}/store"

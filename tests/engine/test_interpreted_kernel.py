@@ -37,14 +37,10 @@ def interpreted(
     """Return a function that runs jobs on the GPU path, from stock arguments."""
 
     def run(jobs: list[dict], arguments: dict, **options: object) -> dict:
-        speculative = arguments["speculative_config"] | {
-            "model": "tests.engine.interpreted.InterpretedDrafter"
-        }
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         ours = {
             "worker_cls": "tests.engine.interpreted.InterpretedWorker",
-            "speculative_config": speculative,
         }
         return run_engine(None, jobs, **{**ENGINE, **arguments, **ours, **options})
 

@@ -33,7 +33,7 @@ from tests.engine.support_jobs import (  # noqa: E402
     usual_jobs,
 )
 from vllm_treespec.config import SpecConfigError  # noqa: E402
-from vllm_treespec.engine.v1.requests import drafts_tree  # noqa: E402
+from vllm_treespec.engine.v1.views import drafts_tree  # noqa: E402
 from vllm_treespec.plugin import register  # noqa: E402
 
 METHOD = "rsd_s"

@@ -89,7 +89,7 @@ def reseed(worker: Any) -> None:
     """Let every rank draw numbers of its own."""
     from vllm_treespec.core.uniforms import UniformSource
 
-    worker.model_runner.uniforms = UniformSource(worker.rank)
+    worker.model_runner.decoder.uniforms = UniformSource(worker.rank)
 
 
 def main() -> None:

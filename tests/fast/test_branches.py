@@ -14,14 +14,14 @@ from vllm_treespec.core.tree_builders import from_parents
 ops = pytest.importorskip("vllm._custom_ops", reason="needs vLLM's CPU kernels")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
 
-from vllm_treespec.engine.branches import (  # noqa: E402
-    BatchLayout,
+from vllm_treespec.core.views import PagedBatch  # noqa: E402
+from vllm_treespec.layouts.base import ForkSpace  # noqa: E402
+from vllm_treespec.layouts.block_copies import BlockCopier  # noqa: E402
+from vllm_treespec.layouts.branch_plan import (  # noqa: E402
     BranchPlan,
-    ForkSpace,
     commit_copies,
     plan_branches,
 )
-from vllm_treespec.engine.kv_cache import BlockCopier  # noqa: E402
 
 # (context length, query length, tree parents or None)
 MIXED_BATCH = [
@@ -76,7 +76,7 @@ class Paged:
         self.slots = torch.cat(
             [self.slot(r, torch.arange(c, c + q)) for r, (c, q, _) in enumerate(batch)]
         )
-        self.layout = BatchLayout(starts, contexts, self.block_table, self.slots)
+        self.paged = PagedBatch(starts, contexts, self.block_table, self.slots)
         self.keys = [torch.randn(c + q, kv_heads, head_size) for c, q, _ in batch]
         self.values = [torch.randn_like(k) for k in self.keys]
         self.queries = torch.randn(int(lens.sum()), kv_heads * self.group, head_size)
@@ -140,7 +140,7 @@ class Paged:
     def run(self) -> tuple[BranchPlan, TreeBatch, Tensor, Tensor]:
         """Write and attend along branches; outputs are in the plan's row order."""
         tree, reqs = self.tree_batch()
-        plan = plan_branches(tree, reqs, self.layout, self.forks)
+        plan = plan_branches(tree, reqs, self.paged, self.forks)
         BlockCopier([self.cache]).copy(plan.copy_from, plan.copy_to)
         new_keys = torch.cat(
             [k[c:] for k, (c, _, _) in zip(self.keys, self.batch, strict=True)]
@@ -175,7 +175,7 @@ def check(paged: Paged) -> None:
     mask = ancestor_mask(tree)
     tree_of = {r: t for t, (r, _) in enumerate(paged.trees)}
     for r, (context, length, _) in enumerate(paged.batch):
-        start = int(paged.layout.query_start_loc[r])
+        start = int(paged.paged.query_start_loc[r])
         for i in range(length):
             seen = torch.zeros(context + length, dtype=torch.bool)
             seen[:context] = True
@@ -225,7 +225,7 @@ def test_committed_kv_is_what_plain_decoding_writes(seed):
     mask = ancestor_mask(tree)
     last = torch.tensor([int(torch.randint(0, len(p), (1,))) for _, p in paged.trees])
     depth = tree.depths[torch.arange(len(last)), last]
-    copies = commit_copies(plan, last, depth, reqs, paged.layout, paged.forks)
+    copies = commit_copies(plan, last, depth, reqs, paged.paged, paged.forks)
     BlockCopier([paged.cache]).copy(*copies)
     for t, (r, parents) in enumerate(paged.trees):
         context = paged.batch[r][0]

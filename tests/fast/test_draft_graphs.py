@@ -7,13 +7,13 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_treespec.engine.masked_draft_model import MaskedDraftModel
+from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
 from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
-class Drafts(MaskedDraftModel):
+class Drafts(GraphedDraftModel):
     """Notes its dummy runs."""
 
     def __init__(self) -> None:

@@ -154,10 +154,14 @@ def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec))
     args: Any = SimpleNamespace()
+
+    def configure(_: Any) -> Any:
+        raise AssertionError("an engine was configured")
+
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
         expand_file(file)
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
-        with_trees(args, spec, lambda: pytest.fail("an engine was configured"))
+        with_trees(args, spec, configure)
 
 
 def test_head_is_no_draft_model(tmp_path: Path) -> None:

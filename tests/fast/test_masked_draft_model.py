@@ -1,6 +1,5 @@
 """What a draft model is given to read, level by level, under masks."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,25 +9,30 @@ import torch
 from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting
-from vllm_treespec.engine.branches import ForkSpace
-from vllm_treespec.engine.draft_model import CommittedTokens
-from vllm_treespec.engine.masked_draft_model import MaskedDraftModel
-from vllm_treespec.engine.masks import NodeMasks
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.engine.draft_model import PagedDraftModel
+from vllm_treespec.layouts.base import ForkSpace, LevelInputs
+from vllm_treespec.layouts.block_copies import BlockCopier
+from vllm_treespec.layouts.masks import MaskLevels
+from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.sources.base import CommittedTokens
 
 PAGE = 4
 # Behind 10 blocks of the scheduler's, two blocks a tree.
 FORKS = ForkSpace(first_block=10, forks_per_tree=1, blocks_per_fork=2, block_size=PAGE)
-NOTHING: Any = None
 
 
-class Copies:
+class Copies(BlockCopier):
     """Notes which blocks are copied."""
+
+    def __init__(self) -> None:
+        super().__init__([])
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         self.sources, self.targets = sources, targets
 
 
-class Recorded(MaskedDraftModel):
+class Recorded(PagedDraftModel):
     """Notes what it reads instead of running a model."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,15 +40,16 @@ class Recorded(MaskedDraftModel):
         self.forks = FORKS
         self.groups: list[Any] = []
         self.layer_names = []
-        self.stats: Any = SimpleNamespace(stage=lambda name: nullcontext())
+        self.stats = StepStats()
         self.model: Any = SimpleNamespace(compute_logits=lambda hidden: hidden)
-        self.copier: Any = Copies()
+        self.copies = Copies()
         self.masks = NodeMasks(32, 4, device)
+        self.levels = MaskLevels(FORKS, self.copies, self.masks)
 
-    def _forward(self, *inputs: Any) -> Tensor:
-        self.read = inputs
+    def _forward(self, token_ids: Tensor, inputs: LevelInputs) -> Tensor:
+        self.token_ids, self.inputs = token_ids, inputs
         self.masks_then = self.masks.node_masks.clone(), self.masks.tree_starts.clone()
-        return super()._forward(*inputs)
+        return super()._forward(token_ids, inputs)
 
     def _run(
         self,
@@ -62,8 +67,9 @@ def committed(device: torch.device) -> CommittedTokens:
     return CommittedTokens(
         token_ids=np.arange(20).reshape(2, 10),
         reqs=np.array([0, 1]),
+        slots=np.array([0, 1]),
         first=np.array([4, 8]),
-        end=np.array([6, 9]),
+        end=np.array([5, 8]),
         drafting=np.array([0, 1]),
         block_table=table.to(device),
         num_blocks=np.array([2, 2]),
@@ -77,41 +83,43 @@ def test_levels_lie_side_by_side() -> None:
     1, 2 and 3 are level 1; nodes 4 and 5 below 2 and 1 (and below 3 and 3) are level 2.
     """
     model = Recorded(torch.device("cpu"))
-    model.start(committed(model.device))
-    ids, positions, slots, starts, lens, table = model.read
-    assert ids.tolist() == [4, 5, 18]
-    assert positions.tolist() == [4, 5, 8]
-    assert slots.tolist() == [8, 9, 12 * PAGE]
-    assert (starts.tolist(), lens.tolist()) == ([0, 2, 3], [6, 9])
+    model.read(committed(model.device))
+    inputs = model.inputs
+    assert model.token_ids.tolist() == [4, 5, 18]
+    assert inputs.positions.tolist() == [4, 5, 8]
+    assert inputs.slots.tolist() == [8, 9, 12 * PAGE]
+    assert inputs.query_start_loc.tolist() == [0, 2, 3]
+    assert inputs.seq_lens.tolist() == [6, 9]
     # The copy of a block to itself is the second request's, whose root is there.
-    assert model.copier.sources.tolist() == [2, 12]
-    assert model.copier.targets.tolist() == [10, 12]
+    assert model.copies.sources.tolist() == [2, 12]
+    assert model.copies.targets.tolist() == [10, 12]
 
     model.extend(torch.tensor([[7, 8, 9]] * 2), torch.zeros((2, 3), dtype=torch.int64))
     model.extend(torch.tensor([[5, 6]] * 2), torch.tensor([[1, 0], [2, 2]]))
-    ids, positions, slots, starts, lens, table = model.read
-    assert positions.tolist() == [7, 7, 10, 10]
+    inputs = model.inputs
+    assert inputs.positions.tolist() == [7, 7, 10, 10]
     first, second = 10 * PAGE + 1, 12 * PAGE
-    assert slots.tolist() == [first + 4, first + 5, second + 4, second + 5]
-    assert starts.tolist() == [0, 2, 4]
-    assert lens.tolist() == [5 + 6, 8 + 6]
-    assert table.tolist() == [[1, 10, 11, 0], [3, 4, 12, 13]]
+    assert inputs.slots.tolist() == [first + 4, first + 5, second + 4, second + 5]
+    assert inputs.query_start_loc.tolist() == [0, 2, 4]
+    assert inputs.seq_lens.tolist() == [5 + 6, 8 + 6]
+    # wider by a fork: nodes may lie past the blocks of the longest request
+    assert inputs.block_table.tolist() == [[1, 10, 11, 0, 0, 0], [3, 4, 12, 13, 0, 0]]
     masks, tree_starts = model.masks_then
     assert masks[:4].tolist() == [0b010101, 0b100011, 0b011001, 0b101001]
     assert tree_starts[:2].tolist() == [5, 8]
     assert not model.masks.present
 
 
-@pytest.mark.parametrize("level", ["start", "extend"])
+@pytest.mark.parametrize("level", ["read", "extend"])
 def test_the_host_never_waits(level: str) -> None:
     """Red when reading asks the device for a value."""
     device = torch.device("meta")
     model, tokens = Recorded(device), committed(device)
-    if level == "start":
+    if level == "read":
         with NoWaiting():
-            model.start(tokens)
+            model.read(tokens)
         return
-    model.start(tokens)
+    model.read(tokens)
     ids = torch.zeros((2, 3), dtype=torch.int64, device=device)
     with NoWaiting():
         model.extend(ids, torch.zeros_like(ids))

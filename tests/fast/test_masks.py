@@ -1,6 +1,5 @@
 """Where nodes lie under masks: query rows, masks, positions, graph inputs."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,11 +7,13 @@ import pytest
 import torch
 
 from tests.fast.no_waiting import NoWaiting, on_meta
+from vllm_treespec.core.matching import RunningTrees
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.engine.mask_placement import MaskPlacement, node_rows
-from vllm_treespec.engine.masked_draft_model import GraphInputs
-from vllm_treespec.engine.masks import NodeMasks
-from vllm_treespec.engine.tree_step import TreeStep
+from vllm_treespec.core.views import PagedBatch, TargetInputs
+from vllm_treespec.engine.graphed_draft_model import GraphInputs
+from vllm_treespec.layouts.base import LargestTrees
+from vllm_treespec.layouts.masks import MaskLayout, node_rows
+from vllm_treespec.layouts.node_masks import NodeMasks
 
 NOTHING: Any = None
 # Two trees: root, two children, one grandchild below the second; and root, one child.
@@ -24,16 +25,6 @@ TREES = TreeBatch(
 )
 
 
-class Table:
-    """A block table of four requests."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.blocks = torch.arange(8, device=device).view(4, 2)
-
-    def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
-        return self.blocks[:num_reqs]
-
-
 def test_node_rows() -> None:
     """Red when a node's query row or its place in padded tensors is another's."""
     rows, nodes = node_rows(np.array([3, 9]), np.array([4, 2]), 4)
@@ -41,58 +32,73 @@ def test_node_rows() -> None:
     assert nodes.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def two_trees(device: torch.device) -> tuple[MaskPlacement, Any, TreeStep]:
-    """A placement, a runner and a step on a device.
+def two_trees(
+    device: torch.device,
+) -> tuple[MaskLayout, RunningTrees, TargetInputs]:
+    """A layout, trees and inputs on a device.
 
     The batch: a prompt of 3 tokens, the first tree, a chain of 2, the second tree.
     """
-    placement = MaskPlacement()
-    placement.masks = NodeMasks(16, 4, device)
-    starts = torch.tensor([0, 3, 7, 9, 11])
-    positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9])
-    runner = SimpleNamespace(
-        query_start_loc=SimpleNamespace(np=starts.numpy()),
-        positions=positions.to(device),
-        device=device,
-        drafter=SimpleNamespace(max_depth=2),
-        num_computed_tokens=torch.tensor([0, 20, 4, 31], device=device),
-        input_batch=SimpleNamespace(num_reqs=4, block_table=[Table(device)]),
+    largest = LargestTrees(
+        max_nodes=4,
+        max_depth=2,
+        max_width=2,
+        max_leaves=2,
+        max_trees=4,
+        read_by_models=False,
     )
-    step = TreeStep(
-        torch.tensor([1, 3], device=device),
+    layout = MaskLayout(largest, NodeMasks(16, 4, device))
+    positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9])
+    inputs = TargetInputs(
+        input_ids=NOTHING,
+        positions=positions.to(device),
+        logits_indices=NOTHING,
+        batch=PagedBatch(
+            query_start_loc=NOTHING,
+            context_lens=torch.tensor([0, 20, 4, 31], device=device),
+            block_table=torch.arange(8, device=device).view(4, 2),
+            slot_mapping=NOTHING,
+        ),
+    )
+    trees = RunningTrees(
         TREES if device.type == "cpu" else on_meta(TREES),
         0,
-        NOTHING,
+        torch.tensor([1, 3], device=device),
+        first_row=NOTHING,
         host_reqs=np.array([1, 3]),
-        host_num_nodes=np.array([4, 2]),
-        host_roots=NOTHING,
+        query_starts=np.array([3, 9]),
+        num_nodes=np.array([4, 2]),
+        roots=np.array([20, 31]),
+        slots=np.array([5, 0]),
     )
-    return placement, runner, step
+    return layout, trees, inputs
 
 
 def test_place() -> None:
     """Red when masks, starts or positions of a step's nodes are wrong."""
-    placement, runner, step = two_trees(torch.device("cpu"))
-    placement.place(runner, step, NOTHING)
-    masks = placement.masks
+    layout, trees, inputs = two_trees(torch.device("cpu"))
+    layout.place(trees, inputs)
+    masks = layout.masks
     assert masks.present
     expected = [0, 0, 0, 0b1, 0b11, 0b101, 0b1101, 0, 0, 0b1, 0b11]
     assert masks.node_masks[:11].tolist() == expected
     assert masks.tree_starts[[1, 3]].tolist() == [20, 31]
-    assert placement.roots.tolist() == [20, 31]
-    assert placement.block_table.tolist() == [[2, 3], [6, 7]]
+    assert layout.roots.tolist() == [20, 31]
+    assert layout.block_table.tolist() == [[2, 3], [6, 7]]
     positions = [0, 1, 2, 20, 21, 21, 22, 4, 5, 31, 32, -9]
-    assert runner.positions.tolist() == positions
-    placement.clear()
+    assert inputs.positions.tolist() == positions
+    assert layout.query_rows(trees)[0].tolist() == [3, 4, 5, 6]
+    assert layout.query_rows(trees)[1, :2].tolist() == [9, 10]
+    layout.clear()
     assert not masks.present
     assert not masks.node_masks.any()
 
 
 def test_place_waits_for_nothing() -> None:
     """Red when placing trees asks the device for a value."""
-    placement, runner, step = two_trees(torch.device("meta"))
+    layout, trees, inputs = two_trees(torch.device("meta"))
     with NoWaiting():
-        placement.place(runner, step, NOTHING)
+        layout.place(trees, inputs)
 
 
 def test_workspaces_last() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -36,7 +37,8 @@ from tests.fast.counting import (
 from vllm_treespec import metrics
 from vllm_treespec.core.stats import DRAFT_FORWARD, STAGES, StepCounts, StepStats
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
-from vllm_treespec.engine.v1.drafting import DraftingMixin
+from vllm_treespec.engine.v1.runner import TreeRunnerMixin
+from vllm_treespec.layouts.base import LargestTrees, TreeLayout
 from vllm_treespec.metrics import registered_collector
 
 # As many as the first two of TREES have.
@@ -172,27 +174,34 @@ class StockRunner:
         return self.drafts
 
 
-class Runner(DraftingMixin, StockRunner):
+class Runner(TreeRunnerMixin, StockRunner):
     """Our runner, without a model."""
 
     def __init__(self) -> None:
-        self.stats = StepStats()
-        self.proposal = None
+        self.decoder: Any = SimpleNamespace(stats=StepStats(), proposal=None)
+
+    def make_layout(self, largest: LargestTrees) -> TreeLayout:
+        raise NotImplementedError
+
+    def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
+        raise NotImplementedError
 
 
 def test_every_step_is_handed_over() -> None:
     """Red when steps without trees or without drafts are missing from the counters."""
     runner = Runner()
-    runner.stats.mode("plain")
+    runner.decoder.stats.mode("plain")
     assert runner.take_draft_token_ids() is None
-    runner.stats.mode("plain")
+    runner.decoder.stats.mode("plain")
     runner.drafts = DraftTokenIds(["a", "b"], [[], []])
     found = runner.take_draft_token_ids()
     assert isinstance(found, TreeDraftTokenIds)
     assert (found.req_ids, found.draft_token_ids) == (["a", "b"], [[], []])
     assert found.parents == {}
     assert found.counts.modes == {"plain": 2}
-    assert runner.take_draft_token_ids().counts == StepCounts()
+    found = runner.take_draft_token_ids()
+    assert isinstance(found, TreeDraftTokenIds)
+    assert found.counts == StepCounts()
 
 
 def test_counters_survive_a_reset() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
+import numpy as np
 import pytest
 import torch
 
@@ -28,8 +26,8 @@ from tests.fast.drawn_trees import drawn_trees, independent
 from tests.fast.enumeration import Weighted, law_error
 from tests.fast.languages import random_tables
 from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.core.views import scheduler_room
 from vllm_treespec.engine.scheduler import TreeScheduler
-from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.plugin import refuse_short_chunks, stock_arguments
 from vllm_treespec.scorers import multi_round
 
@@ -105,21 +103,22 @@ def scheduled(config: VllmConfig, num_drafts: list[int]) -> SchedulerOutput:
 
 def rooms(config: VllmConfig, row: int) -> set[int]:
     """For how many nodes a request's tree has room, over the sizes it may have."""
-    runner: Any = SimpleNamespace(
-        scheduler_config=config.scheduler_config,
-        max_num_tokens=config.scheduler_config.max_num_batched_tokens,
-        max_model_len=config.model_config.max_model_len,
-        requests={r: SimpleNamespace(num_computed_tokens=PROMPT_LEN) for r in REQS},
-    )
+    budget = config.scheduler_config.max_num_scheduled_tokens
     found = set()
     for own in range(1, NUM_DRAFTS + 1):
         num_drafts = [5, 3, 4]
         num_drafts[row] = own
         output = scheduled(config, num_drafts)
-        drafts = output.scheduled_spec_decode_tokens.get(REQS[row], [])
-        limits = TreeRunnerMixin._node_limits(runner, output)
-        room = limits[REQS[row]] if len(drafts) == own else len(drafts) + 1
-        found.add(min(room, 1 + NUM_DRAFTS))
+        in_turn = list(output.num_scheduled_tokens)
+        room = scheduler_room(
+            np.array(list(output.num_scheduled_tokens.values())),
+            np.full(len(in_turn), PROMPT_LEN),
+            budget or config.scheduler_config.max_num_batched_tokens,
+            config.model_config.max_model_len,
+        )[in_turn.index(REQS[row])]
+        num_sent = len(output.scheduled_spec_decode_tokens.get(REQS[row], []))
+        kept = room if num_sent == own else num_sent + 1
+        found.add(min(kept, 1 + NUM_DRAFTS))
     return found
 
 

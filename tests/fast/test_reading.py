@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-pytest.importorskip("vllm", reason="the engine layer imports vLLM")
-
-from vllm_treespec.engine.reading import ReadingPlan, ReadMarks
+from vllm_treespec.core.reading import ReadMarks, plan_reading
 
 BLOCK = 4
 
@@ -16,19 +13,23 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
+def first_unread(marks: ReadMarks, table: np.ndarray, end: int) -> int:
+    return int(marks.first_unread(table[None], ints(end))[0])
+
+
 def test_reading_goes_on_where_it_stopped() -> None:
     """Red when draft models skip tokens, or read all of a context again and again."""
     marks = ReadMarks(8, BLOCK)
     table = np.array([[3, 5, 1]])
-    assert marks.first_unread(table[0], 10) == 0
+    assert first_unread(marks, table[0], 10) == 0
     marks.written(table, ints(0), ints(6))
     marks.read(table, ints(0), ints(6))
-    assert marks.first_unread(table[0], 6) == 6
-    assert marks.first_unread(table[0], 10) == 6
+    assert first_unread(marks, table[0], 6) == 6
+    assert first_unread(marks, table[0], 10) == 6
     marks.written(table, ints(6), ints(7))
-    assert marks.first_unread(table[0], 7) == 6
+    assert first_unread(marks, table[0], 7) == 6
     marks.read(table, ints(6), ints(7))
-    assert marks.first_unread(table[0], 7) == 7
+    assert first_unread(marks, table[0], 7) == 7
 
 
 def test_blocks_that_change_owner_are_unread() -> None:
@@ -36,7 +37,7 @@ def test_blocks_that_change_owner_are_unread() -> None:
     marks = ReadMarks(8, BLOCK)
     marks.read(np.array([[2, 3]]), ints(0), ints(8))
     marks.written(np.array([[3, 2]]), ints(0), ints(5))
-    assert marks.first_unread(np.array([3, 2]), 5) == 0
+    assert first_unread(marks, np.array([3, 2]), 5) == 0
 
 
 def test_shared_prefix_is_read_once() -> None:
@@ -45,31 +46,32 @@ def test_shared_prefix_is_read_once() -> None:
     marks.read(np.array([[2, 3]]), ints(0), ints(8))
     other = np.array([2, 3, 6])
     marks.written(other[None], ints(8), ints(10))
-    assert marks.first_unread(other, 10) == 8
+    assert first_unread(marks, other, 10) == 8
     never_read = np.array([2, 7, 6])
-    assert marks.first_unread(never_read, 10) == 4
+    assert first_unread(marks, never_read, 10) == 4
+
+
+def test_all_requests_are_looked_up_together() -> None:
+    """Red when a request gets what another one has not read."""
+    marks = ReadMarks(8, BLOCK)
+    marks.read(np.array([[2, 3]]), ints(0), ints(6))
+    tables = np.array([[2, 3], [4, 5], [2, 5]])
+    assert marks.first_unread(tables, ints(7, 3, 4)).tolist() == [6, 0, 4]
 
 
 def test_plan_keeps_its_budget() -> None:
     """Red when a long context is read in one go, or drafts without being read."""
-    marks = ReadMarks(64, BLOCK)
-    plan = ReadingPlan(marks, num_left=20, num_drafting_left=8)
-    tables = np.arange(60).reshape(3, 20)
-    plan.add(0, tables[0], 9, drafts=True)
-    plan.add(4, tables[1], 30, drafts=True)
-    plan.add(7, tables[2], 3, drafts=True)
-    assert (plan.reqs, plan.first, plan.end) == ([0, 4], [0, 0], [10, 10])
-    assert plan.drafting == [0]
-    plan.mark(tables[:2])
-    assert marks.first_unread(tables[0], 9) == 9, "its root is not noted"
-    assert marks.first_unread(tables[1], 30) == 10
+    first, end = ints(0, 0, 0), ints(9, 30, 3)
+    plan = plan_reading(ints(0, 4, 7), first, end, np.ones(3, dtype=bool), 20, 8)
+    assert (plan.reqs.tolist(), plan.first.tolist()) == ([0, 4], [0, 0])
+    # The first one's root takes one token of the budget.
+    assert plan.end.tolist() == [9, 10]
+    assert plan.drafting.tolist() == [0]
 
 
 def test_plan_limits_the_number_of_trees() -> None:
     """Red when more requests draft than there are fork blocks for."""
-    plan = ReadingPlan(ReadMarks(64, BLOCK), num_left=100, num_drafting_left=1)
-    plan.add(0, np.arange(4), 3, drafts=True)
-    plan.add(1, np.arange(4, 8), 3, drafts=True)
-    plan.add(2, np.arange(8, 12), 3, drafts=False)
-    assert plan.end == [4, 3, 3]
-    assert plan.drafting == [0]
+    may_draft = np.array([True, True, False])
+    plan = plan_reading(ints(0, 1, 2), ints(0, 0, 0), ints(3, 3, 3), may_draft, 100, 1)
+    assert plan.end.tolist() == [3, 3, 3]
+    assert plan.drafting.tolist() == [0]

@@ -329,16 +329,17 @@ def test_a_worker_goes_from_tree_to_chains_and_back() -> None:
     beams = ReDrafter(beam_width=2, length=4, num_drafts=8)
     proposers: list[Proposer | None] = [None, beams]
     schedule = SimpleNamespace(always=1)
-    drafter = SimpleNamespace(schedule=schedule, proposers=proposers)
-    worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter))
+    method = SimpleNamespace(schedule=schedule, proposers=proposers)
+    decoder = SimpleNamespace(method=method)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(decoder=decoder))
     use_chains(worker, True)
-    chains = drafter.proposers[1]
+    chains = method.proposers[1]
     assert isinstance(chains, Chains)
     sizes = chains.sizes
     assert (sizes.max_nodes, sizes.max_depth, sizes.max_leaves) == (9, 7, 2)
     use_chains(worker, False)
     use_chains(worker, False)
-    assert drafter.proposers == [None, beams]
+    assert method.proposers == [None, beams]
 
 
 def test_reports_hold_all_parts(tmp_path: Path, heads: dict[str, str]) -> None:

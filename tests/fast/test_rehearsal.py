@@ -1,18 +1,30 @@
 """Trees are drawn and scored once before a GPU's memory is given to the KV cache."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.engine.rehearsal import rehearse
+from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
+from vllm_treespec.core.rehearsal import rehearse
+from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.stats import StepStats
 from vllm_treespec.heads import load_head
-from vllm_treespec.scorers import RULES, TreeShape, score
+from vllm_treespec.scorers import RULES, ScorerOutput
+from vllm_treespec.sources.base import (
+    CommittedTokens,
+    DraftModel,
+    DraftSource,
+    Reads,
+    Roots,
+)
+from vllm_treespec.sources.head import HeadSource
 
+NO_LAYOUT: Any = None
 NUM_REQS, VOCAB_SIZE, HIDDEN_SIZE = 3, 32, 8
 SPECS: dict[str, dict[str, Any]] = {
     "sd": {"method": "sd", "model": "some/model", "depth": 3},
@@ -29,33 +41,56 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-class Recorder:
-    """A drafter that notes the largest batch of trees it scored."""
+class Recorder(TreeDecoder):
+    """Notes the largest batch of trees it scored."""
 
-    def __init__(self, spec: dict[str, Any], head: Any) -> None:
+    def __init__(self, spec: dict[str, Any], sources: list[DraftSource]) -> None:
         config = parse_spec_config({**spec, "schedule": "fixed"})
-        self.rule = RULES[config.rule]
-        self.proposers = [tree.config.proposer() for tree in config.scheduled()]
-        self.max_draws = max(p.sizes.max_draws for p in self.proposers)
-        self.head = head and SimpleNamespace(head=head)
-        self.scored: list[tuple[int, int]] = []
+        trees = config.scheduled()
+        method = Method(
+            schedule=AdaptiveSchedule(trees),
+            proposers=[tree.config.proposer() for tree in trees],
+            rule=RULES[config.rule],
+            batched=True,
+            max_trees=NUM_REQS,
+        )
+        limits = EngineLimits(torch.device("cpu"), 0, 0, 64, 64)
+        super().__init__(method, sources, NO_LAYOUT, limits, StepStats())
+        self.verified: list[tuple[int, int]] = []
 
-    def score(self, scheduled: int, tree: Any, target: Any, uniforms: Any) -> None:
-        self.scored.append((tree.num_reqs, tree.max_nodes))
-        p = self.proposers[scheduled]
-        shape = TreeShape(p.sizes.max_depth, p.sizes.max_siblings, p.sizes.max_parents)
-        score_at_once(tree, target, uniforms, self.rule, shape)
+    def verify(self, index: int, tree: Any, *inputs: Any) -> ScorerOutput:
+        self.verified.append((tree.num_reqs, tree.max_nodes))
+        return super().verify(index, tree, *inputs)
+
+
+class PagedModel:
+    """A draft model whose KV cache is not made yet."""
+
+    reads = Reads(own_kv=True, catches_up=True)
+
+    def read(self, committed: CommittedTokens) -> None:
+        raise NotImplementedError
+
+    def begin(self, roots: Roots) -> DraftModel:
+        raise NotImplementedError
+
+    def forget(self, slots: np.ndarray) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("method", SPECS)
 def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
     """Red when trees are drawn, or scored, for the first time when requests come."""
-    spec, head = SPECS[method], None
+    spec = SPECS[method]
+    sources: list[DraftSource] = [PagedModel()] * len(spec.get("drafts", [spec]))
     if method in HEADS:
         folder = write_head(tmp_path, HEADS[method])
         spec = {**spec, "model": folder}
-        head = load_head(Path(folder))
-        head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
-    drafter: Any = Recorder(spec, head)
-    rehearse(drafter, NUM_REQS, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
-    assert drafter.scored == [(NUM_REQS, p.sizes.max_nodes) for p in drafter.proposers]
+        head = HeadSource(StepStats())
+        head.head = load_head(Path(folder))
+        head.head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
+        sources = [head]
+    decoder = Recorder(spec, sources)
+    rehearse(decoder, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
+    proposers = decoder.method.proposers
+    assert decoder.verified == [(NUM_REQS, p.sizes.max_nodes) for p in proposers]

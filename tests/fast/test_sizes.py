@@ -37,17 +37,17 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
         for drafts, depth, match in product(numbers, numbers, numbers):
             yield {"num_drafts": drafts, "depth": depth, "max_match": match}
     elif method == "redrafter":
-        for width, length, drafts in product(numbers, numbers, (*numbers, 40, None)):
-            keys = {"beam_width": width, "length": length, "num_drafts": drafts}
+        for width, length, kept in product(numbers, numbers, (*numbers, 40, None)):
+            keys = {"beam_width": width, "length": length, "num_drafts": kept}
             yield {**model, **keys}
-            if drafts is None:
+            if kept is None:
                 yield {**model, **keys, "beam_search": "stochastic"}
     elif method == "medusa_tree":
         yield from ({**model, "num_drafts": drafts} for drafts in (*numbers, 20, 63))
     else:
-        width = {"rsd_s": "beam_width", "spectr": "num_paths"}[method]
+        key = {"rsd_s": "beam_width", "spectr": "num_paths"}[method]
         for count, depth in product(numbers, numbers):
-            yield {**model, width: count, "depth": depth}
+            yield {**model, key: count, "depth": depth}
 
 
 @pytest.mark.parametrize("method", METHODS)

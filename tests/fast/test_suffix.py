@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,32 +13,66 @@ import torch
 from tests.fast.independent_draws import grid, in_eighths
 from tests.fast.languages import plain_sampling
 from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs, Suffix
-from vllm_treespec.proposers.suffix import END, MAX_OCCURRENCES, grow_tree, occurrences
+from vllm_treespec.proposers.suffix import grow_tree
 from vllm_treespec.scorers import RULES, target_draw
+from vllm_treespec.sources.base import Reads, Roots
+from vllm_treespec.sources.suffix_index import (
+    END,
+    MAX_OCCURRENCES,
+    OutputCache,
+    SuffixIndex,
+    occurrences,
+)
 
 SENTENCE = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+class Trees:
+    """A proposer with its index, for requests by name."""
+
+    def __init__(
+        self, num_drafts: int, depth: int, max_match: int, max_cached_tokens: int
+    ) -> None:
+        self.proposer = Suffix(num_drafts, depth, max_match)
+        max_depth = self.proposer.sizes.max_depth
+        self.index = SuffixIndex(max_depth, max_match, max_cached_tokens)
+        self.slots = RequestSlots()
+
+    @property
+    def cache(self) -> OutputCache:
+        return self.index.cache
+
+    def forget(self, names: Iterable[str]) -> None:
+        self.index.forget(self.slots.release(names))
+
+
 def propose(
-    proposer: Suffix, texts: Sequence[list[int]], req_ids: Sequence[str] | None = None
+    trees: Trees, texts: Sequence[list[int]], names: Sequence[str] | None = None
 ) -> TreeBatch:
     """Trees of requests with these tokens so far."""
-    num_tokens = torch.tensor([len(text) for text in texts])
-    token_ids = torch.full((len(texts), int(num_tokens.max()) + 3), 99)
+    lens = np.array([len(text) for text in texts])
+    token_ids = np.full((len(texts), lens.max() + 3), 99)
     for row, text in enumerate(texts):
-        token_ids[row, : len(text)] = torch.tensor(text)
-    return proposer.propose(
+        token_ids[row, : len(text)] = text
+    names = names or [f"unnamed {row}" for row in range(len(texts))]
+    root_token_ids = torch.tensor([text[-1] for text in texts])
+    roots = Roots(
+        slots=np.array([trees.slots.add(name, True, None) for name in names]),
+        positions=lens - 1,
+        root_token_ids=root_token_ids,
+        token_ids=token_ids,
+    )
+    return trees.proposer.propose(
         ProposerInputs(
-            root_token_ids=torch.tensor([text[-1] for text in texts]),
+            root_token_ids=root_token_ids,
             sampling=SamplingTensors(torch.zeros(len(texts)), all_greedy=True),
             uniforms=torch.zeros(len(texts), 0, dtype=torch.float64),
-            token_ids=token_ids,
-            num_tokens=num_tokens,
-            req_ids=req_ids,
+            continuations=[trees.index.begin(roots)],
         )
     )
 
@@ -52,8 +86,8 @@ def paths(tree: TreeBatch, row: int = 0) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-def drafts(proposer: Suffix, text: list[int]) -> list[tuple[int, ...]]:
-    return paths(propose(proposer, [text]))
+def drafts(trees: Trees, text: list[int]) -> list[tuple[int, ...]]:
+    return paths(propose(trees, [text]))
 
 
 def random_texts(count: int) -> list[list[int]]:
@@ -70,32 +104,32 @@ def random_texts(count: int) -> list[list[int]]:
 
 def test_repeated_text_is_found() -> None:
     """Red when a passage that the request repeats is not drafted."""
-    proposer = Suffix(num_drafts=10, depth=4, max_match=8, max_cached_tokens=0)
+    trees = Trees(num_drafts=10, depth=4, max_match=8, max_cached_tokens=0)
     expected = [tuple(SENTENCE[5 : 5 + n]) for n in (1, 2, 3)]
-    assert drafts(proposer, [*SENTENCE, 0, 0, *SENTENCE[2:5]]) == expected
+    assert drafts(trees, [*SENTENCE, 0, 0, *SENTENCE[2:5]]) == expected
 
 
 def test_longest_match_comes_first_then_the_most_frequent() -> None:
     """Red when the order of siblings, or what falls off at the limit, changes."""
     text = [1, 2, 3, 0, 2, 4, 5, 2, 4, 6, 2, 5, 7, 1, 2]
-    proposer = Suffix(num_drafts=4, depth=3, max_match=8, max_cached_tokens=0)
+    trees = Trees(num_drafts=4, depth=3, max_match=8, max_cached_tokens=0)
     # Two tokens match before 3; one matches before 4 (twice) and 5 (once).
-    assert drafts(proposer, text) == [(3,), (4,), (5,), (3, 0)]
-    small = Suffix(num_drafts=3, depth=3, max_match=8, max_cached_tokens=0)
+    assert drafts(trees, text) == [(3,), (4,), (5,), (3, 0)]
+    small = Trees(num_drafts=3, depth=3, max_match=8, max_cached_tokens=0)
     assert drafts(small, text) == [(3,), (4,), (3, 0)]
 
 
 def test_short_matches_are_followed_for_as_many_tokens() -> None:
     """Red when a match of one token drafts more than one."""
     text = [*SENTENCE, 0, 3]
-    proposer = Suffix(num_drafts=10, depth=8, max_match=8, max_cached_tokens=0)
-    assert drafts(proposer, text) == [(4,)]
+    trees = Trees(num_drafts=10, depth=8, max_match=8, max_cached_tokens=0)
+    assert drafts(trees, text) == [(4,)]
 
 
 @pytest.mark.parametrize("text", [[1], SENTENCE])
 def test_unknown_context_gives_the_root_alone(text: list[int]) -> None:
     """Red when drafts come from nowhere, or an empty tree is malformed."""
-    tree = propose(Suffix(5, 3, 8, 100), [text], ["a"])
+    tree = propose(Trees(5, 3, 8, 100), [text], ["a"])
     assert tree.num_nodes.tolist() == [1]
     assert tree.token_ids.tolist() == [[text[-1], 0, 0, 0, 0, 0]]
     assert tree.parents.tolist() == [[-1] * 6]
@@ -104,13 +138,13 @@ def test_unknown_context_gives_the_root_alone(text: list[int]) -> None:
 
 def test_trees_are_well_formed_and_within_their_limits() -> None:
     """Red when nodes leave level order, siblings repeat, or a limit is passed."""
-    proposer = Suffix(num_drafts=9, depth=4, max_match=6, max_cached_tokens=200)
-    assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (10, 4)
-    assert (proposer.sizes.max_width, proposer.sizes.max_leaves) == (9, 9)
-    assert Suffix(3, 8, 16, 0).sizes.max_depth == 3
-    assert Suffix(9, 8, 3, 0).sizes.max_depth == 3
+    trees = Trees(num_drafts=9, depth=4, max_match=6, max_cached_tokens=200)
+    assert (trees.proposer.sizes.max_nodes, trees.proposer.sizes.max_depth) == (10, 4)
+    assert (trees.proposer.sizes.max_width, trees.proposer.sizes.max_leaves) == (9, 9)
+    assert Suffix(3, 8, 16).sizes.max_depth == 3
+    assert Suffix(9, 8, 3).sizes.max_depth == 3
     texts = random_texts(200)
-    tree = propose(proposer, texts)
+    tree = propose(trees, texts)
     assert tree.token_ids.shape == (200, 10)
     sizes = tree.num_nodes.tolist()
     tokens, parents = tree.token_ids.tolist(), tree.parents.tolist()
@@ -148,18 +182,18 @@ def test_occurrences_equal_naive_search() -> None:
 def test_tree_does_not_depend_on_the_batch() -> None:
     """Red when company, order or padding in a batch changes a request's tree."""
     texts = random_texts(8)
-    together = propose(Suffix(9, 4, 6, 0), texts)
+    together = propose(Trees(9, 4, 6, 0), texts)
     for row, text in enumerate(texts):
-        assert drafts(Suffix(9, 4, 6, 0), text) == paths(together, row)
-    assert propose(Suffix(9, 4, 6, 0), texts).token_ids.equal(together.token_ids)
+        assert drafts(Trees(9, 4, 6, 0), text) == paths(together, row)
+    assert propose(Trees(9, 4, 6, 0), texts).token_ids.equal(together.token_ids)
 
 
 def test_any_number_of_best_nodes_is_a_tree() -> None:
     """Red when a node can rank before its parent."""
     continuations = [(3, [1, 2, 3]), (3, [1, 4]), (2, [1, 2]), (2, [5, 6]), (1, [7])]
-    trees = [grow_tree(continuations, count) for count in range(9)]
-    assert [len(tree) for tree in trees] == [0, 1, 2, 3, 4, 5, 6, 7, 7]
-    for smaller, larger in pairwise(trees):
+    grown = [grow_tree(continuations, count) for count in range(9)]
+    assert [len(tree) for tree in grown] == [0, 1, 2, 3, 4, 5, 6, 7, 7]
+    for smaller, larger in pairwise(grown):
         assert named(smaller) <= named(larger)
 
 
@@ -174,62 +208,62 @@ def named(tree: list[tuple[int, int, int]]) -> set[tuple[int, ...]]:
 # Earlier requests
 
 
-def serve(proposer: Suffix, req_id: str, prompt: list[int], output: list[int]) -> None:
+def serve(trees: Trees, name: str, prompt: list[int], output: list[int]) -> None:
     """Run a request token by token, and finish it."""
     for end in range(1, len(output) + 1):
-        propose(proposer, [[*prompt, *output[:end]]], [req_id])
-    proposer.forget([req_id])
+        propose(trees, [[*prompt, *output[:end]]], [name])
+    trees.forget([name])
 
 
 def test_outputs_of_finished_requests_are_drafted_from() -> None:
     """Red when the cache loses outputs, or hands out prompts or running requests."""
-    proposer = Suffix(num_drafts=10, depth=3, max_match=8, max_cached_tokens=100)
+    trees = Trees(num_drafts=10, depth=3, max_match=8, max_cached_tokens=100)
     prompt = [20, 21, 22, 23]
-    propose(proposer, [[*prompt, 1]], ["first"])
-    propose(proposer, [[*prompt, *SENTENCE]], ["first"])
+    propose(trees, [[*prompt, 1]], ["first"])
+    propose(trees, [[*prompt, *SENTENCE]], ["first"])
     asks = [50, 2, 3, 4]
-    assert paths(propose(proposer, [asks], ["second"])) == []
-    proposer.forget({"first", "unknown"})
+    assert paths(propose(trees, [asks], ["second"])) == []
+    trees.forget({"first", "unknown"})
     expected = [(5,), (5, 6), (5, 6, 7)]
-    assert paths(propose(proposer, [asks], ["second"])) == expected
-    assert paths(propose(proposer, [[50, 20, 21, 22]], ["third"])) == []
-    assert paths(propose(proposer, [[50, 6, 7, 8]], ["third"])) == []
+    assert paths(propose(trees, [asks], ["second"])) == expected
+    assert paths(propose(trees, [[50, 20, 21, 22]], ["third"])) == []
+    assert paths(propose(trees, [[50, 6, 7, 8]], ["third"])) == []
 
 
 def test_outputs_do_not_run_into_each_other() -> None:
     """Red when a draft or a match crosses from one output into the next."""
-    proposer = Suffix(num_drafts=10, depth=3, max_match=8, max_cached_tokens=100)
-    serve(proposer, "a", [30], [1, 2, 3])
-    serve(proposer, "b", [30], [4, 5, 6])
-    assert proposer.cache.text.tolist() == [1, 2, 3, END, 4, 5, 6, END]
-    assert paths(propose(proposer, [[0, 1, 2]], ["c"])) == [(3,)]
-    assert paths(propose(proposer, [[0, 3, 4, 5]], ["c"])) == [(6,)]
+    trees = Trees(num_drafts=10, depth=3, max_match=8, max_cached_tokens=100)
+    serve(trees, "a", [30], [1, 2, 3])
+    serve(trees, "b", [30], [4, 5, 6])
+    assert trees.cache.text.tolist() == [1, 2, 3, END, 4, 5, 6, END]
+    assert paths(propose(trees, [[0, 1, 2]], ["c"])) == [(3,)]
+    assert paths(propose(trees, [[0, 3, 4, 5]], ["c"])) == [(6,)]
 
 
 def test_own_text_comes_before_other_requests() -> None:
     """Red when another request's output outranks the request's own text."""
-    proposer = Suffix(num_drafts=1, depth=3, max_match=2, max_cached_tokens=100)
-    serve(proposer, "a", [30], [1, 2, 9])
-    assert paths(propose(proposer, [[1, 2, 8, 1, 2]], ["b"])) == [(8,)]
+    trees = Trees(num_drafts=1, depth=3, max_match=2, max_cached_tokens=100)
+    serve(trees, "a", [30], [1, 2, 9])
+    assert paths(propose(trees, [[1, 2, 8, 1, 2]], ["b"])) == [(8,)]
 
 
 def test_longer_match_in_an_earlier_output_comes_first() -> None:
     """Red when many short matches of its own keep a request from a long one."""
-    proposer = Suffix(num_drafts=1, depth=3, max_match=8, max_cached_tokens=100)
-    serve(proposer, "a", [30], SENTENCE)
+    trees = Trees(num_drafts=1, depth=3, max_match=8, max_cached_tokens=100)
+    serve(trees, "a", [30], SENTENCE)
     asks = [*[3, 9] * MAX_OCCURRENCES, 1, 2, 3]
-    assert paths(propose(proposer, [asks], ["b"])) == [(4,)]
+    assert paths(propose(trees, [asks], ["b"])) == [(4,)]
 
 
 def test_memory_is_bounded() -> None:
     """Red when finished requests pile up, or the latest outputs are dropped first."""
-    proposer = Suffix(num_drafts=4, depth=3, max_match=4, max_cached_tokens=50)
+    trees = Trees(num_drafts=4, depth=3, max_match=4, max_cached_tokens=50)
     for request in range(40):
-        serve(proposer, str(request), [30], [request, *SENTENCE])
-        assert len(proposer.cache.text) <= 50
-    assert not proposer.cache.running
-    assert proposer.cache.text[-10:].tolist() == [39, *SENTENCE, END]
-    nothing = Suffix(num_drafts=4, depth=3, max_match=4, max_cached_tokens=0)
+        serve(trees, str(request), [30], [request, *SENTENCE])
+        assert len(trees.cache.text) <= 50
+    assert not trees.cache.running
+    assert trees.cache.text[-10:].tolist() == [39, *SENTENCE, END]
+    nothing = Trees(num_drafts=4, depth=3, max_match=4, max_cached_tokens=0)
     serve(nothing, "a", [30], SENTENCE)
     assert len(nothing.cache.text) == 0
 
@@ -238,10 +272,10 @@ def test_order_of_finished_requests_does_not_matter() -> None:
     """Red when ranks whose sets list requests differently would draft differently."""
     caches = []
     for order in (["a", "b", "c"], ["c", "a", "b"]):
-        proposer = Suffix(4, 3, 4, 100)
-        propose(proposer, [[1, 2], [1, 3], [1, 4]], ["a", "b", "c"])
-        proposer.forget(order)
-        caches.append(proposer.cache.text.tolist())
+        trees = Trees(4, 3, 4, 100)
+        propose(trees, [[1, 2], [1, 3], [1, 4]], ["a", "b", "c"])
+        trees.forget(order)
+        caches.append(trees.cache.text.tolist())
     assert caches[0] == caches[1] == [2, END, 3, END, 4, END]
 
 
@@ -254,12 +288,12 @@ def test_emitted_law_is_the_targets() -> None:
     Every number of the grid has the same weight, so that the law is a count.
     """
     target = in_eighths(3, 2, seed=7)
-    tree = propose(Suffix(3, 2, 4, 0), [[0, 1, 2, 2, 0, 1, 0, 1]])
+    tree = propose(Trees(3, 2, 4, 0), [[0, 1, 2, 2, 0, 1, 0, 1]])
     assert paths(tree) == [(0,), (2,), (0, 1)]
     uniforms = grid(4)
-    trees = tree.select(torch.zeros(len(uniforms), dtype=torch.int64))
-    logits = target.target_logits(trees, plain_sampling(len(uniforms)))
-    emitted = target_draw(trees, logits, uniforms).emitted(trees)
+    same = tree.select(torch.zeros(len(uniforms), dtype=torch.int64))
+    logits = target.target_logits(same, plain_sampling(len(uniforms)))
+    emitted = target_draw(same, logits, uniforms).emitted(same)
     reached = target.no_mass()
     prefix = torch.zeros(len(emitted), dtype=torch.int64)
     for token in emitted.T:
@@ -277,12 +311,27 @@ def test_spec_config() -> None:
     config = parse_spec_config({"method": "suffix_tree", "num_drafts": 24, "depth": 8})
     assert (config.models, config.rule) == ((), "target_draw")
     assert config.rule in RULES
-    proposer = config.proposer()
+    proposer, index = config.proposer(), config.text_index()
     assert isinstance(proposer, Suffix)
     assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (25, 8)
     assert (proposer.num_draft_models, proposer.sizes.num_uniforms) == (0, 0)
-    assert proposer.needs_token_ids
-    assert (proposer.max_match, proposer.cache.max_tokens) == (16, 65536)
+    assert index is not None
+    assert index.reads == Reads(token_ids=True)
+    assert (index.depth, index.max_match, index.cache.max_tokens) == (8, 16, 65536)
+
+
+def test_trees_of_a_schedule_share_an_index() -> None:
+    """Red when a smaller tree of a schedule goes deeper than its own depth."""
+    smaller = {"batch_size": 4, "num_drafts": 6, "depth": 2}
+    schedule = [{"batch_size": 1}, smaller]
+    spec = {"method": "suffix_tree", "num_drafts": 9, "depth": 4, "schedule": schedule}
+    config = parse_spec_config({**spec, "max_match": 8})
+    index, trees = config.text_index(), Trees(6, 2, 8, 0)
+    assert index is not None
+    assert index.depth == 4
+    trees.index = index
+    text = [*SENTENCE, 0, 0, *SENTENCE[2:5]]
+    assert drafts(trees, text) == [(6,), (6, 7)] == drafts(Trees(6, 2, 8, 0), text)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,10 @@
-"""What tensor-parallel ranks share: draft models and draws."""
+"""Whether tensor-parallel ranks can share a draft model."""
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.checks import check_shards
-
-pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.engine.ranks import check_same_drafts
-from vllm_treespec.engine.v1.drafter import Proposal
 
 SIZES = {
     "num_attention_heads": 12,
@@ -57,34 +51,3 @@ def test_sizes_under_other_names_are_found() -> None:
     """Red when only configurations with Llama's names are checked."""
     with pytest.raises(SpecConfigError, match="num_attention_heads 12"):
         check_shards("gpt2", GPT2Config(n_head=12), 5)
-
-
-@pytest.fixture
-def proposal() -> Proposal:
-    """One tree of request "a"."""
-    tree = from_parents([[5, 6, 7, 8]], [[-1, 0, 0, 1]])
-    return Proposal(tree, 0, {"a": 0}, [[6, 7, 8]], [[0, 0, 1]])
-
-
-@pytest.mark.parametrize(
-    ("rank", "req_id", "scheduled"),
-    [
-        (1, "a", [6, 7, 8]),
-        (1, "a", [6, 7]),
-        (1, "a", [-1, -1]),
-        (1, "b", [1, 2, 3]),
-        (0, "a", [6, 9, 8]),
-    ],
-)
-def test_same_drafts_pass(
-    proposal: Proposal, rank: int, req_id: str, scheduled: list[int]
-) -> None:
-    """Red when an engine stops over drafts that were cut, padded or another's."""
-    check_same_drafts(rank, proposal, req_id, scheduled)
-
-
-def test_other_drafts_stop_the_rank(proposal: Proposal) -> None:
-    """Red when a rank that drew another tree goes on."""
-    with pytest.raises(SystemExit) as stopped:
-        check_same_drafts(1, proposal, "a", [6, 9])
-    assert "rank 1 drew other drafts than rank 0 for request a" in str(stopped.value)

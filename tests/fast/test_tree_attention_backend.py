@@ -9,13 +9,13 @@ import triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-from vllm_treespec.engine.masks import NodeMasks
 from vllm_treespec.engine.tree_attention import (
     TreeAttentionImpl,
     TreeAttentionMetadata,
     TreeAttentionMetadataBuilder,
 )
 from vllm_treespec.engine.v1.warm_up import batches
+from vllm_treespec.layouts.node_masks import NodeMasks
 
 NOTHING: Any = None
 NUM_DRAFTS = 7

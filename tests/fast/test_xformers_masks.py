@@ -26,12 +26,9 @@ oracle = pytest.importorskip(
 )
 attn_bias = pytest.importorskip("xformers.ops.fmha.attn_bias")
 
-from vllm_treespec.engine.branches import (  # noqa: E402
-    BatchLayout,
-    BranchPlan,
-    ForkSpace,
-    plan_branches,
-)
+from vllm_treespec.core.views import PagedBatch  # noqa: E402
+from vllm_treespec.layouts.base import ForkSpace  # noqa: E402
+from vllm_treespec.layouts.branch_plan import BranchPlan, plan_branches  # noqa: E402
 
 CPU = torch.device("cpu")
 SEEDS = range(12)
@@ -154,7 +151,7 @@ class Batch:
         starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0))
         places = torch.arange(len(rows)) - starts[rows] + contexts[rows]
         slots = table[rows, places // block_size] * block_size + places % block_size
-        self.layout = BatchLayout(starts, contexts, table.int(), slots)
+        self.paged = PagedBatch(starts, contexts, table.int(), slots)
         self.rows, self.places = rows, places
         self.forks = ForkSpace(
             first_block=table.numel(),
@@ -172,8 +169,8 @@ class Batch:
         visible = causal.materialize(shape) == 0
         for tree, req in enumerate(self.reqs.tolist()):
             mask = tree_visible(self.tree, tree)
-            first = int(self.layout.query_start_loc[req])
-            node = req * self.max_len + int(self.layout.context_lens[req])
+            first = int(self.paged.query_start_loc[req])
+            node = req * self.max_len + int(self.paged.context_lens[req])
             visible[first : first + len(mask), node : node + len(mask)] = mask
         return visible
 
@@ -181,7 +178,7 @@ class Batch:
         """How often a row sees a token along the plan's causal sequences."""
         num_blocks = self.forks.block(torch.tensor(len(self.reqs)), 0, 0)
         holder = torch.full((int(num_blocks), self.block_size), -1)
-        table, contexts = self.layout.block_table, self.layout.context_lens
+        table, contexts = self.paged.block_table, self.paged.context_lens
         for req, length in enumerate(contexts.tolist()):
             at = torch.arange(length)
             blocks = table[req, at // self.block_size].long()
@@ -219,8 +216,8 @@ class Batch:
             counts[row, req, : place + 1] = 1
         bits = ancestor_bits(self.tree, int(self.tree.depths.max()))
         for tree, req in enumerate(self.reqs.tolist()):
-            start = int(self.layout.context_lens[req])
-            row = int(self.layout.query_start_loc[req])
+            start = int(self.paged.context_lens[req])
+            row = int(self.paged.query_start_loc[req])
             size = int(self.tree.num_nodes[tree])
             seen = seen_bits(bits[tree, :size])[:, :size].long()
             counts[row : row + size, req, start : start + size] = seen
@@ -242,7 +239,7 @@ def test_branches_see_what_the_tree_mask_shows(seed: int, block_size: int) -> No
     Tokens are counted: seeing one twice would weigh it twice.
     """
     batch = Batch(seed, block_size)
-    plan = plan_branches(batch.tree, batch.reqs, batch.layout, batch.forks)
+    plan = plan_branches(batch.tree, batch.reqs, batch.paged, batch.forks)
     assert torch.equal(batch.along_branches(plan), batch.expected().long())
 
 
@@ -257,6 +254,6 @@ def test_another_tree_is_noticed() -> None:
     parents[3][-1] -= 1
     batch.tree = from_parents(parents, parents)
     assert not torch.equal(batch.expected(), expected)
-    plan = plan_branches(batch.tree, batch.reqs, batch.layout, batch.forks)
+    plan = plan_branches(batch.tree, batch.reqs, batch.paged, batch.forks)
     assert not torch.equal(batch.along_branches(plan), expected.long())
     assert not torch.equal(batch.under_masks(), expected.long())

@@ -18,6 +18,7 @@ from pydantic import (
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.proposers import PROPOSERS, Proposer
+from vllm_treespec.sources.suffix_index import SuffixIndex
 
 MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31
@@ -115,6 +116,10 @@ class MethodConfig(BaseModel, ABC):
     def proposer(self) -> Proposer:
         """Make the proposer that this spec-config describes."""
         return PROPOSERS[self.name](**self.shape)
+
+    def text_index(self) -> SuffixIndex | None:
+        """Make the index of texts that the method drafts from, if any."""
+        return None
 
     def with_shape(self, shape: Mapping[str, Any]) -> Self:
         """Make a spec-config of this method with another tree, used at any batch size.

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt
 from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import Proposer, Suffix, suffix
+from vllm_treespec.sources.suffix_index import SuffixIndex
 
 NUM_DRAFTS = 16
 DEPTH = 12
@@ -47,10 +48,13 @@ class SuffixTreeConfig(MethodConfig):
         return suffix.sizes(self.num_drafts, self.depth, self.max_match)
 
     def proposer(self) -> Proposer:
-        """Make the proposer, with an empty cache."""
-        return Suffix(
-            self.num_drafts, self.depth, self.max_match, self.max_cached_tokens
-        )
+        """Make the proposer."""
+        return Suffix(self.num_drafts, self.depth, self.max_match)
+
+    def text_index(self) -> SuffixIndex:
+        """Make the index, with an empty cache, for the deepest tree of the schedule."""
+        depth = max(tree.config.sizes.max_depth for tree in self.scheduled())
+        return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
         """Four draft tokens, then two."""

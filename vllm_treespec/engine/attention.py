@@ -1,4 +1,4 @@
-"""Attention backends that read and write along branches (see branches.py).
+"""Attention backends that read and write along branches (see layouts/branches.py).
 
 The kernels stay vLLM's own. A backend here differs from its stock parent only while
 its layers' ``BranchSwitch`` holds a plan: then the metadata describe the branches'
@@ -8,7 +8,7 @@ sequences, and keys and values also go to the fork blocks.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -18,14 +18,11 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_treespec.engine.branches import BranchPlan
+from vllm_treespec.layouts.branch_plan import BranchPlan
+from vllm_treespec.layouts.branches import BranchSwitch
 
-
-class BranchSwitch:
-    """The plan of the running step, shared by a runner's layers and builders."""
-
-    def __init__(self) -> None:
-        self.plan: BranchPlan | None = None
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionLayer, AttentionMetadata
 
 
 def along_branches(
@@ -54,7 +51,7 @@ class BranchingBuilder:
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Any:
+    ) -> AttentionMetadata:
         """Build the stock metadata, of the branches if there are any."""
         if self.branches is not None and self.branches.plan is not None:
             common_attn_metadata = along_branches(
@@ -72,7 +69,7 @@ class BranchingImpl:
 
     def do_kv_cache_update(
         self,
-        layer: Any,
+        layer: AttentionLayer,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,

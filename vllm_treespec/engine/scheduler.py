@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_treespec.core.matching import PADDING_TOKEN_ID
 from vllm_treespec.core.stats import StepCounts
 from vllm_treespec.metrics import open_counters
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 WORD = 32
-# What the scheduler drafts for requests that join the batch with one token to read.
-PADDING_TOKEN_ID = -1
 # A word of a mask in which every token is allowed.
 ALL_ALLOWED = -1
 
@@ -49,7 +48,7 @@ class TreeScheduler(Scheduler):
     front-end shows (:mod:`vllm_treespec.metrics`), if the engine keeps statistics.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         """Make the stock scheduler."""
         super().__init__(*args, **options)
         self._parents: dict[str, list[int]] = {}

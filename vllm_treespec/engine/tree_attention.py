@@ -7,7 +7,7 @@ metadata are stock; a tree batch has masks besides.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 from vllm.v1.attention.backend import (
@@ -23,8 +23,11 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import KVQuantMode
 
-from vllm_treespec.engine.masks import NodeMasks
 from vllm_treespec.kernels.tree_attention import Workspace, tree_attention
+from vllm_treespec.layouts.node_masks import NodeMasks
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionLayer
 
 # Those that the kernel is tested with.
 HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -82,7 +85,7 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
 class TreeAttentionImpl(TritonAttentionImpl):
     """The stock Triton attention, and tree attention where there are masks."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Make the stock implementation.
 
         Raises:
@@ -111,13 +114,13 @@ class TreeAttentionImpl(TritonAttentionImpl):
                     f"remove speculative_config"
                 )
 
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+    def fused_output_quant_supported(self, quant_key: object) -> bool:
         """The tree kernel writes unquantised outputs only."""
         return False
 
     def forward(
         self,
-        layer: Any,
+        layer: AttentionLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -144,7 +147,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
 
     def attend_under_masks(
         self,
-        layer: Any,
+        layer: AttentionLayer,
         query: Tensor,
         kv_cache: Tensor,
         attn_metadata: TreeAttentionMetadata,

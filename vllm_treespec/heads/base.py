@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_treespec.heads.config import HeadConfig
-from vllm_treespec.proposers.base import DraftModel
+from vllm_treespec.sources.base import DraftModel
 
 
 class DraftHead(nn.Module, ABC):

@@ -18,9 +18,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.reader import Counter
 
 from vllm_treespec.compare import Acceptance
-from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.soak.records import Answer, Completion, End, SoakJob
 from vllm_treespec.soak.requests import SoakRequest
+from vllm_treespec.sources.suffix_index import SuffixIndex
 
 PREEMPTIONS = "vllm:num_preemptions"
 PREFIX_QUERIES = "vllm:prefix_cache_queries"
@@ -178,11 +178,13 @@ class SoakEngine:
             "output processor": [*processor.request_states, *processor.parent_requests],
         }
         if self.job.has_trees:
+            decoder = runner.decoder
+            places["decoder"] = decoder.slots.names()
             places["suffix index"] = [
-                request
-                for proposer in runner.drafter.proposers
-                if isinstance(proposer, Suffix)
-                for request in proposer.cache.running
+                decoder.slots.name(slot)
+                for source in decoder.sources
+                if isinstance(source, SuffixIndex)
+                for slot in source.cache.running
             ]
         return {place: list(ids) for place, ids in places.items() if ids}
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_treespec.engine.attention import BranchingImpl
+from vllm_treespec.engine.draft_model import PagedDraftModel
+from vllm_treespec.engine.v1.attention_check import check_attention
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
+from vllm_treespec.layouts.base import LargestTrees
+from vllm_treespec.layouts.branches import BranchLayout
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
@@ -19,7 +28,27 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     offset, which CPU generators do not have. Here they are set aside meanwhile.
     """
 
-    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+    draft_model_class = PagedDraftModel
+    batched_rules = False
+
+    def make_layout(self, largest: LargestTrees) -> BranchLayout:
+        """Trees along branches, for vLLM's own kernels."""
+        self.layout = BranchLayout(largest)
+        return self.layout
+
+    def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
+        """Let every layer and metadata builder see the plan of the running step."""
+        check_attention(self, kv_caches, BranchingImpl)
+        layers = self.compilation_config.static_forward_context
+        for name in kv_caches:
+            layers[name].impl.branches = self.layout.switch
+        for group in self.attn_groups[0]:
+            for builder in group.metadata_builders:
+                builder.branches = self.layout.switch
+
+    def _sample(
+        self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
         """Sample without the generators of incomplete prompts."""
         batch = self.input_batch
         incomplete = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
@@ -30,7 +59,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         }
         return super()._sample(logits, spec_decode_metadata)
 
-    def _bookkeeping_sync(self, *args: Any) -> Any:
+    def _bookkeeping_sync(self, *args: object) -> object:
         """Keep the books, then put the generators back."""
         result = super()._bookkeeping_sync(*args)
         self.input_batch.generators.update(self._set_aside)

@@ -1,160 +1,94 @@
-"""The object behind vLLM's ``custom_class`` method: proposers and draft models."""
+"""The object behind vLLM's ``custom_class`` method: from a spec-config to a decoder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
+from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.schedule import AdaptiveSchedule
 from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.engine.branch_placement import BranchPlacement
-from vllm_treespec.engine.branches import ForkSpace
-from vllm_treespec.engine.draft_model import CommittedTokens, PagedDraftModel
-from vllm_treespec.engine.head import EngineHead
-from vllm_treespec.engine.tree_step import TreePlacement
-from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.scorers import (
-    RULES,
-    Rule,
-    ScorerOutput,
-    TargetLogits,
-    TreeShape,
-    TypicalAcceptance,
-    score,
-)
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """The trees drawn in one step, and the drafts as the scheduler saw them."""
-
-    tree: TreeBatch
-    # index of the schedule's tree they were drawn as
-    scheduled: int
-    # request id -> row of the tree
-    rows: dict[str, int]
-    # per row, tokens and parents of the draft nodes
-    drafts: list[list[int]]
-    draft_parents: list[list[int]]
-
-    def find(self, req_id: str, scheduled: list[int]) -> int | None:
-        """Row of the tree that the scheduled drafts are a prefix of, if any."""
-        row = self.rows.get(req_id)
-        if row is None or self.drafts[row][: len(scheduled)] != scheduled:
-            return None
-        return row
-
-    def parents(self) -> dict[str, list[int]]:
-        """Parents of each request's draft nodes."""
-        return {req_id: self.draft_parents[row] for req_id, row in self.rows.items()}
+from vllm_treespec.core.views import EmittedBatch
+from vllm_treespec.engine.draft_model import PagedDraftModel
+from vllm_treespec.engine.head_source import EngineHead
+from vllm_treespec.layouts.base import LargestTrees, TreeLayout
+from vllm_treespec.scorers import RULES, Rule, TypicalAcceptance
+from vllm_treespec.sources.base import DraftSource
 
 
 class TreeDrafter:
-    """Draws the next draft trees; vLLM makes one per worker from its config."""
+    """Makes and loads what a spec-config names; vLLM makes one per worker."""
+
+    decoder_class = TreeDecoder
+    decoder: TreeDecoder
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Read our settings, which travel in vLLM's ``additional_config``."""
+        self.vllm_config = vllm_config
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
-        self.masked = self.uses_masks(vllm_config)
-        trees = self.config.scheduled()
-        self.schedule = AdaptiveSchedule(trees)
-        self.proposers = [tree.config.proposer() for tree in trees]
         self.stats = StepStats()
+        self.draft_models: list[PagedDraftModel] = []
+        self.head: EngineHead | None = None
+        grammars = vllm_config.structured_outputs_config
+        # whether a grammar begins at the end of some reasoning only
+        self.reasons = bool(grammars.reasoning_parser)
+        self.reasons &= not grammars.enable_in_reasoning
+
+    def make_decoder(
+        self,
+        make_layout: Callable[[LargestTrees], TreeLayout],
+        draft_model_class: type[PagedDraftModel],
+        batched_rules: bool,
+        limits: EngineLimits,
+    ) -> TreeDecoder:
+        """Make the decoder for a device, with sources that are not loaded yet.
+
+        Args:
+            make_layout: the device's layout for trees up to these bounds.
+            draft_model_class: how draft models run on the device.
+            batched_rules: whether rules look at all nodes at once.
+            limits: of the engine.
+
+        """
+        method = self.method(batched_rules)
+        layout = make_layout(largest_trees(method, bool(self.config.models)))
+        self.decoder = self.decoder_class(
+            method, self._sources(draft_model_class), layout, limits, self.stats
+        )
+        return self.decoder
+
+    def method(self, batched: bool) -> Method:
+        """How trees are drawn and verified."""
+        trees = self.config.scheduled()
+        return Method(
+            schedule=AdaptiveSchedule(trees),
+            proposers=[tree.config.proposer() for tree in trees],
+            rule=rule_of(self.config),
+            batched=batched,
+            max_trees=self.config.max_trees,
+        )
+
+    def _sources(self, draft_model_class: type[PagedDraftModel]) -> list[DraftSource]:
+        """What the method's proposers draw from, in the spec-config's order."""
         self.draft_models = [
-            self.draft_model_class(
-                vllm_config, model, f"draft_model_{index}", self.stats
+            draft_model_class(
+                self.vllm_config, model, f"draft_model_{index}", self.stats
             )
             for index, model in enumerate(self.config.models)
         ]
-        self.head: EngineHead | None = None
+        sources: list[DraftSource] = [*self.draft_models]
         if self.config.head is not None:
-            self.head = EngineHead(vllm_config, self.config.head, self.stats)
-        sizes = [proposer.sizes for proposer in self.proposers]
-        self.max_depth = max(s.max_depth for s in sizes)
-        self.shapes = [
-            TreeShape(s.max_depth, s.max_siblings, s.max_parents) for s in sizes
-        ]
-        self.max_nodes = max(s.max_nodes for s in sizes)
-        self.max_draws = max(s.max_draws for s in sizes)
-        grammars = vllm_config.structured_outputs_config
-        self.reasons = bool(grammars.reasoning_parser)
-        self.reasons &= not grammars.enable_in_reasoning
-        self.branching = max(s.max_leaves for s in sizes) > 1
-
-    @property
-    def rule(self) -> Rule:
-        """How sampled requests' trees are verified."""
-        typical = self.config.lossy_typical_acceptance
-        if typical is not None:
-            return TypicalAcceptance(typical.epsilon, typical.delta).rule
-        return RULES[self.config.rule]
-
-    def score(
-        self, scheduled: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
-    ) -> ScorerOutput:
-        """Score trees that were drawn as the schedule's tree of this index.
-
-        On a GPU in the rule's batched form, where it has one.
-        """
-        shape = self.shapes[scheduled] if self.masked else None
-        return score(tree, target, uniforms, self.rule, shape)
-
-    @staticmethod
-    def uses_masks(vllm_config: VllmConfig) -> bool:
-        """Whether attention sees trees by masks (GPU) or along branches (CPU)."""
-        return vllm_config.device_config.device_type != "cpu"
-
-    @property
-    def draft_model_class(self) -> type[PagedDraftModel]:
-        """How draft models read their levels."""
-        if not self.masked:
-            return PagedDraftModel
-        # Needs Triton, which a CPU may not have.
-        from vllm_treespec.engine.masked_draft_model import MaskedDraftModel
-
-        return MaskedDraftModel
-
-    def placement(self) -> TreePlacement:
-        """How the runner places trees."""
-        if not self.masked:
-            return BranchPlacement()
-        from vllm_treespec.engine.mask_placement import MaskPlacement
-
-        return MaskPlacement()
-
-    @property
-    def forks_per_tree(self) -> int:
-        """Forks one tree may need, while it is drawn or while it is scored."""
-        if self.masked:
-            return 1 if self.draft_models else 0
-        forks = max(p.sizes.max_leaves for p in self.proposers) - 1
-        if self.draft_models:
-            forks = max(forks, *(p.sizes.max_width + 1 for p in self.proposers))
-        return forks
-
-    def fork_space(self, first_block: int, block_size: int) -> ForkSpace:
-        """Fork blocks for ``max_trees`` trees from ``first_block`` on.
-
-        A fork holds a path of a tree, or under masks all of its nodes.
-        """
-        last = self.max_nodes - 1 if self.masked else self.max_depth
-        return ForkSpace(
-            first_block=first_block,
-            forks_per_tree=self.forks_per_tree,
-            blocks_per_fork=(block_size - 1 + last) // block_size + 1,
-            block_size=block_size,
-        )
-
-    def num_fork_blocks(self, block_size: int) -> int:
-        """How many fork blocks the KV cache needs."""
-        per_fork = self.fork_space(0, block_size).blocks_per_fork
-        return self.config.max_trees * self.forks_per_tree * per_fork
+            self.head = EngineHead(self.vllm_config, self.config.head, self.stats)
+            sources.append(self.head)
+        index = self.config.text_index()
+        if index is not None:
+            sources.append(index)
+        return sources
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the draft models or the head; vLLM has just loaded the target."""
@@ -163,47 +97,27 @@ class TreeDrafter:
         if self.head is not None:
             self.head.load(target_model)
 
-    def read(self, committed: CommittedTokens) -> None:
-        """Let the draft models read committed tokens."""
-        for draft_model in self.draft_models:
-            draft_model.start(committed)
+    def propose(self, batch: EmittedBatch) -> Proposal | None:
+        """Draw the next trees at the end of a step."""
+        return self.decoder.draft(batch)
 
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Tell the proposers which requests are finished."""
-        for proposer in self.proposers:
-            proposer.forget(req_ids)
 
-    def propose(
-        self,
-        scheduled: int,
-        req_ids: list[str],
-        inputs: ProposerInputs,
-        hidden: Tensor | None,
-    ) -> Proposal:
-        """Draw one tree for each request whose root was just read.
+def rule_of(config: MethodConfig) -> Rule:
+    """How sampled requests' trees are verified."""
+    typical = config.lossy_typical_acceptance
+    if typical is not None:
+        return TypicalAcceptance(typical.epsilon, typical.delta).rule
+    return RULES[config.rule]
 
-        Args:
-            scheduled: index of the schedule's tree to draw.
-            req_ids: the requests.
-            inputs: of the requests.
-            hidden: [num_reqs, hidden_size] for a head: the target's hidden states from
-                which the roots were emitted.
 
-        """
-        if self.head is not None:
-            assert hidden is not None
-            draft = self.head.draft(hidden, inputs.root_token_ids)
-            inputs = replace(inputs, draft_models=(draft,))
-        proposer = self.proposers[scheduled]
-        tree = proposer.propose(inputs)
-        # All in one, so that the host waits for the device once.
-        width = tree.max_nodes
-        together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
-        known = torch.cat(together, dim=1).tolist()
-        drafts = [row[1 : row[-1]] for row in known]
-        parents = [row[width + 1 : width + row[-1]] for row in known]
-        if proposer.num_candidates is not None:
-            num_beam_tokens = proposer.num_candidates * len(drafts)
-            self.stats.merged(num_beam_tokens, sum(map(len, drafts)))
-        rows = {req_id: row for row, req_id in enumerate(req_ids)}
-        return Proposal(tree, scheduled, rows, drafts, parents)
+def largest_trees(method: Method, read_by_models: bool) -> LargestTrees:
+    """Bounds of all trees of a method's schedule."""
+    sizes = [proposer.sizes for proposer in method.proposers]
+    return LargestTrees(
+        max_nodes=max(s.max_nodes for s in sizes),
+        max_depth=max(s.max_depth for s in sizes),
+        max_width=max(s.max_width for s in sizes),
+        max_leaves=max(s.max_leaves for s in sizes),
+        max_trees=method.max_trees,
+        read_by_models=read_by_models,
+    )

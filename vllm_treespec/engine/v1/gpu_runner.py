@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_treespec.engine.masked_draft_model import PIECEWISE, MaskedDraftModel
-from vllm_treespec.engine.rehearsal import rehearse
+from vllm_treespec.core.rehearsal import rehearse
+from vllm_treespec.core.tree import MAX_NODES
+from vllm_treespec.engine.graphed_draft_model import PIECEWISE, GraphedDraftModel
+from vllm_treespec.engine.tree_attention import TreeAttentionImpl
+from vllm_treespec.engine.v1.attention_check import check_attention
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
+from vllm_treespec.layouts.base import LargestTrees
+from vllm_treespec.layouts.masks import MaskLayout
+from vllm_treespec.layouts.node_masks import NodeMasks
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import ModelRunnerOutput
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
@@ -21,20 +31,53 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     graphs of the same sizes, captured beside the target's.
     """
 
-    def profile_run(self, *args: Any, **options: Any) -> None:
-        """Run the models once, and draw and score trees."""
+    draft_model_class = GraphedDraftModel
+    batched_rules = True
+
+    def make_layout(self, largest: LargestTrees) -> MaskLayout:
+        """Trees under masks, for our kernel; allocates what graphs keep."""
+        self.masks = NodeMasks(
+            max(self.max_num_tokens, largest.max_trees * MAX_NODES),
+            max(self.max_num_reqs, largest.max_trees),
+            self.device,
+        )
+        return MaskLayout(largest, self.masks)
+
+    def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
+        """Let every metadata builder see the masks."""
+        check_attention(self, kv_caches, TreeAttentionImpl)
+        for group in self.attn_groups[0]:
+            for builder in group.metadata_builders:
+                builder.masks = self.masks
+
+    def profile_run(self, *args: object, **options: object) -> None:
+        """Run the models once, and draw and score trees.
+
+        Buffers that last are made before, so that they are measured.
+        """
+        models = [self.model_config]
+        for draft_model in self.drafter.draft_models:
+            assert isinstance(draft_model, GraphedDraftModel)
+            draft_model.prepare(self.masks.max_tokens, self.cudagraph_dispatcher)
+            models.append(draft_model.model_config)
+        for model in models:
+            num_heads = model.get_num_attention_heads(self.parallel_config)
+            self.masks.workspace(num_heads, model.get_head_size())
         super().profile_run(*args, **options)
-        model_config = self.model_config
-        num_reqs = min(self.drafter.config.max_trees, self.max_num_reqs)
         hidden = torch.zeros(
-            (num_reqs, model_config.get_hidden_size()),
-            dtype=model_config.dtype,
+            (
+                min(self.decoder.method.max_trees, self.max_num_reqs),
+                self.model_config.get_hidden_size(),
+            ),
+            dtype=self.model_config.dtype,
             device=self.device,
         )
-        rehearse(self.drafter, num_reqs, model_config.get_vocab_size(), hidden)
+        rehearse(self.decoder, self.model_config.get_vocab_size(), hidden)
 
     @torch.inference_mode()
-    def _dummy_run(self, num_tokens: int, *args: Any, **options: Any) -> Any:
+    def _dummy_run(
+        self, num_tokens: int, *args: object, **options: object
+    ) -> ModelRunnerOutput:
         """Run the target, and before and while piecewise graphs are captured, drafts.
 
         vLLM names the mode in those runs only; whole trees have graphs of the
@@ -48,6 +91,6 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
                 num_tokens, valid_modes={mode, CUDAGraphMode.NONE}
             )
             for draft_model in self.drafter.draft_models:
-                assert isinstance(draft_model, MaskedDraftModel)
+                assert isinstance(draft_model, GraphedDraftModel)
                 draft_model.dummy_run(mode, desc)
         return outputs

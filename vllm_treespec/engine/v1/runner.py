@@ -1,204 +1,213 @@
-"""The V1 model runner with draft trees: one mixin, the same on CPU and GPU."""
+"""The V1 model runner with draft trees: it asks the decoder, and translates."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from vllm_treespec.core.uniforms import SCORING, UniformSource
+from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
+from vllm_treespec.core.views import HiddenStates
 from vllm_treespec.engine.kv_cache import with_fork_blocks
-from vllm_treespec.engine.ranks import check_same_drafts
-from vllm_treespec.engine.reading import ReadMarks
-from vllm_treespec.engine.scoring import with_plain_samples
-from vllm_treespec.engine.tree_step import TreeStep, first_rows
-from vllm_treespec.engine.v1.drafter import Proposal, TreeDrafter
-from vllm_treespec.engine.v1.drafting import DraftingMixin
-from vllm_treespec.engine.v1.requests import sampling_tensors
-from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.engine.scheduler import TreeDraftTokenIds
+from vllm_treespec.engine.v1.sampler_output import first_rows, sampler_output
+from vllm_treespec.engine.v1.views import (
+    drafts_tree,
+    emitted_batch,
+    sampling_view,
+    scheduled_batch,
+    target_inputs,
+)
+from vllm_treespec.layouts.base import LargestTrees, TreeLayout
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from vllm_treespec.engine.draft_model import PagedDraftModel
+    from vllm_treespec.engine.v1.host import V1Runner
+else:
+    V1Runner = object
 
 
-class TreeRunnerMixin(DraftingMixin):
+class TreeRunnerMixin(V1Runner):
     """Overrides the steps of vLLM's V1 runner in which a tree is not a chain.
 
-    In the order of a step: ``_prepare_inputs`` puts the nodes of each tree into their
-    places and gives them their positions, ``_sample`` scores the trees,
-    ``_update_states_after_model_execute`` commits the accepted paths' KV, and
-    ``propose_draft_token_ids`` draws the next trees. Everything else is stock.
+    What they do is decided by ``TreeDecoder``; a device's runner says which layout and
+    which draft models it has. Everything else is stock.
     """
 
-    drafter: TreeDrafter
+    decoder: TreeDecoder
+    draft_model_class: type[PagedDraftModel]
+    # whether rules look at all nodes, so that the host waits for nothing
+    batched_rules: bool
+
+    @abstractmethod
+    def make_layout(self, largest: LargestTrees) -> TreeLayout:
+        """Make this device's layout of trees."""
+
+    @abstractmethod
+    def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
+        """Let attention layers and metadata builders see the layout's trees."""
 
     def init_trees(self) -> None:
         """Set up our state; called once, when the stock runner is made."""
-        runner: Any = self
-        self.placement = self.drafter.placement()
-        self.uniforms = UniformSource(runner.model_config.seed)
-        self.stats = self.drafter.stats
-        self.tree_step: TreeStep | None = None
-        self.proposal: Proposal | None = None
+        limits = EngineLimits(
+            device=self.device,
+            rank=self.parallel_config.rank,
+            seed=self.model_config.seed,
+            max_model_len=self.max_model_len,
+            max_num_tokens=self.max_num_tokens,
+        )
+        self.decoder = self.drafter.make_decoder(
+            self.make_layout, self.draft_model_class, self.batched_rules, limits
+        )
+        unknown = self.decoder.committed.features - {self._final_layer}
+        if unknown:
+            raise ValueError(
+                f"a draft source reads hidden states of layers {sorted(unknown)}; "
+                f"only those after the last layer ({self._final_layer}) are at hand"
+            )
         self._reached_forward = 0.0
 
+    @property
+    def _final_layer(self) -> int:
+        """The number that stands for the hidden states after the last layer."""
+        return int(self.model_config.get_total_num_hidden_layers())
+
     def initialize_kv_cache_tensors(
-        self, kv_cache_config: Any, kernel_block_sizes: list[int], **options: Any
+        self,
+        kv_cache_config: KVCacheConfig,
+        kernel_block_sizes: list[int],
+        **options: object,
     ) -> dict[str, Tensor]:
         """Allocate the KV cache with fork blocks behind the scheduler's blocks."""
-        runner: Any = self
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError(
                 f"draft trees need a model with one KV cache group, this one has "
                 f"{len(kv_cache_config.kv_cache_groups)}; remove speculative_config"
             )
+        layout = self.decoder.layout
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        grown = with_fork_blocks(
-            kv_cache_config, self.drafter.num_fork_blocks(block_size)
-        )
-        kv_caches = super().initialize_kv_cache_tensors(  # type: ignore[misc]
+        grown = with_fork_blocks(kv_cache_config, layout.num_fork_blocks(block_size))
+        kv_caches = super().initialize_kv_cache_tensors(
             grown, kernel_block_sizes, **options
         )
-        per_block = block_size // kernel_block_sizes[0]
-        self.forks = self.drafter.fork_space(
-            kv_cache_config.num_blocks * per_block, kernel_block_sizes[0]
-        )
-        ours: set[str] = set()
-        for draft_model in self.drafter.draft_models:
-            draft_model.bind(kv_caches, runner.attn_groups[0], self.forks)
-            ours.update(draft_model.layer_names)
-        self.marks = ReadMarks(
-            kv_cache_config.num_blocks * per_block, kernel_block_sizes[0]
-        )
-        target_layers = [name for name in kv_caches if name not in ours]
-        self.placement.bind(runner, kv_caches, target_layers, self.forks)
+        (kernel_block_size, *_) = kernel_block_sizes
+        num_blocks = kv_cache_config.num_blocks * (block_size // kernel_block_size)
+        ours = {n for model in self.drafter.draft_models for n in model.layer_names}
+        target_caches = [kv for name, kv in kv_caches.items() if name not in ours]
+        layout.bind(target_caches, num_blocks, kernel_block_size)
+        self.decoder.committed.bind(num_blocks, kernel_block_size)
+        for model in self.drafter.draft_models:
+            model.bind(kv_caches, self.attn_groups[0], layout)
+        self.connect_attention(kv_caches)
         return kv_caches
 
-    def profile_run(self, *args: Any, **options: Any) -> None:
+    def profile_run(self, *args: object, **options: object) -> None:
         """Run the models once before the KV cache is made, draft models included."""
-        self.placement.prepare(self)
-        super().profile_run(*args, **options)  # type: ignore[misc]
+        super().profile_run(*args, **options)
         for draft_model in self.drafter.draft_models:
             draft_model.warm_up()
 
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        """Take in what the scheduler says, finished requests too."""
-        self.drafter.forget(scheduler_output.finished_req_ids)
-        return super()._update_states(scheduler_output)  # type: ignore[misc]
+    def _update_states(self, scheduler_output: SchedulerOutput) -> object:
+        """Take in which requests came, went and were preempted."""
+        decoder = self.decoder
+        decoder.forget(decoder.slots.release(scheduler_output.finished_req_ids))
+        updated = super()._update_states(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            params = self.requests[new.req_id].sampling_params
+            drafts = drafts_tree(params, self.drafter.reasons)
+            decoder.slots.add(new.req_id, drafts, params.seed)
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        decoder.lose(decoder.slots.of(sorted(resumed)))
+        return updated
 
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+    def _input_fits_in_drafter(self, common_attn_metadata: object | None) -> bool:
         """Whether to call the drafter: it looks at each request on its own."""
         return common_attn_metadata is not None
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
-    ) -> tuple[Tensor, Any, int]:
+    ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
         """Prepare the stock inputs, then put trees into their places."""
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
-        with self.stats.stage("tree_build"):
-            self.placement.clear()
-            logits_indices, metadata, _ = prepared
-            self.tree_step = step = self._match_trees(scheduler_output, metadata)
-            if step is not None and self.drafter.branching:
-                self.placement.place(self, step, logits_indices)
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        logits_indices, _, _ = prepared
+        slots = self.decoder.slots
+        self.decoder.begin_step(
+            scheduled_batch(self, slots, scheduler_output, num_scheduled_tokens),
+            target_inputs(self, logits_indices),
+        )
         self._reached_forward = time.perf_counter()
         return prepared
 
-    def _match_trees(
-        self, scheduler_output: SchedulerOutput, metadata: Any
-    ) -> TreeStep | None:
-        """Find the trees whose drafts the scheduler sends back in this step.
-
-        A request whose drafts are not (a prefix of) its last tree is read as a chain
-        and emits one token from its root; that costs speed, never correctness.
-        """
-        runner: Any = self
-        if self.proposal is None:
-            return None
-        found: list[tuple[int, int, int, int]] = []
-        limits = self._node_limits(scheduler_output)
-        rank = runner.parallel_config.rank
-        for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
-            check_same_drafts(rank, self.proposal, req_id, drafts)
-            row = self.proposal.find(req_id, drafts)
-            if row is not None:
-                index = runner.input_batch.req_id_to_index[req_id]
-                num_drafts = len(self.proposal.drafts[row])
-                whole = len(drafts) == num_drafts
-                limit = limits[req_id] if whole else len(drafts) + 1
-                found.append((index, row, limit, min(limit, num_drafts + 1)))
-        if not found:
-            return None
-        host = np.array(sorted(found)).T
-        reqs, rows, limit = torch.from_numpy(host[:3]).to(runner.device)
-        tree = self.proposal.tree
-        if host[1].tolist() != list(range(tree.num_reqs)):
-            tree = tree.select(rows)
-        return TreeStep(
-            reqs,
-            tree.cut(limit),
-            self.proposal.scheduled,
-            first_rows(metadata.cu_num_sampled_tokens)[reqs],
-            host_reqs=host[0],
-            host_num_nodes=host[3],
-            host_roots=runner.input_batch.num_computed_tokens_cpu[host[0]],
-        )
-
-    def _node_limits(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
-        """How many tokens the scheduler had room for, by request.
-
-        Draws that repeat a token take no room, but whether they count must not depend
-        on that. So a whole tree is cut, too, to what the scheduler would have taken.
-        """
-        runner: Any = self
-        limits = {}
-        left = runner.scheduler_config.max_num_scheduled_tokens
-        if left is None:
-            left = runner.max_num_tokens
-        for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            computed = runner.requests[req_id].num_computed_tokens
-            limits[req_id] = min(left, runner.max_model_len - 1 - computed)
-            left -= num_tokens
-        return limits
-
-    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> Any:
+    def _sample(
+        self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
         """Score the trees; requests without one are sampled as by stock vLLM."""
-        runner: Any = self
         if logits is None or spec_decode_metadata is None:
-            return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        self.stats.spent("forward", time.perf_counter() - self._reached_forward)
-        with self.stats.stage("score"):
-            first = first_rows(spec_decode_metadata.cu_num_sampled_tokens)
-            step = self.tree_step
-            metadata = runner.input_batch.sampling_metadata
-            if step is None:
-                return runner.sampler(logits=logits[first], sampling_metadata=metadata)
-            step.scored = self.drafter.score(
-                step.scheduled,
-                step.tree,
-                TargetLogits(
-                    logits,
-                    step.first_row,
-                    sampling_tensors(runner.input_batch, step.host_reqs, step.reqs),
-                ),
-                self._uniforms(
-                    step.host_reqs.tolist(),
-                    step.host_roots.tolist(),
-                    1 + self.drafter.max_draws,
-                    SCORING,
-                ),
+            return super()._sample(logits, spec_decode_metadata)
+        stats = self.decoder.stats
+        stats.spent("forward", time.perf_counter() - self._reached_forward)
+        with stats.stage("score"):
+            scored = self.decoder.score(logits, sampling_view(self.input_batch))
+            return sampler_output(
+                self.sampler,
+                self.input_batch.sampling_metadata,
+                logits,
+                first_rows(spec_decode_metadata.cu_num_sampled_tokens),
+                self.decoder.trees,
+                scored,
             )
-            return with_plain_samples(runner.sampler, metadata, logits, first, step)
 
     def _update_states_after_model_execute(
         self, output_token_ids: Tensor, scheduler_output: SchedulerOutput
     ) -> None:
         """Commit: bring the accepted paths' KV into the requests' own slots."""
-        super()._update_states_after_model_execute(output_token_ids, scheduler_output)  # type: ignore[misc]
-        if self.tree_step is not None and self.drafter.branching:
-            with self.stats.stage("commit"):
-                self.placement.commit(self.tree_step)
-        self.placement.clear()
+        super()._update_states_after_model_execute(output_token_ids, scheduler_output)
+        self.decoder.commit()
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: SamplingMetadata,
+        hidden_states: Tensor,
+        sample_hidden_states: Tensor,
+        *_: object,
+    ) -> list[list[int]]:
+        """Draw the next tree of every request that may have one."""
+        hidden = HiddenStates(
+            sampled=sample_hidden_states,
+            by_layer={self._final_layer: hidden_states},
+        )
+        before = self.decoder.batch
+        proposal = self.drafter.propose(
+            emitted_batch(self, before, sampled_token_ids, hidden)
+        )
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if proposal is not None:
+            for req, row in zip(proposal.reqs, proposal.drafts(), strict=True):
+                drafts[req] = row
+        return drafts
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Hand the drafts to the scheduler, with their trees and what was counted."""
+        drafts = super().take_draft_token_ids()
+        if drafts is None:
+            return None
+        proposal = self.decoder.proposal
+        parents: dict[str, list[int]] = {}
+        if proposal is not None:
+            names = [self.decoder.slots.name(slot) for slot in proposal.slots]
+            parents = dict(zip(names, proposal.draft_parents(), strict=True))
+        counts = self.decoder.stats.hand_over()
+        return TreeDraftTokenIds(
+            drafts.req_ids, drafts.draft_token_ids, parents, counts
+        )

@@ -7,16 +7,19 @@ whether contexts are split. Graphs compile only what they hold.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+if TYPE_CHECKING:
+    from vllm_treespec.engine.v1.host import V1Runner
 
 # Rows of a prompt's chunk, more than one block of the kernel holds.
 PROMPT_ROWS = 256
 
 
-def warm_up_attention(runner: Any) -> None:
+def warm_up_attention(runner: V1Runner) -> None:
     """Call the kernel with empty contexts, which reads and writes no KV.
 
     ``runner`` has its KV cache.
@@ -51,7 +54,9 @@ def batches(
                 yield num_reqs, query_len
 
 
-def empty_batch(runner: Any, num_reqs: int, query_len: int) -> CommonAttentionMetadata:
+def empty_batch(
+    runner: V1Runner, num_reqs: int, query_len: int
+) -> CommonAttentionMetadata:
     """A batch of requests without any key."""
     num_tokens = num_reqs * query_len
     starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32)

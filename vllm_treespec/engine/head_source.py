@@ -1,4 +1,4 @@
-"""A draft head beside the target: shared weights, and its time in the statistics."""
+"""A draft head beside vLLM's target: how it is loaded, and what they share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.core.stats import StepStats
 from vllm_treespec.heads import DraftHead, OutputLayer, load_head
-from vllm_treespec.proposers import DraftModel
+from vllm_treespec.sources.head import HeadSource
 
 
-class EngineHead:
-    """The head of ``redrafter`` or ``medusa_tree``; it keeps nothing between steps."""
+class EngineHead(HeadSource):
+    """A head that shares weights of the loaded target."""
 
     def __init__(self, vllm_config: VllmConfig, folder: str, stats: StepStats) -> None:
         """Prepare to load the head in ``folder``."""
+        super().__init__(stats)
         self.folder = Path(folder)
         self.device = vllm_config.device_config.device
         self.dtype = vllm_config.model_config.dtype
-        self.stats = stats
 
     def load(self, target_model: torch.nn.Module) -> None:
         """Load the head and let it share weights of the loaded target.
@@ -43,31 +43,6 @@ class EngineHead:
             self.head.share(*shared_weights(target_model))
         if self.device.type == "cpu":
             pack_layers(self.head)
-
-    def draft(self, hidden: Tensor, root_token_ids: Tensor) -> DraftModel:
-        """Begin the trees of a step; see ``DraftHead.draft``."""
-        with self.stats.stage(DRAFT_FORWARD):
-            return TimedDraft(self.head.draft(hidden, root_token_ids), self.stats)
-
-
-class TimedDraft:
-    """The trees that a head grows in one step, with the time that takes."""
-
-    def __init__(self, draft: DraftModel, stats: StepStats) -> None:
-        """Wrap what the head began."""
-        self._draft = draft
-        self._stats = stats
-        self.vocabulary = draft.vocabulary
-
-    def root_logits(self) -> Tensor:
-        """Logits below the roots, [num_reqs, draft_vocab_size]."""
-        with self._stats.stage(DRAFT_FORWARD):
-            return self._draft.root_logits()
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level; see ``proposers.DraftModel.extend``."""
-        with self._stats.stage(DRAFT_FORWARD):
-            return self._draft.extend(token_ids, parents)
 
 
 class PackedLinear(torch.nn.Module):

@@ -1,42 +1,50 @@
-"""From scored trees and plain requests to vLLM's sampler output."""
+"""From scored trees and plainly sampled requests to vLLM's sampler output."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
 
-from vllm_treespec.engine.tree_step import TreeStep
+from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.scorers import ScorerOutput
 
 
-def with_plain_samples(
-    sampler: Any,
+def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
+    """Logits row of every request's root, int64 [num_reqs]."""
+    return torch.nn.functional.pad(cu_num_sampled_tokens, (1, 0))[:-1].long()
+
+
+def sampler_output(
+    sampler: Sampler,
     metadata: SamplingMetadata,
     logits: Tensor,
     first_row: Tensor,
-    step: TreeStep,
+    trees: RunningTrees | None,
+    scored: ScorerOutput | None,
 ) -> SamplerOutput:
-    """Put scored trees and plainly sampled requests into one sampler output.
+    """Put scored trees and plainly sampled requests together.
 
     Args:
         sampler: vLLM's sampler, for requests without a tree.
         metadata: sampling metadata of the whole batch.
         logits: [num_rows, vocab_size].
         first_row: int64 [num_reqs], each request's root row.
-        step: trees and what the scorer accepted of them.
+        trees: of the step, None without any.
+        scored: what was accepted of them.
 
     """
-    scored = step.scored
-    assert scored is not None
+    if trees is None or scored is None:
+        return sampler(logits=logits[first_row], sampling_metadata=metadata)
     num_reqs = len(first_row)
-    emitted = scored.emitted(step.tree)
+    emitted = scored.emitted(trees.tree)
     tokens = emitted.new_full((num_reqs, emitted.shape[1]), -1)
-    if len(step.host_reqs) < num_reqs:
-        scored_reqs = set(step.host_reqs.tolist())
+    if len(trees.host_reqs) < num_reqs:
+        scored_reqs = set(trees.host_reqs.tolist())
         others = {r: g for r, g in metadata.generators.items() if r not in scored_reqs}
         plain = sampler(
             logits=logits[first_row],
@@ -45,17 +53,17 @@ def with_plain_samples(
             ),
         )
         tokens[:, :1] = plain.sampled_token_ids
-    tokens[step.reqs] = emitted
+    tokens[trees.reqs] = emitted
     logprobs = None
     if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
         rows = first_row[:, None].repeat(1, tokens.shape[1])
-        rows[step.reqs, 1:] += scored.path.clamp(min=0)
+        rows[trees.reqs, 1:] += scored.path.clamp(min=0)
         logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)
 
 
 def emitted_logprobs(
-    sampler: Any,
+    sampler: Sampler,
     metadata: SamplingMetadata,
     logits: Tensor,
     rows: Tensor,

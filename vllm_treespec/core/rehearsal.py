@@ -1,20 +1,27 @@
 """Draws and scores trees once before requests come, so that their memory is measured.
 
-vLLM gives to the KV cache what its own profiling run leaves over. Distributions over
-a large vocabulary, one a node, would not fit any more.
+An engine gives to the KV cache what its own profiling run leaves over. Distributions
+over a large vocabulary, one a node, would not fit any more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.decoder import TreeDecoder
 from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.engine.v1.drafter import TreeDrafter
-from vllm_treespec.proposers import DraftModel, ProposerInputs
+from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.sources.base import (
+    Continuations,
+    DraftModel,
+    DraftSource,
+    Roots,
+)
 
 
 @dataclass(frozen=True)
@@ -37,47 +44,54 @@ class IdleModel:
 
 
 @torch.inference_mode()
-def rehearse(
-    drafter: TreeDrafter,
-    num_reqs: int,
-    vocab_size: int,
-    hidden: Tensor,
-) -> None:
+def rehearse(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None:
     """Draw and score every tree of the schedule for as many requests as may draft.
 
+    Trees of an index of texts take no memory of the device, and are left out.
+
     Args:
-        drafter: with its head loaded.
-        num_reqs: how many.
+        decoder: with its heads loaded.
         vocab_size: the target's.
         hidden: [num_reqs, hidden_size], what a head would draft from.
 
     """
-    device = hidden.device
+    if any(source.reads.token_ids for source in decoder.sources):
+        return
+    num_reqs, device = len(hidden), hidden.device
     # top-p sorts, which takes the most memory
     sampling = SamplingTensors(
         torch.ones(num_reqs, device=device),
         top_p=torch.full((num_reqs,), 0.9, device=device),
         all_random=True,
     )
-    model: DraftModel = IdleModel(num_reqs, vocab_size, device)
-    roots = torch.zeros(num_reqs, dtype=torch.int64, device=device)
-    for scheduled, proposer in enumerate(drafter.proposers):
-        if proposer.needs_token_ids:
-            continue
-        num_uniforms = max(proposer.sizes.num_uniforms, 1 + drafter.max_draws)
+    roots = Roots(
+        slots=np.arange(num_reqs),
+        positions=np.zeros(num_reqs, dtype=np.int64),
+        root_token_ids=torch.zeros(num_reqs, dtype=torch.int64, device=device),
+        hidden=hidden,
+    )
+    for index, proposer in enumerate(decoder.method.proposers):
+        num_uniforms = max(proposer.sizes.num_uniforms, 1 + decoder.max_draws)
         uniforms = torch.rand(
             (num_reqs, num_uniforms), dtype=torch.float64, device=device
         )
-        if drafter.head is not None:
-            model = drafter.head.head.draft(hidden, roots)
         inputs = ProposerInputs(
-            roots,
+            roots.root_token_ids,
             sampling,
             uniforms[:, : proposer.sizes.num_uniforms],
-            [model] * proposer.num_draft_models,
+            [begun(source, roots, vocab_size) for source in decoder.sources],
         )
         tree = proposer.propose(inputs)
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)
         first_row = torch.arange(num_reqs, device=device) * tree.max_nodes
         target = TargetLogits(logits, first_row, sampling)
-        drafter.score(scheduled, tree, target, uniforms)
+        decoder.verify(index, tree, target, uniforms)
+
+
+def begun(source: DraftSource, roots: Roots, vocab_size: int) -> DraftModel:
+    """What a source begins; a stand-in for one that reads from a KV cache."""
+    if source.reads.own_kv:
+        return IdleModel(len(roots.slots), vocab_size, roots.root_token_ids.device)
+    draft = source.begin(roots)
+    assert not isinstance(draft, Continuations)
+    return draft

@@ -22,43 +22,8 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch, ancestor_mask, first_child, preorder
-
-
-@dataclass(frozen=True)
-class ForkSpace:
-    """Where fork blocks lie in the KV cache.
-
-    ``first_block`` is the first fork block; tree number ``t`` of a step owns
-    ``forks_per_tree`` forks, each of ``blocks_per_fork`` consecutive blocks.
-    """
-
-    first_block: int
-    forks_per_tree: int
-    blocks_per_fork: int
-    block_size: int
-
-    def block(self, tree: Tensor, fork: Tensor | int, index: Tensor | int) -> Tensor:
-        """Block number of the given block of the given fork, int64, broadcast."""
-        fork_number = tree * self.forks_per_tree + fork
-        return self.first_block + fork_number * self.blocks_per_fork + index
-
-
-@dataclass(frozen=True)
-class BatchLayout:
-    """How vLLM laid out the batch of a step, before branches.
-
-    A request's query tokens lie at ``query_start_loc[r]`` and following; the first
-    of them has position ``context_lens[r]``.
-    """
-
-    # int64 [num_reqs + 1]
-    query_start_loc: Tensor
-    # int64 [num_reqs], tokens whose KV is already in the cache
-    context_lens: Tensor
-    # int32 [num_reqs, max_blocks]
-    block_table: Tensor
-    # int64 [num_tokens]
-    slot_mapping: Tensor
+from vllm_treespec.core.views import PagedBatch
+from vllm_treespec.layouts.base import ForkSpace
 
 
 @dataclass(frozen=True)
@@ -84,24 +49,24 @@ class BranchPlan:
 
 
 def plan_branches(
-    tree: TreeBatch, tree_reqs: Tensor, layout: BatchLayout, forks: ForkSpace
+    tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, forks: ForkSpace
 ) -> BranchPlan:
     """Rewrite a batch in which some requests carry trees.
 
     Args:
         tree: as many nodes per request as it has query tokens.
         tree_reqs: int64 [num_trees], the requests of the trees, ascending.
-        layout: the batch as vLLM laid it out.
+        batch: as the engine laid it out.
         forks: where the fork blocks lie.
 
     """
     device = tree.token_ids.device
-    num_reqs = layout.context_lens.shape[0]
+    num_reqs = batch.context_lens.shape[0]
     is_node = tree.is_node()
     ancestors = ancestor_mask(tree)
     rank = preorder(tree, ancestors)
-    start = layout.query_start_loc[tree_reqs]
-    context = layout.context_lens[tree_reqs]
+    start = batch.query_start_loc[tree_reqs]
+    context = batch.context_lens[tree_reqs]
     node_rows = start[:, None] + rank
 
     is_leaf = is_node & (first_child(tree) < 0)
@@ -109,7 +74,7 @@ def plan_branches(
     leaves_before = leaf_at_rank.long().cumsum(1) - leaf_at_rank.long()
     node_branch = leaves_before.gather(1, rank)
 
-    row_order = torch.arange(layout.slot_mapping.shape[0], device=device)
+    row_order = torch.arange(batch.slot_mapping.shape[0], device=device)
     nodes = torch.arange(tree.max_nodes, device=device).expand_as(rank)
     row_order[node_rows[is_node]] = (start[:, None] + nodes)[is_node]
 
@@ -119,8 +84,8 @@ def plan_branches(
     req_of_seq = torch.repeat_interleave(
         torch.arange(num_reqs, device=device), num_seqs
     )
-    seq_end = layout.query_start_loc[1:].repeat_interleave(num_seqs)
-    seq_len = (layout.context_lens + layout.query_start_loc.diff())[req_of_seq]
+    seq_end = batch.query_start_loc[1:].repeat_interleave(num_seqs)
+    seq_len = (batch.context_lens + batch.query_start_loc.diff())[req_of_seq]
 
     leaf_tree, leaf_node = is_leaf.nonzero(as_tuple=True)
     leaf_branch = node_branch[leaf_tree, leaf_node]
@@ -132,7 +97,7 @@ def plan_branches(
     forked = leaf_branch > 0
     fork_tree, fork = leaf_tree[forked], leaf_branch[forked] - 1
     block_table = fork_block_table(
-        layout.block_table[req_of_seq],
+        batch.block_table[req_of_seq],
         leaf_seq[forked],
         context[fork_tree] // forks.block_size,
         fork_tree,
@@ -140,21 +105,20 @@ def plan_branches(
         forks,
     )
     own = is_node & (node_branch == 0)
-    own_slots = layout.slot_mapping[(start[:, None] + tree.depths)[own]]
+    own_slots = batch.slot_mapping[(start[:, None] + tree.depths)[own]]
     plain = torch.ones_like(row_order, dtype=torch.bool)
     plain[node_rows[is_node]] = False
     plain_rows = plain.nonzero()[:, 0]
     on_fork = ancestors[leaf_tree[forked], leaf_node[forked]] & is_node[fork_tree]
     which, node = on_fork.nonzero(as_tuple=True)
-    fork_slots = fork_slot(
+    fork_slots = forks.slot(
         context[fork_tree][which],
         tree.depths[fork_tree[which], node],
         fork_tree[which],
         fork[which],
-        forks,
     )
     partly_filled = context[fork_tree] % forks.block_size != 0
-    tail = layout.block_table[
+    tail = batch.block_table[
         tree_reqs[fork_tree], context[fork_tree] // forks.block_size
     ]
     return BranchPlan(
@@ -167,23 +131,10 @@ def plan_branches(
         write_rows=torch.cat(
             [plain_rows, node_rows[own], node_rows[fork_tree[which], node]]
         ),
-        write_slots=torch.cat([layout.slot_mapping[plain_rows], own_slots, fork_slots]),
+        write_slots=torch.cat([batch.slot_mapping[plain_rows], own_slots, fork_slots]),
         copy_from=tail[partly_filled].long(),
         copy_to=forks.block(fork_tree, fork, 0)[partly_filled],
     )
-
-
-def fork_slot(
-    context: Tensor,
-    depth: Tensor | int,
-    tree: Tensor,
-    fork: Tensor | int,
-    forks: ForkSpace,
-) -> Tensor:
-    """Slot of a node at ``depth`` on a fork of a request with ``context`` tokens."""
-    place = context % forks.block_size + depth
-    block = forks.block(tree, fork, place // forks.block_size)
-    return block * forks.block_size + place % forks.block_size
 
 
 def fork_block_table(
@@ -215,7 +166,7 @@ def commit_copies(
     last_node: Tensor,
     last_depth: Tensor,
     tree_reqs: Tensor,
-    layout: BatchLayout,
+    batch: PagedBatch,
     forks: ForkSpace,
 ) -> tuple[Tensor, Tensor]:
     """Blocks to copy so that the accepted paths end up in their requests' own slots.
@@ -225,7 +176,7 @@ def commit_copies(
         last_node: int64 [num_trees], deepest accepted node.
         last_depth: int64 [num_trees], its depth.
         tree_reqs: int64 [num_trees].
-        layout: of the step.
+        batch: of the step.
         forks: where the fork blocks lie.
 
     Returns:
@@ -234,12 +185,12 @@ def commit_copies(
     """
     trees = torch.arange(last_node.shape[0], device=last_node.device)
     branch = plan.node_branch[trees, last_node]
-    context = layout.context_lens[tree_reqs]
+    context = batch.context_lens[tree_reqs]
     first = context // forks.block_size
     last = (context + last_depth) // forks.block_size
     sources, targets = [], []
     for index in range(forks.blocks_per_fork):
         moved = (branch > 0) & (first + index <= last)
         sources.append(forks.block(trees, branch - 1, index)[moved])
-        targets.append(layout.block_table[tree_reqs[moved], (first + index)[moved]])
+        targets.append(batch.block_table[tree_reqs[moved], (first + index)[moved]])
     return torch.cat(sources), torch.cat(targets).long()

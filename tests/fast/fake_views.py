@@ -1,0 +1,131 @@
+"""The decoder's views of a fake engine's step, as an engine's adapter makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_models import BLOCK_SIZE, kv_slots
+from vllm_treespec.core.views import (
+    BlockTables,
+    EmittedBatch,
+    HiddenStates,
+    PagedBatch,
+    SamplingView,
+    ScheduledBatch,
+    TargetInputs,
+    scheduler_room,
+)
+
+# Buffers of an engine are longer than a batch.
+SPARE = [0, 0, 0]
+
+
+@dataclass
+class Step:
+    """What is known of the running step, by place in the batch."""
+
+    requests: list[Request]
+    num_tokens: list[int]
+    drafts: list[list[int]]
+    # int64 [num_reqs], place in the batch of the request that was scheduled first, ...
+    in_turn: np.ndarray
+    # per query row, the text that it ends
+    texts: list[list[int]] = field(default_factory=list)
+
+    def scheduled_batch(self, slots: np.ndarray, habits: Habits) -> ScheduledBatch:
+        """The step before the target's forward."""
+        num_computed = ints(r.num_computed for r in self.requests)
+        room = np.empty_like(num_computed)
+        room[self.in_turn] = scheduler_room(
+            ints(self.num_tokens)[self.in_turn],
+            num_computed[self.in_turn],
+            habits.token_budget,
+            habits.max_model_len,
+        )
+        return ScheduledBatch(
+            slots=slots,
+            num_computed=num_computed,
+            num_scheduled=ints(self.num_tokens),
+            num_drafts=ints(map(len, self.drafts)),
+            draft_token_ids=ints(token for row in self.drafts for token in row),
+            room=room,
+        )
+
+    def target_inputs(self, max_blocks: int) -> TargetInputs:
+        """Inputs of the target as if all drafts were chains."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logits_indices: list[int] = []
+        for request, num_tokens, drafts in zip(
+            self.requests, self.num_tokens, self.drafts, strict=True
+        ):
+            places = np.arange(request.num_computed, request.num_computed + num_tokens)
+            tokens += [(request.token_ids + drafts)[place] for place in places]
+            positions += places.tolist()
+            slots += kv_slots(request.blocks, places).tolist()
+            logits_indices += range(len(slots) - 1 - len(drafts), len(slots))
+        starts = torch.tensor([0, *self.num_tokens]).cumsum(0)
+        context_lens = torch.tensor([r.num_computed for r in self.requests])
+        return TargetInputs(
+            input_ids=torch.tensor(tokens + SPARE).int(),
+            positions=torch.tensor(positions + SPARE),
+            logits_indices=torch.tensor(logits_indices).int(),
+            batch=PagedBatch(
+                query_start_loc=starts.int(),
+                context_lens=context_lens.int(),
+                block_table=torch.from_numpy(self.block_table(max_blocks)),
+                slot_mapping=torch.tensor(slots),
+            ),
+        )
+
+    def block_table(self, max_blocks: int) -> np.ndarray:
+        """Blocks of the batch, int32 [num_reqs, max_blocks]."""
+        table = np.zeros((len(self.requests), max_blocks), dtype=np.int32)
+        for row, request in zip(table, self.requests, strict=True):
+            row[: len(request.blocks)] = request.blocks
+        return table
+
+    def sampling(self) -> SamplingView:
+        """Sampling parameters of the batch."""
+        host = np.array([r.temperature for r in self.requests], dtype=np.float32)
+        temperature = torch.from_numpy(host) if host.any() else None
+        return SamplingView(host, temperature, top_k=None, top_p=None)
+
+    def emitted_batch(
+        self,
+        emitted: list[list[int]],
+        before: ScheduledBatch,
+        hidden: HiddenStates,
+        max_model_len: int,
+    ) -> EmittedBatch:
+        """The step after its tokens were emitted and appended."""
+        table = self.block_table(-(-max_model_len // BLOCK_SIZE))
+        token_ids = np.full((len(self.requests), max_model_len), -9, dtype=np.int32)
+        for row, request in zip(token_ids, self.requests, strict=True):
+            row[: len(request.token_ids)] = request.token_ids
+        return EmittedBatch(
+            slots=before.slots,
+            num_computed=before.num_computed,
+            num_scheduled=before.num_scheduled,
+            num_emitted=ints(map(len, emitted)),
+            num_tokens=ints(len(r.token_ids) for r in self.requests),
+            token_ids=token_ids,
+            sampling=self.sampling(),
+            blocks=BlockTables(
+                host=table,
+                device=torch.from_numpy(table),
+                num_blocks=ints(len(r.blocks) for r in self.requests),
+            ),
+            hidden=hidden,
+        )
+
+
+def ints(values: Iterable[int]) -> np.ndarray:
+    """An array of integers, int64."""
+    return np.array(list(values), dtype=np.int64)

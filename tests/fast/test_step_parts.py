@@ -1,0 +1,289 @@
+"""The parts of a step, each on its own: matching, slots, room, rows, reading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fast.fake_views import ints
+from vllm_treespec.core.committed import committed_rows
+from vllm_treespec.core.matching import (
+    NO_SLOT,
+    PADDING_TOKEN_ID,
+    Proposal,
+    RunningTrees,
+    match,
+    running_trees,
+)
+from vllm_treespec.core.reading import plan_reading
+from vllm_treespec.core.requests import RequestSlots
+from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.core.views import (
+    BlockTables,
+    EmittedBatch,
+    HiddenStates,
+    SamplingView,
+    ScheduledBatch,
+    ragged_rows,
+    scheduler_room,
+)
+from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.sources.base import Reads
+
+CPU = torch.device("cpu")
+STEP = 7
+# Trees of slots 4, 0 and 2: two children and a grandchild; a chain; the root alone.
+TREES = from_parents([[9, 5, 6, 7], [9, 8, 8], [9]], [[-1, 0, 0, 2], [-1, 0, 1], [-1]])
+
+
+def proposal() -> Proposal:
+    """Trees that were drawn one step ago."""
+    return Proposal.of(TREES, 1, STEP - 1, slots=ints([4, 0, 2]), reqs=ints([0, 1, 3]))
+
+
+def scheduled(
+    slots: list[int], drafts: list[list[int]], room: int = 64
+) -> ScheduledBatch:
+    """A batch of requests with a root and drafts each."""
+    counts = ints(map(len, drafts))
+    return ScheduledBatch(
+        slots=ints(slots),
+        num_computed=10 * (1 + np.arange(len(slots))),
+        num_scheduled=1 + counts,
+        num_drafts=counts,
+        draft_token_ids=ints(token for row in drafts for token in row),
+        room=np.full(len(slots), room),
+    )
+
+
+def test_proposal_on_the_host() -> None:
+    """Red when the host's drafts are not the device's."""
+    assert proposal().drafts() == [[5, 6, 7], [8, 8], []]
+    assert proposal().draft_parents() == [[0, 0, 2], [0, 1], []]
+
+
+def test_match_finds_trees_in_another_order() -> None:
+    """Red when a tree goes to another request, or requests without drafts have one."""
+    batch = scheduled([2, 0, 1, 4], [[], [8, 8], [], [5, 6, 7]])
+    matched = match(proposal(), batch, STEP)
+    assert matched.reqs.tolist() == [1, 3]
+    assert matched.rows.tolist() == [1, 0]
+    assert matched.limit.tolist() == [64, 64]
+    assert not len(matched.differing_slots)
+    trees = running_trees(proposal(), matched, batch, CPU)
+    assert trees is not None
+    assert trees.tree.token_ids.tolist() == [[9, 8, 8, 0], [9, 5, 6, 7]]
+    assert trees.tree_index == 1
+    assert trees.host_reqs.tolist() == trees.reqs.tolist() == [1, 3]
+    assert trees.first_row.tolist() == [1, 5]
+    assert trees.query_starts.tolist() == [1, 5]
+    assert trees.num_nodes.tolist() == trees.tree.num_nodes.tolist() == [3, 4]
+    assert trees.roots.tolist() == [20, 40]
+    assert trees.slots.tolist() == [0, 4]
+
+
+def test_match_cuts_trees() -> None:
+    """Red when a tree keeps nodes that were not scheduled, or room it did not have."""
+    batch = scheduled([4, 0], [[5, 6], [8, 8]], room=3)
+    matched = match(proposal(), batch, STEP)
+    assert matched.limit.tolist() == [3, 3]
+    trees = running_trees(proposal(), matched, batch, CPU)
+    assert trees is not None
+    assert trees.num_nodes.tolist() == trees.tree.num_nodes.tolist() == [3, 3]
+    assert trees.tree.token_ids[0].tolist() == [9, 5, 6, 0]
+
+
+def test_match_counts_prompts_before_a_tree() -> None:
+    """Red when rows of the query and of the logits are confused."""
+    batch = scheduled([1, 4], [[], [5]])
+    batch = replace(batch, num_scheduled=ints([6, 2]))
+    trees = running_trees(proposal(), match(proposal(), batch, STEP), batch, CPU)
+    assert trees is not None
+    assert (trees.first_row.tolist(), trees.query_starts.tolist()) == ([1], [6])
+
+
+@pytest.mark.parametrize(
+    ("drafts", "differs"),
+    [
+        ([5, 6, 1], True),
+        ([5, 6, 7, 7], True),
+        ([PADDING_TOKEN_ID] * 3, False),
+        ([5, 6, PADDING_TOKEN_ID], False),
+        ([], False),
+    ],
+)
+def test_other_drafts_do_not_match(drafts: list[int], differs: bool) -> None:
+    """Red when other drafts pass for a tree, or padding for another rank's drafts."""
+    batch = scheduled([4, 0], [drafts, [8]])
+    matched = match(proposal(), batch, STEP)
+    assert matched.reqs.tolist() == [1]
+    assert matched.differing_slots.tolist() == ([4] if differs else [])
+
+
+def test_more_drafts_than_were_proposed_do_not_match() -> None:
+    """Red when what pads a small tree passes for its nodes."""
+    assert not len(match(proposal(), scheduled([0], [[8, 8, 0]]), STEP).reqs)
+
+
+def test_drafts_of_another_step_or_slot_do_not_match() -> None:
+    """Red when a late tree, a lost one, or another request's is found."""
+    batch = scheduled([4, 3], [[5, 6, 7], [8, 8]])
+    assert not len(match(proposal(), batch, STEP + 1).reqs)
+    assert not len(match(proposal(), batch, STEP + 1).differing_slots)
+    assert match(proposal(), batch, STEP).reqs.tolist() == [0]
+    lost = proposal().without(ints([4, 9]))
+    assert lost.slots.tolist() == [NO_SLOT, 0, 2]
+    matched = match(lost, batch, STEP)
+    assert not len(matched.reqs)
+    assert not len(matched.differing_slots)
+    assert running_trees(lost, matched, batch, CPU) is None
+
+
+def test_all_trees_lost() -> None:
+    """Red when a step breaks because no proposed tree has a request."""
+    lost = proposal().without(ints([0, 2, 4]))
+    assert not len(match(lost, scheduled([0], [[8, 8]]), STEP).reqs)
+
+
+def test_slots_are_reused_in_one_order() -> None:
+    """Red when ranks that hear of ended requests in another order differ."""
+    for ended in (["c", "a", "never seen"], ["never seen", "a", "c"]):
+        slots = RequestSlots()
+        assert [slots.add(name, True, None) for name in "abc"] == [0, 1, 2]
+        assert slots.release(ended).tolist() == [0, 2]
+        assert slots.add("d", drafts=False, seed=5) == 2
+        assert slots.add("e", drafts=True, seed=None) == 0
+        assert slots.of(["e", "b", "d"]).tolist() == [0, 1, 2]
+        assert slots.may_draft(ints([2, 1, 0])).tolist() == [False, True, True]
+        assert slots.seeds(ints([0, 2])) == [None, 5]
+        assert slots.name(2) == "d"
+
+
+def test_a_known_request_keeps_its_slot() -> None:
+    """Red when a request that is added again has two slots, or old parameters."""
+    slots = RequestSlots()
+    slots.add("a", True, None)
+    assert slots.add("a", drafts=False, seed=3) == 0
+    assert slots.seeds(ints([0])) == [3]
+    assert slots.may_draft(ints([0])).tolist() == [False]
+    assert slots.add("b", drafts=True, seed=None) == 1
+
+
+def test_many_slots() -> None:
+    """Red when slots or what is kept by them get lost as their number grows."""
+    slots = RequestSlots()
+    names = [str(i) for i in range(50)]
+    for i, name in enumerate(names):
+        slots.add(name, i % 2 == 0, i)
+    assert slots.of(names).tolist() == list(range(50))
+    assert slots.seeds(np.arange(50)) == list(range(50))
+    assert slots.may_draft(np.arange(50)).tolist() == [i % 2 == 0 for i in range(50)]
+
+
+def test_scheduler_room() -> None:
+    """Red when room is not what the requests before left, up to the longest length."""
+    room = scheduler_room(ints([5, 1, 9]), ints([0, 95, 40]), 16, max_model_len=100)
+    assert room.tolist() == [16, 4, 10]
+
+
+def test_ragged_rows() -> None:
+    """Red when a row gets another one's entries."""
+    rows = ragged_rows(ints([7, 8, 9]), ints([2, 0, 1]), 3)
+    assert rows.tolist() == [[7, 8, -1], [-1, -1, -1], [9, -1, -1]]
+    assert ragged_rows(ints([]), ints([0, 0]), 0).shape == (2, 0)
+
+
+def after_step(
+    num_computed: list[int], num_scheduled: list[int], num_emitted: list[int]
+) -> EmittedBatch:
+    """A step in which a request that emitted had all its tokens scheduled."""
+    empty, none = np.zeros((0, 0), dtype=np.int32), torch.empty(0)
+    emitted = ints(num_emitted)
+    num_tokens = ints(num_computed) + np.where(emitted > 0, 1 + emitted, 99)
+    return EmittedBatch(
+        slots=np.arange(len(emitted)),
+        num_computed=ints(num_computed),
+        num_scheduled=ints(num_scheduled),
+        num_emitted=emitted,
+        num_tokens=num_tokens,
+        token_ids=empty,
+        sampling=SamplingView(empty, None, None, None),
+        blocks=BlockTables(empty, torch.from_numpy(empty), empty),
+        hidden=HiddenStates(none, {}),
+    )
+
+
+def test_committed_rows_without_trees() -> None:
+    """Red when a chunk's rows are left out, or those of a lost tree's drafts read.
+
+    A chunk of 4 tokens; a chain of 3 drafts that were not accepted; a plain token.
+    """
+    batch = after_step([8, 30, 5], [4, 4, 1], [0, 1, 1])
+    assert batch.end.tolist() == [12, 31, 6]
+    assert committed_rows(batch).tolist() == [0, 1, 2, 3, 4, 8]
+
+
+def test_committed_rows_of_trees() -> None:
+    """Red when a row is that of a rejected node, or comes in another order."""
+    batch = after_step([8, 30, 5, 40], [2, 4, 1, 3], [0, 3, 1, 1])
+    host_reqs = ints([1, 3])
+    trees = RunningTrees(
+        tree=TREES.select(torch.tensor([0, 1])),
+        tree_index=0,
+        reqs=torch.from_numpy(host_reqs),
+        first_row=torch.tensor([1, 6]),
+        host_reqs=host_reqs,
+        query_starts=ints([2, 7]),
+        num_nodes=ints([4, 3]),
+        roots=ints([30, 40]),
+        slots=ints([1, 3]),
+    )
+    scored = ScorerOutput(
+        path=torch.tensor([[2, 3], [-1, -1]]),
+        num_accepted=torch.tensor([2, 0]),
+        next_token_ids=torch.tensor([0, 0]),
+    )
+    # As a layout might order them.
+    node_rows = torch.tensor([[3, 4, 2, 5], [8, 7, 9, -5]])
+    rows = committed_rows(batch, trees, scored, node_rows)
+    assert rows.tolist() == [0, 1, 3, 2, 5, 6, 8]
+
+
+def test_features_cannot_be_caught_up_with() -> None:
+    """Red when a source may ask for features that nobody keeps."""
+    assert not Reads(features=(2,), own_kv=True).catches_up
+    with pytest.raises(ValueError, match="cannot catch up, so leave out catches_up"):
+        Reads(features=(2,), own_kv=True, catches_up=True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plan_reading_is_first_come_first_served(seed: int) -> None:
+    """Red when the budget is shared out otherwise than request after request."""
+    rng = np.random.default_rng(seed)
+    num_reqs = int(rng.integers(0, 7))
+    reqs = np.sort(rng.choice(20, num_reqs, replace=False))
+    end = rng.integers(0, 9, num_reqs)
+    first = np.minimum(rng.integers(0, 9, num_reqs), end)
+    may_draft = rng.random(num_reqs) < 0.7
+    max_tokens, max_trees = int(rng.integers(1, 25)), int(rng.integers(0, 4))
+    plan = plan_reading(reqs, first, end, may_draft, max_tokens, max_trees)
+    left, trees_left = max_tokens, max_trees
+    expected: list[tuple[int, int, int]] = []
+    drafting: list[int] = []
+    for req, start, stop, may in zip(reqs, first, end, may_draft, strict=True):
+        drafts = bool(may and trees_left)
+        trees_left -= drafts
+        taken = min(stop - start + drafts, left)
+        if taken < stop - start + drafts:
+            drafts = False
+        left -= taken
+        if taken:
+            if drafts:
+                drafting.append(len(expected))
+            expected.append((req, start, start + taken - drafts))
+    found = zip(plan.reqs.tolist(), plan.first.tolist(), plan.end.tolist(), strict=True)
+    assert list(found) == expected
+    assert plan.drafting.tolist() == drafting

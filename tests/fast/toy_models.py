@@ -1,0 +1,248 @@
+"""Toy models for whole steps: tables of logits, and KV that names the text it holds.
+
+A KV slot holds one number of the whole text up to its token. So a slot that was never
+written, or that belongs to another path of a tree, shows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.layouts.base import RootBlocks, TreeLayout
+from vllm_treespec.layouts.block_copies import BlockCopier
+from vllm_treespec.layouts.branches import BranchLayout
+from vllm_treespec.layouts.masks import MaskLayout
+from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+
+VOCAB_SIZE = 7
+PERIOD = 5
+BLOCK_SIZE = 4
+
+
+def texts_so_far(token_ids: Sequence[int]) -> np.ndarray:
+    """A number for every prefix of a text, int64 [len(token_ids)]."""
+    numbers, number = [], 1
+    for token in token_ids:
+        number = (number * 1_000_003 + token + 2) % (2**61 - 1)
+        numbers.append(number)
+    return np.array(numbers, dtype=np.int64)
+
+
+def hidden_state(text: Sequence[int], layer: int = 0) -> list[float]:
+    """The target's hidden state after a text: number of the text, layer, length, token.
+
+    The number is cut to what a float64 holds exactly.
+    """
+    number = texts_so_far(text)[-1] % 2**40
+    return [float(x) for x in (number, layer, len(text), text[-1])]
+
+
+class Language:
+    """Next-token logits that depend on a text's length and its last two tokens.
+
+    Tables are float32 [PERIOD, V, V, V].
+    """
+
+    def __init__(self, seed: int, noise: float = 1.0) -> None:
+        """Draw the target's table, and the draft's, which is like it."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (2, PERIOD, VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
+        target, other = 2 * torch.randn(shape, generator=generator)
+        self.target, self.draft = target, target + noise * other
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """What plain greedy decoding answers, token by token."""
+        text = list(prompt)
+        for _ in range(num_tokens):
+            text.append(int(after(self.target, text).argmax()))
+        return text[len(prompt) :]
+
+
+def after(table: Tensor, text: Sequence[int]) -> Tensor:
+    """Logits after a text, [V]."""
+    return table[len(text) % PERIOD, text[-2] if len(text) > 1 else 0, text[-1]]
+
+
+class KvCache:
+    """KV slots, each with the number of a text."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """Allocate; nothing is written."""
+        # heads and head size as kernels want them: one head with one key, one value
+        self.cache = torch.zeros((num_blocks, 1, BLOCK_SIZE, 2), dtype=torch.int64)
+
+    def write(self, slots: Sequence[int] | np.ndarray | Tensor, kv: np.ndarray) -> None:
+        """Write the numbers ``kv`` int64 [n] into slots [n]."""
+        rows = self.cache.view(-1, 2)
+        rows[torch.as_tensor(slots)] = torch.from_numpy(kv)[:, None].expand(-1, 2)
+
+    def read(self, slots: np.ndarray) -> np.ndarray:
+        """The numbers in slots, int64 [n]; keys must be values."""
+        keys, values = self.cache.view(-1, 2)[torch.from_numpy(slots)].unbind(1)
+        assert torch.equal(keys, values)
+        return keys.numpy()
+
+
+def kv_slots(blocks: Sequence[int] | np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """KV slots of positions of one request, int64, same shape."""
+    table = np.asarray(blocks, dtype=np.int64)
+    return table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def seen_slots(
+    layout: TreeLayout,
+    query_start_loc: Sequence[int] | np.ndarray,
+    seq_lens: Sequence[int] | np.ndarray,
+    block_table: Tensor,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """What attention sees: each query row with its KV slots, those above it first."""
+    for seq, seq_len in enumerate(seq_lens):
+        first, stop = query_start_loc[seq], query_start_loc[seq + 1]
+        for row in range(first, stop):
+            positions = np.arange(seq_len - (stop - row) + 1)
+            if isinstance(layout, MaskLayout) and layout.masks.node_masks[row]:
+                bits = int(layout.masks.node_masks[row])
+                root = int(layout.masks.tree_starts[seq])
+                nodes = [root + i for i in range(64) if bits >> i & 1]
+                positions = np.concatenate([np.arange(root), nodes])
+            yield row, kv_slots(block_table[seq].numpy(), positions)
+
+
+class ToyDraftModel:
+    """A draft model with KV of its own, in the target's blocks, that catches up."""
+
+    reads = Reads(own_kv=True, catches_up=True)
+    vocabulary = None
+
+    def __init__(self, language: Language) -> None:
+        """Speak the language's draft."""
+        self.table = language.draft
+        self.num_read: list[int] = []
+
+    def bind(self, num_blocks: int, layout: TreeLayout) -> None:
+        """Allocate KV, fork blocks included."""
+        self.kv, self.layout = KvCache(num_blocks), layout
+        self.levels = layout.level_reader(BlockCopier([self.kv.cache]))
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Read tokens and the roots of drafting requests, as real models do."""
+        table = committed.block_table.clone()
+        roots = self._roots(committed, table)
+        end = committed.end.copy()
+        end[committed.drafting] += 1
+        self.num_read.append(int((end - committed.first).sum()))
+        texts = []
+        kv: list[np.ndarray] = []
+        for i, req in enumerate(committed.reqs):
+            text = committed.token_ids[req, : end[i]].tolist()
+            slots = kv_slots(table[i].numpy(), np.arange(end[i]))
+            first, numbers = committed.first[i], texts_so_far(text)
+            self.kv.write(slots[first:], numbers[first:])
+            kv += [numbers[: place + 1] for place in range(first, end[i])]
+            texts.append(text)
+        starts = np.concatenate([[0], np.cumsum(end - committed.first)])
+        self._check(kv, starts, end, table)
+        self.paths = [[texts[i]] for i in committed.drafting]
+        self.levels.begin(roots)
+
+    def _roots(self, committed: CommittedTokens, table: Tensor) -> RootBlocks:
+        """Where the roots lie; one without a block lies in its tree's last fork."""
+        forks, drafting = self.layout.forks, committed.drafting
+        positions = committed.end[drafting]
+        for tree, row in enumerate(drafting):
+            column = positions[tree] // BLOCK_SIZE
+            if column >= committed.num_blocks[row]:
+                spare = torch.tensor(tree), forks.forks_per_tree - 1, 0
+                table[row, column] = int(forks.block(*spare))
+        blocks = table[drafting, positions // BLOCK_SIZE].long()
+        on_device = torch.from_numpy(positions)
+        return RootBlocks(positions, on_device, blocks, table[drafting])
+
+    def begin(self, roots: Roots) -> ToyDraftModel:
+        """Draw from what was read."""
+        last = [path[0][-1] for path in self.paths]
+        assert last == roots.root_token_ids.tolist()
+        assert [len(p[0]) - 1 for p in self.paths] == roots.positions.tolist()
+        return self
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Nothing is kept."""
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots."""
+        return torch.stack([after(self.table, path) for (path,) in self.paths])
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read a level where the layout puts it."""
+        self.paths = [
+            [paths[p] + [t] for p, t in zip(row_p, row_t, strict=True)]
+            for paths, row_p, row_t in zip(
+                self.paths, parents.tolist(), token_ids.tolist(), strict=True
+            )
+        ]
+        level = self.levels.level(parents)
+        flat = [path for paths in self.paths for path in paths]
+        assert level.positions.tolist() == [len(path) - 1 for path in flat]
+        kv = [texts_so_far(path) for path in flat]
+        self.kv.write(level.slots, np.array([row[-1] for row in kv]))
+        self._check(kv, level.query_start_loc, level.seq_lens, level.block_table)
+        self.levels.end()
+        logits = torch.stack([after(self.table, path) for path in flat])
+        return logits.unflatten(0, token_ids.shape)
+
+    def _check(
+        self,
+        kv: Sequence[np.ndarray],
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        block_table: Tensor,
+    ) -> None:
+        """Check that every row sees its own text; ``kv`` is what each should see."""
+        if isinstance(self.layout, BranchLayout):
+            assert self.layout.switch.plan is None, "the target's plan is left"
+        places = query_start_loc, seq_lens, block_table
+        for row, slots in seen_slots(self.layout, *places):
+            assert np.array_equal(self.kv.read(slots), kv[row]), "another path"
+
+
+class ToyHead:
+    """A head: all it knows is the hidden state that a root was emitted from."""
+
+    reads = Reads(root_hidden=True)
+    vocabulary = None
+
+    def __init__(self, language: Language) -> None:
+        """Speak the language's draft."""
+        self.table = language.draft
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Nothing."""
+
+    def begin(self, roots: Roots) -> ToyHead:
+        """Begin below the roots; see ``hidden_state``."""
+        assert roots.hidden is not None
+        self.hidden = roots.hidden
+        length, above = roots.hidden[:, -2:].long().split(1, dim=1)
+        self.length, self.above = length + 1, above
+        self.last = roots.root_token_ids[:, None]
+        return self
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Nothing is kept."""
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots."""
+        return self._logits()[:, 0]
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Logits below a level."""
+        self.length = self.length + 1
+        self.above, self.last = self.last.gather(1, parents), token_ids
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        return self.table[self.length % PERIOD, self.above, self.last]

@@ -1,0 +1,126 @@
+"""Methods, habits of a scheduler and requests for whole steps of a fake engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tests.fast.fake_engine import FakeEngine
+from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, ToyHead
+from vllm_treespec.core.decoder import Method
+from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.proposers import Proposer, RsdC, RsdS, Sd, Suffix
+from vllm_treespec.scorers import RULES
+from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.suffix_index import SuffixIndex
+
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "rsd_s": lambda: RsdS(beam_width=3, depth=3),
+    "rsd_c": lambda: RsdC((3, 2, 1)),
+    "sd": lambda: Sd(depth=4),
+    "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, max_match=6),
+    "head": lambda: RsdS(beam_width=2, depth=3),
+}
+HABITS = {
+    "whole": Habits(),
+    "cut": Habits(cut=0.5),
+    "lost": Habits(lose=0.3, other=0.3),
+    "late": Habits(skip=0.3),
+    "preempted": Habits(preempt=0.15),
+    "chunked prompts": Habits(chunk=5, token_budget=17),
+    "small budget": Habits(token_budget=13),
+    "few blocks": Habits(num_blocks=40),
+    "all": Habits(
+        cut=0.2,
+        lose=0.1,
+        other=0.1,
+        skip=0.1,
+        preempt=0.05,
+        chunk=9,
+        token_budget=30,
+        num_blocks=60,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A tree of a schedule that is never given up."""
+
+    batch_size: int
+    name: str = "toy"
+    min_acceptance_length: float = 1.0
+
+    def has_shape(self, shape: Mapping[str, object]) -> bool:
+        """Nobody asks for a shape."""
+        raise NotImplementedError
+
+
+def sources_of(name: str, language: Language) -> list[DraftSource]:
+    """What a method draws from."""
+    if name == "suffix_tree":
+        return [SuffixIndex(depth=5, max_match=6, max_cached_tokens=100)]
+    return [ToyHead(language) if name == "head" else ToyDraftModel(language)]
+
+
+def make_method(
+    proposers: Sequence[Proposer],
+    rule: str,
+    batch_sizes: Sequence[int] = (1000,),
+    max_trees: int = 16,
+    batched: bool = False,
+) -> Method:
+    """A method with one tree of the schedule a batch size."""
+    return Method(
+        schedule=AdaptiveSchedule([Scheduled(size) for size in batch_sizes]),
+        proposers=proposers,
+        rule=RULES[rule],
+        batched=batched,
+        max_trees=max_trees,
+    )
+
+
+def make_engine(
+    name: str,
+    habits: Habits,
+    seed: int = 0,
+    *,
+    max_trees: int = 16,
+    masks: bool = False,
+    rank: int = 0,
+) -> FakeEngine:
+    """An engine for one method; with masks it scores all nodes, as on a GPU."""
+    language = Language(seed)
+    rule = "target_draw" if name in ("suffix_tree", "head") else "recursive_rejection"
+    method = make_method([PROPOSERS[name]()], rule, max_trees=max_trees, batched=masks)
+    return FakeEngine(
+        language,
+        method,
+        sources_of(name, language),
+        habits,
+        seed,
+        rank=rank,
+        masks=masks,
+    )
+
+
+def workload(seed: int, num_reqs: int = 10) -> list[Request]:
+    """Requests some of which begin alike."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(VOCAB_SIZE) for _ in range(16)] for _ in range(3)]
+    requests = []
+    for number in range(num_reqs):
+        prompt = rng.choice(beginnings)[: rng.randrange(1, 17)]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(9))]
+        requests.append(Request(f"r{number}", prompt, rng.randrange(1, 40)))
+    return requests
+
+
+def check_greedy(engine: FakeEngine, requests: list[Request]) -> None:
+    """Run requests, and compare with plain decoding."""
+    prompts = [list(r.token_ids) for r in requests]
+    answers = engine.run(*requests)
+    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
+        assert answer == engine.language.greedy(prompt, request.max_tokens)

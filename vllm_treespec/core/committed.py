@@ -1,0 +1,155 @@
+"""Hands committed tokens to the sources that read every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.core.reading import ReadingPlan, ReadMarks, plan_reading
+from vllm_treespec.core.views import EmittedBatch
+from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.sources.base import CommittedTokens, DraftSource
+
+
+class CommittedReader:
+    """Gives each source the tokens that it has not read, and says who may draft.
+
+    A source that catches up reads when trees are drawn, within a budget of tokens a
+    step; a request that is still behind drafts later. Any other source reads every
+    step's tokens in that step.
+    """
+
+    marks: ReadMarks
+
+    def __init__(self, sources: Sequence[DraftSource], max_num_tokens: int) -> None:
+        """Take the sources, and the tokens of the largest forward."""
+        self.catching_up = [s for s in sources if s.reads.own_kv and s.reads.catches_up]
+        self.every_step = [
+            s for s in sources if s.reads.every_token and s not in self.catching_up
+        ]
+        self.features = {layer for s in sources for layer in s.reads.features}
+        self.max_num_tokens = max_num_tokens
+
+    def bind(self, num_blocks: int, block_size: int) -> None:
+        """Take the size of the KV cache."""
+        self.marks = ReadMarks(num_blocks, block_size)
+
+    def read(
+        self,
+        batch: EmittedBatch,
+        rows: Tensor | None,
+        reqs: np.ndarray,
+        draws: np.ndarray,
+        max_trees: int,
+        any_trees: bool,
+    ) -> np.ndarray:
+        """Let the sources read.
+
+        Args:
+            batch: after the step.
+            rows: query rows of the step's committed tokens, for features.
+            reqs: int64 [n], requests that draft trees in some step.
+            draws: bool [n], which of them may draft now.
+            max_trees: how many may.
+            any_trees: whether this step draws trees.
+
+        Returns:
+            int64 [num_drafting], the requests that draft now, ascending.
+
+        """
+        drafting = reqs[draws][:max_trees]
+        if self.catching_up:
+            self.marks.written(batch.blocks.host, batch.num_computed, batch.end)
+            if any_trees:
+                drafting = self._catch_up(batch, reqs, draws, max_trees)
+        if self.every_step:
+            committed = self._of_this_step(batch, rows, drafting)
+            for source in self.every_step:
+                source.read(committed)
+        return drafting
+
+    def _catch_up(
+        self, batch: EmittedBatch, reqs: np.ndarray, draws: np.ndarray, max_trees: int
+    ) -> np.ndarray:
+        """Let sources read what they have not read; return who is ready to draft."""
+        table, end = batch.blocks.host, batch.end[reqs]
+        first = self.marks.first_unread(table[reqs], end)
+        plan = plan_reading(reqs, first, end, draws, self.max_num_tokens, max_trees)
+        self.marks.read(table[plan.reqs], plan.first, plan.end)
+        if len(plan.reqs):
+            committed = committed_tokens(batch, plan)
+            for source in self.catching_up:
+                source.read(committed)
+        return plan.reqs[plan.drafting]
+
+    def _of_this_step(
+        self, batch: EmittedBatch, rows: Tensor | None, drafting: np.ndarray
+    ) -> CommittedTokens:
+        """All tokens that the target computed in this step and that were committed."""
+        every = np.arange(batch.num_reqs)
+        plan = ReadingPlan(every, batch.num_computed, batch.end, drafting)
+        features = {}
+        if rows is not None:
+            by_layer = batch.hidden.by_layer
+            features = {layer: by_layer[layer][rows] for layer in self.features}
+        return committed_tokens(batch, plan, features)
+
+
+def committed_tokens(
+    batch: EmittedBatch, plan: ReadingPlan, features: dict[int, Tensor] | None = None
+) -> CommittedTokens:
+    """The tokens of a plan, with what sources need to find their KV."""
+    reqs = torch.from_numpy(plan.reqs).to(batch.blocks.device.device)
+    return CommittedTokens(
+        token_ids=batch.token_ids,
+        reqs=plan.reqs,
+        slots=batch.slots[plan.reqs],
+        first=plan.first,
+        end=plan.end,
+        drafting=plan.drafting,
+        block_table=batch.blocks.device[reqs],
+        num_blocks=batch.blocks.num_blocks[plan.reqs],
+        features=features or {},
+    )
+
+
+def committed_rows(
+    batch: EmittedBatch,
+    trees: RunningTrees | None = None,
+    scored: ScorerOutput | None = None,
+    node_rows: Tensor | None = None,
+) -> Tensor:
+    """Query row of every token that a step committed, request after request.
+
+    Of a request without a tree these are its first rows (those of drafts that were
+    read as a chain are left out); of a tree the root's and the accepted nodes'.
+
+    Args:
+        batch: after the step.
+        trees: of the step; with the next two, or none of them.
+        scored: what was accepted of them.
+        node_rows: int64 [num_trees, max_nodes], query row of every node.
+
+    Returns:
+        int64 [sum of batch.end - batch.num_computed].
+
+    """
+    counts = batch.end - batch.num_computed
+    starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
+    offsets = np.cumsum(counts) - counts
+    within = np.arange(counts.sum()) - np.repeat(offsets, counts)
+    host_rows = torch.from_numpy(np.repeat(starts, counts) + within)
+    rows = host_rows.to(batch.blocks.device.device)
+    if trees is None or scored is None or node_rows is None:
+        return rows
+    first = torch.from_numpy(offsets[trees.host_reqs]).to(rows.device)
+    rows[first] = node_rows[:, 0]
+    depths = 1 + torch.arange(scored.path.shape[1], device=rows.device)
+    accepted = node_rows.gather(1, scored.path.clamp(min=0))
+    on_path = scored.path >= 0
+    rows[(first[:, None] + depths)[on_path]] = accepted[on_path]
+    return rows

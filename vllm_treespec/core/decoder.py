@@ -1,0 +1,307 @@
+"""A step with draft trees, in order: match, place, score, commit, draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.core.committed import CommittedReader, committed_rows
+from vllm_treespec.core.matching import (
+    Proposal,
+    RunningTrees,
+    match,
+    running_trees,
+)
+from vllm_treespec.core.requests import RequestSlots
+from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
+from vllm_treespec.core.views import (
+    EmittedBatch,
+    SamplingView,
+    ScheduledBatch,
+    TargetInputs,
+)
+from vllm_treespec.layouts.base import TreeLayout
+from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.scorers import Rule, ScorerOutput, TargetLogits, TreeShape, score
+from vllm_treespec.sources.base import Continuations, DraftSource, Roots
+
+
+class RanksDiffer(SystemExit):
+    """A rank drew other drafts than rank 0, so that its text would be another.
+
+    vLLM hears answers of rank 0 alone, but it watches all processes and stops the
+    engine when one ends.
+    """
+
+
+@dataclass(frozen=True)
+class Method:
+    """How trees are drawn and verified."""
+
+    schedule: AdaptiveSchedule
+    # one a tree of the schedule
+    proposers: Sequence[Proposer]
+    # how sampled requests' trees are verified
+    rule: Rule
+    # whether rules look at all nodes, so that the host waits for nothing
+    batched: bool
+    # requests that may carry a tree in one step
+    max_trees: int
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the engine tells the decoder once."""
+
+    device: torch.device
+    # this process's number among tensor-parallel ranks
+    rank: int
+    # of the requests' shared random numbers, the same on every rank
+    seed: int
+    max_model_len: int
+    # tokens of the largest forward
+    max_num_tokens: int
+
+
+class TreeDecoder:
+    """Decides everything of a step that has to do with draft trees.
+
+    An engine's adapter calls ``begin_step`` before the target's forward, ``score``
+    with its logits, ``commit`` when tokens are emitted, and ``draft`` at the end. It
+    tells of requests through ``slots``, ``lose`` and ``forget``.
+
+    A *tree* comes back when the scheduler sends the drafts that were proposed for its
+    request in the step before, or the first ones of them. Other drafts are read as a
+    chain of which nothing is accepted: that costs speed, never correctness.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        sources: Sequence[DraftSource],
+        layout: TreeLayout,
+        limits: EngineLimits,
+        stats: StepStats,
+    ) -> None:
+        """Begin without requests."""
+        self.method = method
+        self.sources = sources
+        self.layout = layout
+        self.limits = limits
+        self.stats = stats
+        self.slots = RequestSlots()
+        self.committed = CommittedReader(sources, limits.max_num_tokens)
+        self.uniforms = UniformSource(limits.seed)
+        sizes = [proposer.sizes for proposer in method.proposers]
+        self.shapes = [
+            TreeShape(s.max_depth, s.max_siblings, s.max_parents) for s in sizes
+        ]
+        self.max_draws = max(s.max_draws for s in sizes)
+        # Chains need no places of their own.
+        self.branching = max(s.max_leaves for s in sizes) > 1
+        self.step = 0
+        self.proposal: Proposal | None = None
+        self.trees: RunningTrees | None = None
+        self.scored: ScorerOutput | None = None
+        # int64 [num_trees, max_nodes], query row of every node of ``trees``
+        self.node_rows: Tensor | None = None
+
+    def lose(self, slots: np.ndarray) -> None:
+        """Forget the proposed trees of preempted requests, int64 [n]."""
+        if self.proposal is not None and len(slots):
+            self.proposal = self.proposal.without(slots)
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Forget the requests that ended, by their released slots, int64 [n]."""
+        self.lose(slots)
+        for source in self.sources:
+            source.forget(slots)
+
+    def begin_step(self, batch: ScheduledBatch, inputs: TargetInputs) -> None:
+        """Match the trees that come back, and bring their nodes into place.
+
+        Raises:
+            RanksDiffer: this rank drew other drafts than those that came back.
+
+        """
+        with self.stats.stage("tree_build"):
+            self.step += 1
+            self.layout.clear()
+            self.batch = batch
+            self.scored = None
+            self.trees = self._match(batch)
+            if self.trees is not None and self.branching:
+                self.layout.place(self.trees, inputs)
+
+    def _match(self, batch: ScheduledBatch) -> RunningTrees | None:
+        """Find the trees that come back, cut to what was scheduled."""
+        if self.proposal is None or not batch.num_drafts.any():
+            return None
+        matched = match(self.proposal, batch, self.step)
+        if self.limits.rank and len(matched.differing_slots):
+            request = self.slots.name(int(matched.differing_slots[0]))
+            raise RanksDiffer(
+                f"tensor-parallel rank {self.limits.rank} drew other drafts than rank "
+                f"0 for request {request}; give every rank the same kind of device "
+                f"and, on CPU, as many cores (VLLM_CPU_OMP_THREADS_BIND), or remove "
+                f"speculative_config"
+            )
+        return running_trees(self.proposal, matched, batch, self.limits.device)
+
+    def score(self, logits: Tensor, sampling: SamplingView) -> ScorerOutput | None:
+        """Verify the step's trees; None when there are none.
+
+        Args:
+            logits: [num_rows, vocab_size]; row i of a request is node i.
+            sampling: of the requests of the batch.
+
+        """
+        trees = self.trees
+        if trees is None:
+            return None
+        target = TargetLogits(
+            logits, trees.first_row, sampling.of(trees.host_reqs, trees.reqs)
+        )
+        uniforms = self._uniforms(trees.slots, trees.roots, 1 + self.max_draws, SCORING)
+        self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
+        return self.scored
+
+    def verify(
+        self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+    ) -> ScorerOutput:
+        """Verify trees that were drawn as the schedule's tree of this index.
+
+        Args:
+            index: in the schedule.
+            tree: the trees.
+            target: the target's logits at the nodes.
+            uniforms: float64 [num_trees, 1 + max_draws] in [0, 1).
+
+        """
+        shape = self.shapes[index] if self.method.batched else None
+        return score(tree, target, uniforms, self.method.rule, shape)
+
+    def commit(self) -> None:
+        """Bring the accepted paths' KV into the requests' own slots."""
+        if self.trees is not None:
+            assert self.scored is not None
+            with self.stats.stage("commit"):
+                if self.branching:
+                    self.layout.commit(self.trees, self.scored)
+                if self.committed.features:
+                    self.node_rows = self.layout.query_rows(self.trees)
+        self.layout.clear()
+
+    def draft(self, batch: EmittedBatch) -> Proposal | None:
+        """Draw the next trees; None when no request drafts."""
+        with self.stats.stage("draft"):
+            self._observe(batch)
+            self.proposal = None
+            schedule = self.method.schedule
+            index = schedule.choose(batch.num_reqs)
+            self.stats.mode("plain" if index is None else schedule.trees[index].name)
+            reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
+            draws = self._may_draw(batch, index)[reqs]
+            rows = self._committed_rows(batch)
+            drafting = self.committed.read(
+                batch, rows, reqs, draws, self.method.max_trees, index is not None
+            )
+            if index is not None and len(drafting):
+                self.proposal = self._propose(index, batch, drafting)
+            return self.proposal
+
+    def _observe(self, batch: EmittedBatch) -> None:
+        """Note how many drafts of each tree of this step were accepted."""
+        if self.trees is None:
+            return
+        accepted = (batch.num_emitted[self.trees.host_reqs] - 1).tolist()
+        self.method.schedule.observe(self.trees.tree_index, accepted)
+        self.stats.observe(self.trees.num_nodes.tolist(), accepted)
+
+    def _may_draw(self, batch: EmittedBatch, index: int | None) -> np.ndarray:
+        """Which requests have a root, and room for a tree below it, bool [num_reqs]."""
+        if index is None:
+            return np.zeros(batch.num_reqs, dtype=bool)
+        depth = self.method.proposers[index].sizes.max_depth
+        return batch.emitted & (batch.end + depth + 1 < self.limits.max_model_len)
+
+    def _propose(
+        self, index: int, batch: EmittedBatch, drafting: np.ndarray
+    ) -> Proposal:
+        """Draw one tree of the schedule for each of these requests."""
+        proposer = self.method.proposers[index]
+        reqs = torch.from_numpy(drafting).to(self.limits.device)
+        roots = self._roots(batch, drafting, reqs)
+        begun = [source.begin(roots) for source in self.sources]
+        tree = proposer.propose(
+            ProposerInputs(
+                root_token_ids=roots.root_token_ids,
+                sampling=batch.sampling.of(drafting, reqs),
+                uniforms=self._uniforms(
+                    roots.slots, roots.positions, proposer.sizes.num_uniforms, DRAFTING
+                ),
+                draft_models=[d for d in begun if not isinstance(d, Continuations)],
+                continuations=[d for d in begun if isinstance(d, Continuations)],
+            )
+        )
+        proposal = Proposal.of(tree, index, self.step, roots.slots, drafting)
+        if proposer.num_candidates is not None:
+            num_candidates = proposer.num_candidates * len(drafting)
+            self.stats.merged(num_candidates, int(proposal.num_drafts.sum()))
+        return proposal
+
+    def _roots(self, batch: EmittedBatch, drafting: np.ndarray, reqs: Tensor) -> Roots:
+        """What the sources asked to know of the drafting requests."""
+        positions = batch.end[drafting]
+        reads = [source.reads for source in self.sources]
+        token_ids = hidden = None
+        if any(r.token_ids for r in reads):
+            token_ids = batch.token_ids[drafting, : int(positions.max()) + 1]
+        if any(r.root_hidden for r in reads):
+            hidden = batch.hidden.sampled[self._last_rows()[reqs]]
+        root_token_ids = torch.from_numpy(batch.token_ids[drafting, positions])
+        return Roots(
+            slots=batch.slots[drafting],
+            positions=positions,
+            root_token_ids=root_token_ids.long().to(self.limits.device),
+            hidden=hidden,
+            token_ids=token_ids,
+        )
+
+    def _last_rows(self) -> Tensor:
+        """Row of the logits from which each request's last token was emitted.
+
+        That is the row of the last accepted node, of the root without a tree; int64
+        [num_reqs].
+        """
+        rows = torch.from_numpy(self.batch.first_row).to(self.limits.device)
+        if self.trees is not None:
+            assert self.scored is not None
+            rows.index_add_(0, self.trees.reqs, self.scored.last_node())
+        return rows
+
+    def _committed_rows(self, batch: EmittedBatch) -> Tensor | None:
+        """Query rows of all tokens that were committed in this step, in order.
+
+        None when no source asks for hidden states of every token.
+        """
+        if not self.committed.features:
+            return None
+        if self.trees is None or self.scored is None:
+            return committed_rows(batch)
+        return committed_rows(batch, self.trees, self.scored, self.node_rows)
+
+    def _uniforms(
+        self, slots: np.ndarray, positions: np.ndarray, count: int, purpose: int
+    ) -> Tensor:
+        """Uniform numbers for the requests in these slots, on the device."""
+        seeds = self.slots.seeds(slots)
+        drawn = self.uniforms.draw(seeds, positions.tolist(), count, purpose)
+        return drawn.to(self.limits.device)

@@ -1,0 +1,175 @@
+"""Which trees come back in a step: identity is request slot and step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.views import ScheduledBatch, cut_rows, ragged_rows
+
+# What the scheduler drafts for requests that join the batch with one token to read.
+PADDING_TOKEN_ID = -1
+# The slot of a proposed tree whose request has lost it.
+NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The trees that were drawn at the end of a step, and their drafts on the host."""
+
+    tree: TreeBatch
+    # which tree of the schedule they were drawn as
+    tree_index: int
+    # number of the step at whose end they were drawn
+    step: int
+    # int64 [num_trees], the requests' slots; NO_SLOT where a tree was lost
+    slots: np.ndarray
+    # int64 [num_trees], their places in the batch of that step
+    reqs: np.ndarray
+    # int64 [num_trees, max_nodes - 1], tokens and parents of the draft nodes
+    token_ids: np.ndarray
+    parents: np.ndarray
+    # int64 [num_trees]
+    num_drafts: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        tree: TreeBatch,
+        tree_index: int,
+        step: int,
+        slots: np.ndarray,
+        reqs: np.ndarray,
+    ) -> Proposal:
+        """Bring the drafts of new trees to the host, waiting for the device once."""
+        width = tree.max_nodes
+        together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
+        host = torch.cat(together, dim=1).cpu().numpy()
+        return cls(
+            tree,
+            tree_index,
+            step,
+            slots,
+            reqs,
+            token_ids=host[:, 1:width],
+            parents=host[:, width + 1 : 2 * width],
+            num_drafts=host[:, -1] - 1,
+        )
+
+    def without(self, slots: np.ndarray) -> Proposal:
+        """Leave out the trees of the requests in these slots, int64 [n]."""
+        lost = np.isin(self.slots, slots)
+        return replace(self, slots=np.where(lost, NO_SLOT, self.slots))
+
+    def drafts(self) -> list[list[int]]:
+        """Tokens of every tree's draft nodes."""
+        return cut_rows(self.token_ids, self.num_drafts.tolist())
+
+    def draft_parents(self) -> list[list[int]]:
+        """Parents of every tree's draft nodes."""
+        return cut_rows(self.parents, self.num_drafts.tolist())
+
+
+@dataclass(frozen=True)
+class RunningTrees:
+    """The trees that the target scores in the running step."""
+
+    tree: TreeBatch
+    # which tree of the schedule they were drawn as
+    tree_index: int
+    # int64 [num_trees], places in the batch of the trees' requests, ascending
+    reqs: Tensor
+    # int64 [num_trees], row of each tree's root among the logits
+    first_row: Tensor
+    # The rest is on the host, so that no step has to ask the device.
+    # int64 [num_trees], as ``reqs``
+    host_reqs: np.ndarray
+    # int64 [num_trees], first query row of each tree's request
+    query_starts: np.ndarray
+    # int64 [num_trees], as the trees' ``num_nodes``
+    num_nodes: np.ndarray
+    # int64 [num_trees], positions of the roots
+    roots: np.ndarray
+    # int64 [num_trees]
+    slots: np.ndarray
+
+
+@dataclass(frozen=True)
+class Match:
+    """The proposed trees that come back in a step."""
+
+    # int64 [num_trees], places in the batch, ascending
+    reqs: np.ndarray
+    # int64 [num_trees], rows of the proposal
+    rows: np.ndarray
+    # int64 [num_trees], nodes that each tree is cut to
+    limit: np.ndarray
+    # int64 [n], slots whose drafts are not those that were proposed
+    differing_slots: np.ndarray
+
+
+def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
+    """Find the trees of the step before among a batch's drafts.
+
+    A request's drafts are (the first ones of) the tree that was proposed for its slot
+    in the step before. The drafts' tokens are compared as a check.
+
+    Args:
+        proposal: the trees that were drawn last.
+        batch: of the running step.
+        step: number of the running step.
+
+    """
+    row_of = np.full(1 + max(batch.slots.max(), proposal.slots.max()), -1)
+    if proposal.step == step - 1:
+        kept = np.flatnonzero(proposal.slots != NO_SLOT)
+        row_of[proposal.slots[kept]] = kept
+    row = row_of[batch.slots]
+    returned = (row >= 0) & (batch.num_drafts > 0)
+    width = max(batch.num_drafts.max(), proposal.token_ids.shape[1])
+    found = ragged_rows(batch.draft_token_ids, batch.num_drafts, width)
+    proposed = np.full((len(row), width), PADDING_TOKEN_ID)
+    proposed[:, : proposal.token_ids.shape[1]] = proposal.token_ids[row]
+    is_draft = np.arange(width) < batch.num_drafts[:, None]
+    fits = batch.num_drafts <= proposal.num_drafts[row]
+    same = fits & ((found == proposed) | ~is_draft).all(axis=1)
+    padded = ((found == PADDING_TOKEN_ID) & is_draft).any(axis=1)
+    reqs = np.flatnonzero(returned & same)
+    rows, num_drafts = row[reqs], batch.num_drafts[reqs]
+    whole = num_drafts == proposal.num_drafts[rows]
+    return Match(
+        reqs=reqs,
+        rows=rows,
+        limit=np.where(whole, batch.room[reqs], num_drafts + 1),
+        differing_slots=batch.slots[returned & ~same & ~padded],
+    )
+
+
+def running_trees(
+    proposal: Proposal, matched: Match, batch: ScheduledBatch, device: torch.device
+) -> RunningTrees | None:
+    """Cut the trees that come back to what was scheduled; None without any."""
+    if not len(matched.reqs):
+        return None
+    reqs, first_row = matched.reqs, batch.first_row[matched.reqs]
+    host = np.stack([reqs, matched.rows, matched.limit, first_row])
+    on_device = torch.from_numpy(host).to(device)
+    tree = proposal.tree
+    if not np.array_equal(matched.rows, np.arange(tree.num_reqs)):
+        tree = tree.select(on_device[1])
+    query_starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
+    return RunningTrees(
+        tree=tree.cut(on_device[2]),
+        tree_index=proposal.tree_index,
+        reqs=on_device[0],
+        first_row=on_device[3],
+        host_reqs=reqs,
+        query_starts=query_starts[reqs],
+        num_nodes=np.minimum(matched.limit, 1 + proposal.num_drafts[matched.rows]),
+        roots=batch.num_computed[reqs],
+        slots=batch.slots[reqs],
+    )

@@ -1,0 +1,81 @@
+"""Slots: small numbers that stay a request's own from its arrival to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+class RequestSlots:
+    """Gives every request a slot, and keeps what drafting must know of it.
+
+    A slot is free again when its request ends. Whoever keeps anything by slot must be
+    told (``TreeDecoder.forget``), because another request may take it at once.
+    """
+
+    def __init__(self) -> None:
+        """Begin without requests."""
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._names: list[str] = []
+        self._drafts = np.zeros(0, dtype=bool)
+        self._seeds: list[int | None] = []
+
+    def add(self, req_id: str, drafts: bool, seed: int | None) -> int:
+        """Give a request a slot; one that has a slot keeps it, with new parameters.
+
+        Args:
+            req_id: the request.
+            drafts: whether it may have draft trees.
+            seed: of its random numbers, if any.
+
+        """
+        slot = self._slots.get(req_id)
+        if slot is None:
+            slot = self._free.pop() if self._free else self._grow()
+            self._slots[req_id] = slot
+        self._names[slot] = req_id
+        self._drafts[slot] = drafts
+        self._seeds[slot] = seed
+        return slot
+
+    def release(self, req_ids: Iterable[str]) -> np.ndarray:
+        """Take back the slots of ended requests, int64 [n]; unknown ones are left out.
+
+        The order is the same for any order of ``req_ids``, so that slots are the same
+        on every rank.
+        """
+        known = sorted(r for r in req_ids if r in self._slots)
+        slots = [self._slots.pop(req_id) for req_id in known]
+        self._free += slots
+        return np.array(slots, dtype=np.int64)
+
+    def of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """Slots of known requests, int64 [len(req_ids)]."""
+        return np.fromiter(
+            map(self._slots.__getitem__, req_ids), np.int64, len(req_ids)
+        )
+
+    def names(self) -> list[str]:
+        """All requests that have a slot."""
+        return list(self._slots)
+
+    def name(self, slot: int) -> str:
+        """The request in a slot."""
+        return self._names[slot]
+
+    def may_draft(self, slots: np.ndarray) -> np.ndarray:
+        """Which requests may have draft trees, bool, same shape."""
+        return self._drafts[slots]
+
+    def seeds(self, slots: np.ndarray) -> list[int | None]:
+        """The requests' seeds."""
+        return [self._seeds[slot] for slot in slots.tolist()]
+
+    def _grow(self) -> int:
+        """Make one more slot."""
+        self._names.append("")
+        self._seeds.append(None)
+        self._drafts = np.append(self._drafts, False)
+        return len(self._names) - 1

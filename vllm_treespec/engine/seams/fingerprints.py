@@ -1,0 +1,139 @@
+"""Fingerprints of the vLLM functions that we replace, by supported release.
+
+Written by ``python -m tests.fingerprints``.
+"""
+
+# module -> function -> release -> fingerprint
+FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
+    "vllm.engine.arg_utils": {
+        "EngineArgs.create_engine_config": {
+            "0.32": "08b942e957be1152",
+            "0.33": "b0ac450724c2286c",
+        }
+    },
+    "vllm.v1.worker.cpu_worker": {
+        "CPUWorker.init_device": {
+            "0.32": "0b2996cf62ae64ee",
+            "0.33": "0b2996cf62ae64ee",
+        },
+        "CPUWorker.determine_available_memory": {
+            "0.32": "7f56a7a23a2b71d6",
+            "0.33": "2e52c042bd7c47fc",
+        },
+    },
+    "vllm.v1.worker.gpu_worker": {
+        "Worker._make_model_runner": {
+            "0.32": "bdd87630c3fcec1a",
+            "0.33": "bdd87630c3fcec1a",
+        },
+        "Worker.determine_available_memory": {
+            "0.32": "8e6b908096b6a8d6",
+            "0.33": "09bd9cc6165e5abb",
+        },
+        "Worker.compile_or_warm_up_model": {
+            "0.32": "70cf98a8c482eefb",
+            "0.33": "3b0e074e46d1d151",
+        },
+    },
+    "vllm.v1.worker.gpu_model_runner": {
+        "GPUModelRunner.initialize_kv_cache_tensors": {
+            "0.32": "e0137d219cf873ee",
+            "0.33": "e0137d219cf873ee",
+        },
+        "GPUModelRunner.profile_run": {
+            "0.32": "3a331839603a589c",
+            "0.33": "3a331839603a589c",
+        },
+        "GPUModelRunner._dummy_run": {
+            "0.32": "f307992ca8621377",
+            "0.33": "f307992ca8621377",
+        },
+        "GPUModelRunner._update_states": {
+            "0.32": "afd00d5250e6e1e1",
+            "0.33": "afd00d5250e6e1e1",
+        },
+        "GPUModelRunner._prepare_inputs": {
+            "0.32": "c61d122b1d2d4ac7",
+            "0.33": "c61d122b1d2d4ac7",
+        },
+        "GPUModelRunner._sample": {
+            "0.32": "230f50d61f0ac5db",
+            "0.33": "230f50d61f0ac5db",
+        },
+        "GPUModelRunner._update_states_after_model_execute": {
+            "0.32": "066c44e840d28b30",
+            "0.33": "066c44e840d28b30",
+        },
+        "GPUModelRunner._bookkeeping_sync": {
+            "0.32": "f22cd65f7c51fcdc",
+            "0.33": "f22cd65f7c51fcdc",
+        },
+        "GPUModelRunner._input_fits_in_drafter": {
+            "0.32": "e80e93519bb2801d",
+            "0.33": "e80e93519bb2801d",
+        },
+        "GPUModelRunner.propose_draft_token_ids": {
+            "0.32": "9fb2624a60de9a37",
+            "0.33": "c1fd76a0224c775a",
+        },
+        "GPUModelRunner.take_draft_token_ids": {
+            "0.32": "7ffa76d21097b747",
+            "0.33": "7ffa76d21097b747",
+        },
+    },
+    "vllm.v1.core.sched.scheduler": {
+        "Scheduler.__init__": {"0.32": "3e7f67bc6f8162fd", "0.33": "962f3e71e3a55920"},
+        "Scheduler.update_draft_token_ids": {
+            "0.32": "2481dfb648ad7638",
+            "0.33": "2481dfb648ad7638",
+        },
+        "Scheduler.get_grammar_bitmask": {
+            "0.32": "eaf68339d2b801a1",
+            "0.33": "eaf68339d2b801a1",
+        },
+    },
+    "vllm.v1.attention.backends.cpu_attn": {
+        "CPUAttentionBackend.get_impl_cls": {
+            "0.32": "bdc5f6168d2d70e5",
+            "0.33": "bdc5f6168d2d70e5",
+        },
+        "CPUAttentionBackend.get_builder_cls": {
+            "0.32": "37d16cb585b6e64f",
+            "0.33": "37d16cb585b6e64f",
+        },
+        "CPUAttentionBackendImpl.do_kv_cache_update": {
+            "0.32": "c732434130cb9dd0",
+            "0.33": "c732434130cb9dd0",
+        },
+        "CPUAttentionMetadataBuilder.build": {
+            "0.32": "3fb727e80684bd61",
+            "0.33": "3fb727e80684bd61",
+        },
+    },
+    "vllm.v1.attention.backends.triton_attn": {
+        "TritonAttentionBackend.get_impl_cls": {
+            "0.32": "951fe05db236fa62",
+            "0.33": "951fe05db236fa62",
+        },
+        "TritonAttentionBackend.get_builder_cls": {
+            "0.32": "e224f6273bf15dd7",
+            "0.33": "e224f6273bf15dd7",
+        },
+        "TritonAttentionMetadataBuilder.build": {
+            "0.32": "677df89cf9ac6ed9",
+            "0.33": "677df89cf9ac6ed9",
+        },
+        "TritonAttentionImpl.__init__": {
+            "0.32": "3eba7f4c5f771c5b",
+            "0.33": "0651e3474c72e8c1",
+        },
+        "TritonAttentionImpl.forward": {
+            "0.32": "e409c6455de58c31",
+            "0.33": "ffaf5c43f8f730ff",
+        },
+        "TritonAttentionImpl.fused_output_quant_supported": {
+            "0.32": "ea4033338a5b661a",
+            "0.33": "ea4033338a5b661a",
+        },
+    },
+}

@@ -1,0 +1,154 @@
+"""From vLLM's V1 runner to the decoder's views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+
+from vllm_treespec.core.requests import RequestSlots
+from vllm_treespec.core.views import (
+    BlockTables,
+    EmittedBatch,
+    HiddenStates,
+    PagedBatch,
+    SamplingView,
+    ScheduledBatch,
+    TargetInputs,
+    scheduler_room,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_treespec.engine.v1.host import InputBatch, V1Runner
+
+
+def drafts_tree(params: SamplingParams, reasons: bool = False) -> bool:
+    """Whether a request drafts trees; otherwise it decodes plainly.
+
+    A request whose distribution depends on more than temperature, top-k and top-p
+    would need that per node. A grammar's masks our scheduler fills per node;
+    penalties and other masks vLLM works out for the last token alone.
+
+    Args:
+        params: of the request.
+        reasons: whether a grammar begins at the end of some reasoning only, which
+            vLLM looks for along one path.
+
+    """
+    return not (
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_p
+        or params.min_tokens
+        or params.logit_bias
+        or params.bad_words
+        or params.allowed_token_ids
+        or params.logprob_token_ids
+        or params.thinking_token_budget is not None
+        or (reasons and params.structured_outputs)
+    )
+
+
+def scheduled_batch(
+    runner: V1Runner,
+    slots: RequestSlots,
+    scheduler_output: SchedulerOutput,
+    num_scheduled: np.ndarray,
+) -> ScheduledBatch:
+    """What the scheduler sends in this step, in the order of the batch.
+
+    ``num_scheduled`` int32 [num_reqs] is in that order too.
+    """
+    batch = runner.input_batch
+    req_ids = batch.req_ids
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    by_request: list[Sequence[int]] = [drafts.get(req_id, ()) for req_id in req_ids]
+    num_drafts = np.fromiter(map(len, by_request), np.int64, len(req_ids))
+    num_computed = batch.num_computed_tokens_cpu[: len(req_ids)].astype(np.int64)
+    num_scheduled = num_scheduled.astype(np.int64)
+    budget = runner.scheduler_config.max_num_scheduled_tokens or runner.max_num_tokens
+    in_turn = map(batch.req_id_to_index.get, scheduler_output.num_scheduled_tokens)
+    order = np.fromiter(in_turn, np.int64, len(req_ids))
+    room = np.empty_like(num_computed)
+    room[order] = scheduler_room(
+        num_scheduled[order], num_computed[order], budget, runner.max_model_len
+    )
+    return ScheduledBatch(
+        slots=slots.of(req_ids),
+        num_computed=num_computed,
+        num_scheduled=num_scheduled,
+        num_drafts=num_drafts,
+        draft_token_ids=np.fromiter(chain.from_iterable(by_request), np.int64),
+        room=room,
+    )
+
+
+def target_inputs(runner: V1Runner, logits_indices: Tensor) -> TargetInputs:
+    """The input buffers of this step."""
+    num_reqs = runner.input_batch.num_reqs
+    num_tokens = int(runner.query_start_loc.np[num_reqs])
+    table = runner.input_batch.block_table[0]
+    return TargetInputs(
+        input_ids=runner.input_ids.gpu,
+        positions=runner.positions,
+        logits_indices=logits_indices,
+        batch=PagedBatch(
+            query_start_loc=runner.query_start_loc.gpu[: num_reqs + 1],
+            context_lens=runner.num_computed_tokens[:num_reqs],
+            block_table=table.get_device_tensor(num_reqs),
+            slot_mapping=table.slot_mapping.gpu[:num_tokens],
+        ),
+    )
+
+
+def sampling_view(batch: InputBatch) -> SamplingView:
+    """Sampling parameters of the requests; the batch's metadata are up to date."""
+    metadata = batch.sampling_metadata
+    return SamplingView(
+        host_temperature=batch.temperature_cpu,
+        temperature=metadata.temperature,
+        top_k=metadata.top_k,
+        top_p=metadata.top_p,
+    )
+
+
+def emitted_batch(
+    runner: V1Runner,
+    before: ScheduledBatch,
+    sampled_token_ids: Sequence[Sequence[int]],
+    hidden: HiddenStates,
+) -> EmittedBatch:
+    """The requests after this step.
+
+    Args:
+        runner: after it kept its books.
+        before: what was scheduled.
+        sampled_token_ids: new tokens of every request.
+        hidden: of the step.
+
+    """
+    batch = runner.input_batch
+    num_reqs = batch.num_reqs
+    table = batch.block_table[0]
+    return EmittedBatch(
+        slots=before.slots,
+        num_computed=before.num_computed,
+        num_scheduled=before.num_scheduled,
+        num_emitted=np.fromiter(map(len, sampled_token_ids), np.int64, num_reqs),
+        num_tokens=batch.num_tokens_no_spec[:num_reqs].astype(np.int64),
+        token_ids=batch.token_ids_cpu,
+        sampling=sampling_view(batch),
+        blocks=BlockTables(
+            host=table.block_table.np[:num_reqs],
+            device=table.get_device_tensor(num_reqs),
+            num_blocks=table.num_blocks_per_row[:num_reqs],
+        ),
+        hidden=hidden,
+    )

@@ -1,0 +1,1 @@
+"""How nodes of trees lie in the batch and the KV cache: branches (CPU), masks (GPU)."""

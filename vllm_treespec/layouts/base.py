@@ -1,0 +1,132 @@
+"""What a layout of trees does for the target and for draft models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.core.views import TargetInputs
+from vllm_treespec.layouts.block_copies import BlockCopier
+from vllm_treespec.scorers import ScorerOutput
+
+
+@dataclass(frozen=True)
+class ForkSpace:
+    """Where fork blocks lie in the KV cache.
+
+    ``first_block`` is the first fork block; tree number ``t`` of a step owns
+    ``forks_per_tree`` forks, each of ``blocks_per_fork`` consecutive blocks.
+    """
+
+    first_block: int
+    forks_per_tree: int
+    blocks_per_fork: int
+    block_size: int
+
+    def block(self, tree: Tensor, fork: Tensor | int, index: Tensor | int) -> Tensor:
+        """Block number of the given block of the given fork, int64, broadcast."""
+        fork_number = tree * self.forks_per_tree + fork
+        return self.first_block + fork_number * self.blocks_per_fork + index
+
+    def slot(
+        self,
+        context: Tensor,
+        offset: Tensor | int,
+        tree: Tensor,
+        fork: Tensor | int,
+    ) -> Tensor:
+        """KV slot on a fork of a request with ``context`` tokens, ``offset`` behind."""
+        place = context % self.block_size + offset
+        block = self.block(tree, fork, place // self.block_size)
+        return block * self.block_size + place % self.block_size
+
+
+@dataclass(frozen=True)
+class LargestTrees:
+    """Bounds of all trees that a layout must have room for."""
+
+    max_nodes: int
+    max_depth: int
+    # nodes of the widest level that a draft model reads
+    max_width: int
+    max_leaves: int
+    # trees in one step
+    max_trees: int
+    # whether draft models with KV of their own read levels
+    read_by_models: bool
+
+
+@dataclass(frozen=True)
+class RootBlocks:
+    """Where the roots of the trees lie that a draft model is going to grow."""
+
+    # int64 [num_trees], positions of the roots, on the host and on the device
+    host_positions: np.ndarray
+    positions: Tensor
+    # int64 [num_trees], the blocks that hold the roots
+    blocks: Tensor
+    # int32 [num_trees, max_blocks], the requests' blocks up to the roots'
+    block_table: Tensor
+
+
+@dataclass(frozen=True)
+class LevelInputs:
+    """One level of all trees as sequences for a draft model's forward."""
+
+    # int64 [num_trees * width]
+    positions: Tensor
+    slots: Tensor
+    # int [num_seqs + 1] and [num_seqs], on the host
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    # int32 [num_seqs, max_blocks]
+    block_table: Tensor
+
+
+class LevelReader(Protocol):
+    """How one draft model reads the levels of a step's trees."""
+
+    def begin(self, roots: RootBlocks) -> None:
+        """Begin the trees below these roots, which the model has read."""
+
+    def level(self, parents: Tensor) -> LevelInputs:
+        """Prepare to read one more level; see ``DraftModel.extend``."""
+
+    def end(self) -> None:
+        """Learn that the level was read."""
+
+
+class TreeLayout(Protocol):
+    """Brings the nodes of trees into the batch and the KV cache, and commits them."""
+
+    @property
+    def forks(self) -> ForkSpace:
+        """Where fork blocks lie; known once ``bind`` was called."""
+
+    def num_fork_blocks(self, block_size: int) -> int:
+        """How many blocks the KV cache needs behind the scheduler's."""
+
+    def bind(
+        self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
+    ) -> None:
+        """Take the target's KV caches, [num_blocks, ...], and the first fork block."""
+
+    def level_reader(self, copier: BlockCopier) -> LevelReader:
+        """Read levels for a draft model; ``copier`` copies blocks of its layers."""
+
+    def place(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+        """Bring nodes into place; row ``i`` of a request's logits stays node ``i``."""
+
+    def query_rows(self, trees: RunningTrees) -> Tensor:
+        """Query row of every node, int64 [num_trees, max_nodes]; anything elsewhere."""
+
+    def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
+        """Bring the accepted paths' KV into the requests' own slots."""
+
+    def clear(self) -> None:
+        """Forget the trees of the step before."""

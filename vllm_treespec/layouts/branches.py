@@ -1,0 +1,186 @@
+"""Trees along branches: causal sequences on fork blocks, for any stock kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.core.views import TargetInputs
+from vllm_treespec.layouts.base import (
+    ForkSpace,
+    LargestTrees,
+    LevelInputs,
+    RootBlocks,
+)
+from vllm_treespec.layouts.block_copies import BlockCopier
+from vllm_treespec.layouts.branch_plan import (
+    BranchPlan,
+    commit_copies,
+    fork_block_table,
+    plan_branches,
+)
+from vllm_treespec.scorers import ScorerOutput
+
+
+class BranchSwitch:
+    """The plan of the running step, shared with attention layers and builders."""
+
+    def __init__(self) -> None:
+        """Begin without a plan."""
+        self.plan: BranchPlan | None = None
+
+
+class BranchLayout:
+    """Every path of a tree is an ordinary causal sequence (``branch_plan.py``).
+
+    A fork holds one path of the target's tree, or one node of the level that a draft
+    model is reading, with the nodes above it.
+    """
+
+    forks: ForkSpace
+
+    def __init__(self, largest: LargestTrees) -> None:
+        """Take the bounds of all trees."""
+        self.largest = largest
+        self.switch = BranchSwitch()
+
+    def num_fork_blocks(self, block_size: int) -> int:
+        """How many blocks the KV cache needs behind the scheduler's."""
+        space = self._fork_space(0, block_size)
+        return self.largest.max_trees * space.forks_per_tree * space.blocks_per_fork
+
+    def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
+        largest = self.largest
+        forks = largest.max_leaves - 1
+        if largest.read_by_models:
+            # One a node of a level, and one for the root.
+            forks = max(forks, largest.max_width + 1)
+        return ForkSpace(
+            first_block=first_block,
+            forks_per_tree=forks,
+            blocks_per_fork=(block_size - 1 + largest.max_depth) // block_size + 1,
+            block_size=block_size,
+        )
+
+    def bind(
+        self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
+    ) -> None:
+        """Take the target's KV caches and the first fork block."""
+        self.forks = self._fork_space(first_block, block_size)
+        self.target_blocks = BlockCopier(kv_caches)
+
+    def level_reader(self, copier: BlockCopier) -> BranchLevels:
+        """Read levels for a draft model, each node in a fork of its own."""
+        return BranchLevels(self.forks, copier)
+
+    def place(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+        """Put each tree's nodes in branch order, and give them their positions."""
+        self.batch = batch = replace(
+            inputs.batch,
+            query_start_loc=inputs.batch.query_start_loc.long(),
+            context_lens=inputs.batch.context_lens.long(),
+        )
+        plan = plan_branches(trees.tree, trees.reqs, batch, self.forks)
+        self.switch.plan = plan
+        self.target_blocks.copy_apart(plan.copy_from, plan.copy_to)
+        is_node = trees.tree.is_node()
+        rows = plan.node_rows[is_node]
+        context = batch.context_lens[trees.reqs]
+        inputs.positions[rows] = (context[:, None] + trees.tree.depths)[is_node]
+        ids = inputs.input_ids[: len(plan.row_order)]
+        ids.copy_(ids[plan.row_order])
+        nodes = torch.arange(trees.tree.max_nodes, device=rows.device)
+        logits_rows = (trees.first_row[:, None] + nodes)[is_node]
+        inputs.logits_indices[logits_rows] = rows.to(inputs.logits_indices.dtype)
+
+    def query_rows(self, trees: RunningTrees) -> Tensor:
+        """Query row of every node, int64 [num_trees, max_nodes]."""
+        if self.switch.plan is not None:
+            return self.switch.plan.node_rows
+        starts = torch.from_numpy(trees.query_starts).to(trees.reqs.device)
+        return starts[:, None] + trees.tree.depths
+
+    def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
+        """Copy the accepted branches' fork blocks over the requests' own blocks."""
+        if self.switch.plan is None:
+            return
+        self.target_blocks.copy_apart(
+            *commit_copies(
+                self.switch.plan,
+                scored.last_node(),
+                scored.num_accepted,
+                trees.reqs,
+                self.batch,
+                self.forks,
+            )
+        )
+
+    def clear(self) -> None:
+        """Back to one sequence a request."""
+        self.switch.plan = None
+
+
+class BranchLevels:
+    """Reads a level's nodes as sequences, each in a fork copied from its parent's."""
+
+    def __init__(self, forks: ForkSpace, copier: BlockCopier) -> None:
+        """Take the fork blocks and who copies those of the draft model's layers."""
+        self.forks = forks
+        self.copier = copier
+
+    def begin(self, roots: RootBlocks) -> None:
+        """Point every fork of the trees behind its request's context."""
+        device = roots.blocks.device
+        num_trees = len(roots.blocks)
+        # The last fork is the root's.
+        forks_per_level = self.forks.forks_per_tree - 1
+        rows = torch.arange(num_trees * forks_per_level, device=device)
+        tree = rows // forks_per_level
+        tables = fork_block_table(
+            roots.block_table[tree],
+            rows,
+            roots.positions[tree] // self.forks.block_size,
+            tree,
+            rows % forks_per_level,
+            self.forks,
+        )
+        self.fork_tables = tables.unflatten(0, (num_trees, forks_per_level))
+        self.trees = torch.arange(num_trees, device=device)[:, None]
+        self.roots = roots
+        self.depth = 0
+
+    def level(self, parents: Tensor) -> LevelInputs:
+        """Copy each node's fork from its parent's, and lay the nodes out."""
+        self.depth += 1
+        num_trees, width = parents.shape
+        fork = torch.arange(width, device=parents.device)
+        self._copy_forks(parents, fork)
+        context = self.roots.positions[:, None]
+        slots = self.forks.slot(context, self.depth, self.trees, fork)
+        return LevelInputs(
+            positions=(context + self.depth).repeat(1, width).flatten(),
+            slots=slots.flatten(),
+            query_start_loc=np.arange(num_trees * width + 1),
+            seq_lens=(self.roots.host_positions + self.depth + 1).repeat(width),
+            block_table=self.fork_tables[:, :width].flatten(0, 1),
+        )
+
+    def _copy_forks(self, parents: Tensor, fork: Tensor) -> None:
+        if self.depth == 1:
+            targets = self.forks.block(self.trees, fork, 0)
+            sources = self.roots.blocks.repeat_interleave(len(fork))
+            self.copier.copy(sources, targets.flatten())
+            return
+        index = torch.arange(self.forks.blocks_per_fork, device=parents.device)
+        tree = self.trees[..., None]
+        sources = self.forks.block(tree, parents[..., None], index)
+        targets = self.forks.block(tree, fork[:, None], index)
+        self.copier.copy(sources.flatten(), targets.flatten())
+
+    def end(self) -> None:
+        """Nothing is left of a level but its forks."""

@@ -1,0 +1,174 @@
+"""Trees under masks: nodes in their requests' own slots; what GPUs use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.core.tree import ancestor_bits
+from vllm_treespec.core.views import TargetInputs
+from vllm_treespec.kernels.kv_move import KvMover
+from vllm_treespec.layouts.base import (
+    ForkSpace,
+    LargestTrees,
+    LevelInputs,
+    RootBlocks,
+)
+from vllm_treespec.layouts.block_copies import BlockCopier
+from vllm_treespec.layouts.branch_plan import fork_block_table
+from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.scorers import ScorerOutput
+
+
+class MaskLayout:
+    """Node ``i`` of a tree is its request's query row ``i``, in the slot after ``i``.
+
+    The engine has given every row a slot and a position as if the drafts were a chain.
+    The slots stay, a node's position becomes its depth's, and attention sees ancestors
+    only. Commit moves the accepted rows' keys and values together. A draft model reads
+    all nodes of a tree in one fork.
+    """
+
+    forks: ForkSpace
+
+    def __init__(self, largest: LargestTrees, masks: NodeMasks) -> None:
+        """Take the bounds of all trees, and the masks that attention reads."""
+        self.largest = largest
+        self.masks = masks
+
+    def num_fork_blocks(self, block_size: int) -> int:
+        """How many blocks the KV cache needs behind the scheduler's."""
+        space = self._fork_space(0, block_size)
+        return self.largest.max_trees * space.forks_per_tree * space.blocks_per_fork
+
+    def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
+        last = self.largest.max_nodes - 1
+        return ForkSpace(
+            first_block=first_block,
+            forks_per_tree=int(self.largest.read_by_models),
+            blocks_per_fork=(block_size - 1 + last) // block_size + 1,
+            block_size=block_size,
+        )
+
+    def bind(
+        self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
+    ) -> None:
+        """Take the target's KV caches and the first fork block."""
+        self.forks = self._fork_space(first_block, block_size)
+        self.mover = KvMover(kv_caches, block_size)
+
+    def level_reader(self, copier: BlockCopier) -> MaskLevels:
+        """Read levels for a draft model, all nodes in one fork."""
+        return MaskLevels(self.forks, copier, self.masks)
+
+    def place(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+        """Give the nodes their masks and their depths' positions."""
+        tree, batch = trees.tree, inputs.batch
+        rows, nodes = node_rows(trees.query_starts, trees.num_nodes, tree.max_nodes)
+        index = torch.from_numpy(np.stack([rows, nodes])).to(trees.reqs.device)
+        self.roots = roots = batch.context_lens[trees.reqs].long()
+        self.block_table = batch.block_table[trees.reqs]
+        masks = ancestor_bits(tree, self.largest.max_depth)
+        self.masks.put(index[0], masks.flatten()[index[1]], trees.reqs, roots)
+        positions = roots[:, None] + tree.depths
+        inputs.positions[index[0]] = positions.flatten()[index[1]]
+
+    def query_rows(self, trees: RunningTrees) -> Tensor:
+        """Query row of every node, int64 [num_trees, max_nodes]."""
+        starts = torch.from_numpy(trees.query_starts).to(trees.reqs.device)
+        nodes = torch.arange(trees.tree.max_nodes, device=starts.device)
+        return starts[:, None] + nodes
+
+    def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
+        """Move the accepted nodes' keys and values up to their depths' slots."""
+        self.mover.move(scored.path, scored.num_accepted, self.roots, self.block_table)
+
+    def clear(self) -> None:
+        """Back to causal rows."""
+        self.masks.clear()
+
+
+class MaskLevels:
+    """Reads a tree's nodes side by side in one fork, each seeing its ancestors.
+
+    Nodes are numbered as they are read: the root is node 0, in the fork's copy of the
+    block that holds it, and a level's nodes lie behind those read before. So a level
+    is read without moving any keys and values.
+    """
+
+    def __init__(self, forks: ForkSpace, copier: BlockCopier, masks: NodeMasks) -> None:
+        """Take the fork blocks, who copies blocks, and the masks."""
+        self.forks = forks
+        self.copier = copier
+        self.masks = masks
+
+    def begin(self, roots: RootBlocks) -> None:
+        """Copy the roots' blocks, which hold the end of the contexts, to the forks."""
+        num_trees, device = len(roots.blocks), roots.blocks.device
+        trees = torch.arange(num_trees, device=device)
+        first_column = roots.positions // self.forks.block_size
+        # Nodes lie side by side, so that a tree may reach past the blocks of the
+        # longest request, even though its depth does not.
+        table = pad(roots.block_table, (0, self.forks.blocks_per_fork))
+        self.fork_tables = fork_block_table(
+            table,
+            trees,
+            first_column,
+            trees,
+            torch.zeros_like(trees),
+            self.forks,
+        )
+        self.copier.copy(roots.blocks, self.forks.block(trees, 0, 0))
+        self.node_masks = torch.ones((num_trees, 1), dtype=torch.int64, device=device)
+        self.trees = trees
+        self.roots = roots
+        self.num_read = 1
+        self.depth = 0
+
+    def level(self, parents: Tensor) -> LevelInputs:
+        """Lay the nodes out behind those read before, and mask them."""
+        self.depth += 1
+        num_trees, width = parents.shape
+        first, self.num_read = self.num_read, self.num_read + width
+        nodes = torch.arange(first, self.num_read, device=parents.device)
+        self.node_masks = self.node_masks.gather(1, parents) | (1 << nodes)
+        rows = torch.arange(num_trees * width, device=parents.device)
+        masks = self.node_masks.flatten()
+        self.masks.put(rows, masks, self.trees, self.roots.positions)
+        context = self.roots.positions[:, None]
+        slots = self.forks.slot(context, nodes, self.trees[:, None], 0)
+        return LevelInputs(
+            positions=(context + self.depth).repeat(1, width).flatten(),
+            slots=slots.flatten(),
+            query_start_loc=np.arange(num_trees + 1) * width,
+            seq_lens=self.roots.host_positions + self.num_read,
+            block_table=self.fork_tables,
+        )
+
+    def end(self) -> None:
+        """Back to causal rows."""
+        self.masks.clear()
+
+
+def node_rows(
+    starts: np.ndarray, num_nodes: np.ndarray, max_nodes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Query row of every node of a batch of trees, and its place in padded tensors.
+
+    Args:
+        starts: int [num_trees], first query row of each tree's request.
+        num_nodes: int [num_trees].
+        max_nodes: width of the padded tensors.
+
+    Returns:
+        int64 [total_num_nodes], both.
+
+    """
+    tree = np.repeat(np.arange(len(num_nodes)), num_nodes)
+    node = np.arange(len(tree)) - np.repeat(np.cumsum(num_nodes) - num_nodes, num_nodes)
+    return starts[tree].astype(np.int64) + node, tree * max_nodes + node

@@ -1,0 +1,153 @@
+"""What a draft source is, what it may read, and what it gets in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a source reads of a request; the decoder provides this and no more.
+
+    Raises:
+        ValueError: when features are to be read later than the target computes them.
+
+    """
+
+    # the committed tokens of requests that draft (``Roots.token_ids``)
+    token_ids: bool = False
+    # the target's final hidden state from which a root was emitted (``Roots.hidden``)
+    root_hidden: bool = False
+    # hidden states of every committed token, before these layers of the target; the
+    # number of layers stands for the final one (``CommittedTokens.features``)
+    features: tuple[int, ...] = ()
+    # every committed token, into KV of its own (``DraftSource.read``)
+    own_kv: bool = False
+    # whether it may read a token in a later step than the target computes it
+    catches_up: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody keeps."""
+        if self.features and self.catches_up:
+            raise ValueError(
+                "features are at hand only in the step that computes them; a source "
+                "that reads features cannot catch up, so leave out catches_up"
+            )
+
+    @property
+    def every_token(self) -> bool:
+        """Whether the source is handed all committed tokens, once each."""
+        return self.own_kv or bool(self.features)
+
+
+@dataclass(frozen=True)
+class CommittedTokens:
+    """Committed tokens that a source reads before it drafts.
+
+    For each reading request the tokens from ``first`` to ``end`` (exclusive). A
+    drafting request's root is the token at ``end``: the target has not computed it.
+    """
+
+    # int [batch size, max_len], tokens by position, on the host
+    token_ids: np.ndarray
+    # int64 [num_reading], rows of ``token_ids``
+    reqs: np.ndarray
+    # int64 [num_reading], see ``RequestSlots``
+    slots: np.ndarray
+    # int64 [num_reading]
+    first: np.ndarray
+    end: np.ndarray
+    # int64 [num_drafting], which of the reading requests draft, ascending
+    drafting: np.ndarray
+    # int32 [num_reading, max_blocks] and the filled columns, int [num_reading]
+    block_table: Tensor
+    num_blocks: np.ndarray
+    # layer -> [sum of end - first, hidden_size], token after token
+    features: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The requests that draft in a step."""
+
+    # int64 [num_reqs], on the host; see ``RequestSlots``
+    slots: np.ndarray
+    # int64 [num_reqs], on the host and on the device
+    positions: np.ndarray
+    root_token_ids: Tensor
+    # [num_reqs, hidden_size], if the source asks
+    hidden: Tensor | None = None
+    # committed tokens, roots included, int [num_reqs, max_len] on the host, if the
+    # source asks; ``positions + 1`` of each row are filled
+    token_ids: np.ndarray | None = None
+
+
+class DraftModel(Protocol):
+    """Grows the trees of a step, one forward per level."""
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """Token of every column of the logits, int64 [draft_vocab_size], ascending.
+
+        None stands for the target's whole vocabulary.
+        """
+
+    def root_logits(self) -> Tensor:
+        """Logits after the committed tokens, [num_reqs, draft_vocab_size]."""
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level and return the logits after each of its nodes.
+
+        Args:
+            token_ids: int64 [num_reqs, width], of the target's vocabulary.
+            parents: int64 [num_reqs, width], index within the level read before
+                (0 for the level right below the root).
+
+        Returns:
+            [num_reqs, width, draft_vocab_size].
+
+        """
+
+
+# Length of an earlier occurrence of the last tokens, and the tokens that followed it.
+Continuation = tuple[int, list[int]]
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What an index of texts found for the requests that draft."""
+
+    # per request, longest occurrences first
+    by_request: list[list[Continuation]]
+
+
+class DraftSource(Protocol):
+    """Something to draft from: a draft model, a head, an index of texts.
+
+    In each step the decoder calls ``read`` (only sources that read every token), then
+    ``begin`` if any request drafts.
+    """
+
+    @property
+    def reads(self) -> Reads:
+        """What the source must be given."""
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Read committed tokens, each once and in order.
+
+        A source that may catch up is called when trees are drawn; any other in every
+        step, with all tokens that the target computed in it. Tokens that a request
+        found in the prefix cache were read when they were computed, for another
+        request: what is kept of a token must lie where its KV does. After preemption
+        tokens that are computed again are read again.
+        """
+
+    def begin(self, roots: Roots) -> DraftModel | Continuations:
+        """Begin the trees of a step; return what its proposer draws from."""
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Learn that the requests in these slots, int64 [n], have ended."""

@@ -1,0 +1,143 @@
+"""An index of texts as a source: what followed the last tokens earlier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_treespec.sources.base import (
+    CommittedTokens,
+    Continuation,
+    Continuations,
+    Reads,
+    Roots,
+)
+
+# Occurrences that one tree is made of: the longest, and of those the latest. Frequent
+# tokens occur so often that only the latest places are compared any further.
+MAX_OCCURRENCES = 32
+MAX_PLACES = 1024
+END = -1
+
+
+class SuffixIndex:
+    """Finds what followed the last tokens earlier (after arXiv 2411.04975).
+
+    Looked up are the request's prompt and output and, as far as they fit into
+    ``max_cached_tokens``, the outputs of earlier requests, the latest first. An
+    occurrence of the last n tokens is followed for at most n tokens. Nothing is
+    random, and nothing depends on the sampling parameters.
+    """
+
+    reads = Reads(token_ids=True)
+
+    def __init__(self, depth: int, max_match: int, max_cached_tokens: int) -> None:
+        """Take the tokens to follow, the longest match and the cache's size."""
+        self.depth = depth
+        self.max_match = max_match
+        self.cache = OutputCache(max_cached_tokens)
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Nothing: texts are looked up when requests draft."""
+
+    def begin(self, roots: Roots) -> Continuations:
+        """Look up the last tokens of every drafting request."""
+        assert roots.token_ids is not None
+        lens = (roots.positions + 1).tolist()
+        texts = [row[:n] for row, n in zip(roots.token_ids, lens, strict=True)]
+        found = []
+        for slot, text in zip(roots.slots.tolist(), texts, strict=True):
+            self.cache.read(slot, text)
+            found.append(self.continuations(text))
+        return Continuations(found)
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Let other requests draft from these requests' outputs from now on."""
+        self.cache.close(slots)
+
+    def continuations(self, text: np.ndarray) -> list[Continuation]:
+        """What followed the best occurrences of the last tokens, best first."""
+        found = occurrences(text, text, self.max_match, self.depth)
+        found += occurrences(self.cache.text, text, self.max_match, self.depth)
+        # Of equally long matches the request's own come first: a sort keeps order.
+        found.sort(key=lambda pair: -pair[0])
+        return found[:MAX_OCCURRENCES]
+
+
+def occurrences(
+    corpus: np.ndarray, text: np.ndarray, max_match: int, depth: int
+) -> list[Continuation]:
+    """Find where the last tokens of ``text`` stand in ``corpus``, and what follows.
+
+    Args:
+        corpus: int64 [corpus_len]; ``END`` matches nothing and ends what follows.
+        text: int64 [text_len], not empty.
+        max_match: longest match that is told apart.
+        depth: tokens to follow at most.
+
+    Returns:
+        pairs of the length of the match and of at most that many tokens after it;
+        longest matches first, of equally long ones the latest first.
+
+    """
+    ends = 1 + np.flatnonzero(corpus[:-1] == text[-1])[-MAX_PLACES:]
+    # of matches of 1, 2, ... tokens, where they end
+    by_length = [ends]
+    for length in range(1, min(max_match, len(text))):
+        ends = ends[np.searchsorted(ends, length, side="right") :]
+        ends = ends[corpus[ends - 1 - length] == text[-1 - length]]
+        if not len(ends):
+            break
+        by_length.append(ends)
+    longest: dict[int, int] = {}
+    for length in range(len(by_length), 0, -1):
+        for end in by_length[length - 1][: -MAX_OCCURRENCES - 1 : -1].tolist():
+            longest.setdefault(end, length)
+        if len(longest) >= MAX_OCCURRENCES:
+            break
+    found = []
+    for end, length in longest.items():
+        rest = corpus[end : end + min(length, depth)].tolist()
+        if END in rest:
+            rest = rest[: rest.index(END)]
+        found.append((length, rest))
+    return found[:MAX_OCCURRENCES]
+
+
+@dataclass
+class Output:
+    """What a running request has put out so far."""
+
+    # of the request's tokens, prompt included
+    num_read: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+class OutputCache:
+    """The latest outputs of finished requests, of bounded length.
+
+    Attributes:
+        text: int64 [at most max_tokens], output after output, each ended by ``END``.
+
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """Take the number of tokens to keep."""
+        self.max_tokens = max_tokens
+        self.text = np.empty(0, dtype=np.int64)
+        self.running: dict[int, Output] = {}
+
+    def read(self, slot: int, text: np.ndarray) -> None:
+        """Note a running request's new output; its output begins at its first root."""
+        output = self.running.setdefault(slot, Output(num_read=len(text) - 1))
+        output.token_ids += text[output.num_read :].tolist()
+        output.num_read = len(text)
+
+    def close(self, slots: np.ndarray) -> None:
+        """Move the outputs of the ended requests in these slots into ``text``."""
+        for slot in slots.tolist():
+            output = self.running.pop(slot, None)
+            if output is not None:
+                text = np.concatenate([self.text, output.token_ids, [END]])
+                self.text = text[max(0, len(text) - self.max_tokens) :]
