@@ -48,6 +48,24 @@ class BranchPlan:
     copy_to: Tensor
 
 
+@dataclass(frozen=True)
+class Paths:
+    """The root-to-leaf paths of a batch's trees, in branch order."""
+
+    # bool [num_trees, max_nodes]
+    is_node: Tensor
+    # bool [num_trees, max_nodes, max_nodes], see ``ancestor_mask``
+    ancestors: Tensor
+    # int64 [num_trees, max_nodes]: place of each node in the batch, and the path that
+    # it ends or extends
+    rows: Tensor
+    branch: Tensor
+    # int64 [num_leaves]
+    leaf_tree: Tensor
+    leaf_node: Tensor
+    leaf_branch: Tensor
+
+
 def plan_branches(
     tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, forks: ForkSpace
 ) -> BranchPlan:
@@ -60,80 +78,120 @@ def plan_branches(
         forks: where the fork blocks lie.
 
     """
-    device = tree.token_ids.device
-    num_reqs = batch.context_lens.shape[0]
+    start = batch.query_start_loc[tree_reqs]
+    context = batch.context_lens[tree_reqs]
+    paths = find_paths(tree, start)
+    row_order = torch.arange(batch.slot_mapping.shape[0], device=start.device)
+    nodes = torch.arange(tree.max_nodes, device=start.device).expand_as(paths.rows)
+    row_order[paths.rows[paths.is_node]] = (start[:, None] + nodes)[paths.is_node]
+
+    seq_end, seq_lens, leaf_seq, req_of_seq = sequences(tree, tree_reqs, batch, paths)
+    forked = paths.leaf_branch > 0
+    fork_tree, fork = paths.leaf_tree[forked], paths.leaf_branch[forked] - 1
+    first_column = context[fork_tree] // forks.block_size
+    write_rows, write_slots = writes(tree, tree_reqs, batch, paths, forks)
+    partly_filled = context[fork_tree] % forks.block_size != 0
+    tail = batch.block_table[tree_reqs[fork_tree], first_column]
+    return BranchPlan(
+        row_order=row_order,
+        node_rows=paths.rows,
+        node_branch=paths.branch,
+        query_start_loc=torch.nn.functional.pad(seq_end, (1, 0)).int(),
+        seq_lens=seq_lens.int(),
+        block_table=fork_block_table(
+            batch.block_table[req_of_seq],
+            leaf_seq[forked],
+            first_column,
+            fork_tree,
+            fork,
+            forks,
+        ),
+        write_rows=write_rows,
+        write_slots=write_slots,
+        copy_from=tail[partly_filled].long(),
+        copy_to=forks.block(fork_tree, fork, 0)[partly_filled],
+    )
+
+
+def find_paths(tree: TreeBatch, start: Tensor) -> Paths:
+    """Order each tree's nodes depth first, from ``start``, int64 [num_trees], on."""
     is_node = tree.is_node()
     ancestors = ancestor_mask(tree)
     rank = preorder(tree, ancestors)
-    start = batch.query_start_loc[tree_reqs]
-    context = batch.context_lens[tree_reqs]
-    node_rows = start[:, None] + rank
-
     is_leaf = is_node & (first_child(tree) < 0)
     leaf_at_rank = torch.zeros_like(is_leaf).scatter(1, rank, is_leaf)
     leaves_before = leaf_at_rank.long().cumsum(1) - leaf_at_rank.long()
-    node_branch = leaves_before.gather(1, rank)
-
-    row_order = torch.arange(batch.slot_mapping.shape[0], device=device)
-    nodes = torch.arange(tree.max_nodes, device=device).expand_as(rank)
-    row_order[node_rows[is_node]] = (start[:, None] + nodes)[is_node]
-
-    num_seqs = torch.ones(num_reqs, dtype=torch.int64, device=device)
-    num_seqs[tree_reqs] = is_leaf.sum(1)
-    first_seq = num_seqs.cumsum(0) - num_seqs
-    req_of_seq = torch.repeat_interleave(
-        torch.arange(num_reqs, device=device), num_seqs
-    )
-    seq_end = batch.query_start_loc[1:].repeat_interleave(num_seqs)
-    seq_len = (batch.context_lens + batch.query_start_loc.diff())[req_of_seq]
-
+    branch = leaves_before.gather(1, rank)
     leaf_tree, leaf_node = is_leaf.nonzero(as_tuple=True)
-    leaf_branch = node_branch[leaf_tree, leaf_node]
-    leaf_depth = tree.depths[leaf_tree, leaf_node]
-    leaf_seq = first_seq[tree_reqs[leaf_tree]] + leaf_branch
-    seq_end[leaf_seq] = node_rows[leaf_tree, leaf_node] + 1
-    seq_len[leaf_seq] = context[leaf_tree] + leaf_depth + 1
-
-    forked = leaf_branch > 0
-    fork_tree, fork = leaf_tree[forked], leaf_branch[forked] - 1
-    block_table = fork_block_table(
-        batch.block_table[req_of_seq],
-        leaf_seq[forked],
-        context[fork_tree] // forks.block_size,
-        fork_tree,
-        fork,
-        forks,
+    return Paths(
+        is_node=is_node,
+        ancestors=ancestors,
+        rows=start[:, None] + rank,
+        branch=branch,
+        leaf_tree=leaf_tree,
+        leaf_node=leaf_node,
+        leaf_branch=branch[leaf_tree, leaf_node],
     )
-    own = is_node & (node_branch == 0)
+
+
+def sequences(
+    tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, paths: Paths
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Make one sequence a path, and one a request without a tree.
+
+    Returns:
+        end of each sequence's query and its length, int64 [num_seqs]; the sequence of
+        each leaf, int64 [num_leaves]; the request of each sequence, int64 [num_seqs].
+
+    """
+    reqs = torch.arange(len(batch.context_lens), device=tree_reqs.device)
+    num_seqs = torch.ones_like(reqs)
+    num_seqs[tree_reqs] = torch.bincount(paths.leaf_tree, minlength=tree.num_reqs)
+    first_seq = num_seqs.cumsum(0) - num_seqs
+    req_of_seq = reqs.repeat_interleave(num_seqs)
+    seq_end = batch.query_start_loc[1:].repeat_interleave(num_seqs)
+    seq_lens = (batch.context_lens + batch.query_start_loc.diff())[req_of_seq]
+
+    leaf_req = tree_reqs[paths.leaf_tree]
+    leaf_seq = first_seq[leaf_req] + paths.leaf_branch
+    leaf_depth = tree.depths[paths.leaf_tree, paths.leaf_node]
+    seq_end[leaf_seq] = paths.rows[paths.leaf_tree, paths.leaf_node] + 1
+    seq_lens[leaf_seq] = batch.context_lens[leaf_req] + leaf_depth + 1
+    return seq_end, seq_lens, leaf_seq, req_of_seq
+
+
+def writes(
+    tree: TreeBatch,
+    tree_reqs: Tensor,
+    batch: PagedBatch,
+    paths: Paths,
+    forks: ForkSpace,
+) -> tuple[Tensor, Tensor]:
+    """Which row's key and value go to which slot, int64 [num_writes], both.
+
+    Rows without a tree and nodes on first paths go to their requests' own slots. A
+    node goes to every fork whose path it lies on.
+    """
+    start = batch.query_start_loc[tree_reqs]
+    own = paths.is_node & (paths.branch == 0)
     own_slots = batch.slot_mapping[(start[:, None] + tree.depths)[own]]
-    plain = torch.ones_like(row_order, dtype=torch.bool)
-    plain[node_rows[is_node]] = False
+    plain = torch.ones_like(batch.slot_mapping, dtype=torch.bool)
+    plain[paths.rows[paths.is_node]] = False
     plain_rows = plain.nonzero()[:, 0]
-    on_fork = ancestors[leaf_tree[forked], leaf_node[forked]] & is_node[fork_tree]
-    which, node = on_fork.nonzero(as_tuple=True)
+
+    forked = paths.leaf_branch > 0
+    fork_tree, fork = paths.leaf_tree[forked], paths.leaf_branch[forked] - 1
+    on_fork = paths.ancestors[fork_tree, paths.leaf_node[forked]]
+    which, node = (on_fork & paths.is_node[fork_tree]).nonzero(as_tuple=True)
     fork_slots = forks.slot(
-        context[fork_tree][which],
+        batch.context_lens[tree_reqs[fork_tree]][which],
         tree.depths[fork_tree[which], node],
         fork_tree[which],
         fork[which],
     )
-    partly_filled = context[fork_tree] % forks.block_size != 0
-    tail = batch.block_table[
-        tree_reqs[fork_tree], context[fork_tree] // forks.block_size
-    ]
-    return BranchPlan(
-        row_order=row_order,
-        node_rows=node_rows,
-        node_branch=node_branch,
-        query_start_loc=torch.nn.functional.pad(seq_end, (1, 0)).int(),
-        seq_lens=seq_len.int(),
-        block_table=block_table,
-        write_rows=torch.cat(
-            [plain_rows, node_rows[own], node_rows[fork_tree[which], node]]
-        ),
-        write_slots=torch.cat([batch.slot_mapping[plain_rows], own_slots, fork_slots]),
-        copy_from=tail[partly_filled].long(),
-        copy_to=forks.block(fork_tree, fork, 0)[partly_filled],
+    return (
+        torch.cat([plain_rows, paths.rows[own], paths.rows[fork_tree[which], node]]),
+        torch.cat([batch.slot_mapping[plain_rows], own_slots, fork_slots]),
     )
 
 
