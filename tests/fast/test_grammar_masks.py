@@ -205,6 +205,6 @@ def test_grammars_after_reasoning() -> None:
     """Red when a tree may hold the end of the reasoning that its grammar follows."""
     json_object = StructuredOutputsParams(json_object=True)
     params = SamplingParams(structured_outputs=json_object)
-    assert drafts_tree(params, reasons=False)
-    assert not drafts_tree(params, reasons=True)
-    assert drafts_tree(SamplingParams(), reasons=True)
+    assert drafts_tree(params, grammar_after_reasoning=False)
+    assert not drafts_tree(params, grammar_after_reasoning=True)
+    assert drafts_tree(SamplingParams(), grammar_after_reasoning=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.attention_reference import Batch, Layout, Request, make_batch, reference
 from tests.fast.interpreted import interpreted
 from tests.fast.random_trees import random_parents
+from tests.reference.attention import Batch, Layout, Request, make_batch, reference
 from vllm_treespec.kernels import tree_attention as kernel
 from vllm_treespec.kernels import tree_attention_device
 from vllm_treespec.kernels.tree_attention import Workspace, tree_attention

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     """vLLM's CPU model runner with draft trees.
 
-    It also mends what kills stock vLLM 0.32 on CPU: a token is drawn for a prompt that
-    is not complete, too, and then the generator of its seeded request is set back by an
-    offset, which CPU generators do not have. Here they are set aside meanwhile.
+    It also works around a crash of stock vLLM 0.32 on CPU. vLLM draws a token for an
+    incomplete prompt, too, and then sets the generator of its seeded request back by
+    an offset, which CPU generators do not have. So these generators are set aside
+    while tokens are drawn.
     """
 
     draft_model_class = PagedDraftModel

@@ -36,8 +36,8 @@ class TreeDrafter:
         self.head: EngineHead | None = None
         grammars = vllm_config.structured_outputs_config
         # whether a grammar begins at the end of some reasoning only
-        self.reasons = bool(grammars.reasoning_parser)
-        self.reasons &= not grammars.enable_in_reasoning
+        self.grammar_after_reasoning = bool(grammars.reasoning_parser)
+        self.grammar_after_reasoning &= not grammars.enable_in_reasoning
 
     def make_decoder(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_treespec.core.rehearsal import rehearse
+from vllm_treespec.core.profile import profile_trees
 from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.engine.graphed_draft_model import PIECEWISE, GraphedDraftModel
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
@@ -72,7 +72,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
             dtype=self.model_config.dtype,
             device=self.device,
         )
-        rehearse(self.decoder, self.model_config.get_vocab_size(), hidden)
+        profile_trees(self.decoder, self.model_config.get_vocab_size(), hidden)
 
     @torch.inference_mode()
     def _dummy_run(

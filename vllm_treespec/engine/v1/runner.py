@@ -123,7 +123,7 @@ class TreeRunnerMixin(V1Runner):
         updated = super()._update_states(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             params = self.requests[new.req_id].sampling_params
-            drafts = drafts_tree(params, self.drafter.reasons)
+            drafts = drafts_tree(params, self.drafter.grammar_after_reasoning)
             decoder.slots.add(new.req_id, drafts, params.seed)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         decoder.lose(decoder.slots.of(sorted(resumed)))

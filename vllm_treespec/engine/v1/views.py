@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_treespec.engine.v1.host import InputBatch, V1Runner
 
 
-def drafts_tree(params: SamplingParams, reasons: bool = False) -> bool:
+def drafts_tree(params: SamplingParams, grammar_after_reasoning: bool = False) -> bool:
     """Whether a request drafts trees; otherwise it decodes plainly.
 
     A request whose distribution depends on more than temperature, top-k and top-p
@@ -37,8 +37,8 @@ def drafts_tree(params: SamplingParams, reasons: bool = False) -> bool:
 
     Args:
         params: of the request.
-        reasons: whether a grammar begins at the end of some reasoning only, which
-            vLLM looks for along one path.
+        grammar_after_reasoning: whether a grammar begins at the end of some reasoning
+            only, which vLLM looks for along one path.
 
     """
     return not (
@@ -52,7 +52,7 @@ def drafts_tree(params: SamplingParams, reasons: bool = False) -> bool:
         or params.allowed_token_ids
         or params.logprob_token_ids
         or params.thinking_token_budget is not None
-        or (reasons and params.structured_outputs)
+        or (grammar_after_reasoning and params.structured_outputs)
     )
 
 

@@ -44,7 +44,7 @@ class IdleModel:
 
 
 @torch.inference_mode()
-def rehearse(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None:
+def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None:
     """Draw and score every tree of the schedule for as many requests as may draft.
 
     Trees of an index of texts take no memory of the device, and are left out.

@@ -10,7 +10,7 @@ import torch
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
-from vllm_treespec.core.rehearsal import rehearse
+from vllm_treespec.core.profile import profile_trees
 from vllm_treespec.core.schedule import AdaptiveSchedule
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.heads import load_head
@@ -91,6 +91,6 @@ def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
         head.head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
         sources = [head]
     decoder = Recorder(spec, sources)
-    rehearse(decoder, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
+    profile_trees(decoder, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
     proposers = decoder.method.proposers
     assert decoder.verified == [(NUM_REQS, p.sizes.max_nodes) for p in proposers]
