@@ -34,17 +34,16 @@ class OracleDecoder(TreeDecoder):
     """
 
     acceptance: float
+    # int64, the nodes of the path that coins are thrown for
+    path: Tensor
 
     def verify(
         self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
     ) -> ScorerOutput:
         """Run the rule, then let coins decide what is accepted."""
         scored = super().verify(index, tree, target, uniforms)
-        (oracle,) = self.method.proposers
-        assert isinstance(oracle, OracleProposer)
-        path = torch.tensor(last_path(oracle.parents), device=self.limits.device)
         return accept_by_coins(
-            tree, path, self.acceptance, uniforms, scored.next_token_ids
+            tree, self.path, self.acceptance, uniforms, scored.next_token_ids
         )
 
 
@@ -69,6 +68,11 @@ class OracleDrafter(TreeDrafter):
         assert isinstance(decoder, OracleDecoder)
         settings = self.vllm_config.additional_config["oracle"]
         decoder.acceptance = float(settings["acceptance"])
+        (oracle,) = decoder.method.proposers
+        assert isinstance(oracle, OracleProposer)
+        decoder.path = torch.tensor(
+            last_path(oracle.parents), dtype=torch.int64, device=decoder.limits.device
+        )
         return decoder
 
 

@@ -33,6 +33,10 @@ class ForkSpace:
         fork_number = tree * self.forks_per_tree + fork
         return self.first_block + fork_number * self.blocks_per_fork + index
 
+    def num_blocks(self, max_trees: int) -> int:
+        """Fork blocks of as many trees."""
+        return max_trees * self.forks_per_tree * self.blocks_per_fork
+
     def slot(
         self,
         context: Tensor,

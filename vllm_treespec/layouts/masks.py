@@ -43,8 +43,7 @@ class MaskLayout:
 
     def num_fork_blocks(self, block_size: int) -> int:
         """How many blocks the KV cache needs behind the scheduler's."""
-        space = self._fork_space(0, block_size)
-        return self.largest.max_trees * space.forks_per_tree * space.blocks_per_fork
+        return self._fork_space(0, block_size).num_blocks(self.largest.max_trees)
 
     def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
         last = self.largest.max_nodes - 1

@@ -68,6 +68,8 @@ class TreeRunnerMixin(V1Runner):
         self.decoder = self.drafter.make_decoder(
             self.make_layout, self.draft_model_class, self.batched_rules, limits
         )
+        # the number that stands for the hidden states after the last layer
+        self._final_layer = int(self.model_config.get_total_num_hidden_layers())
         unknown = self.decoder.committed.features - {self._final_layer}
         if unknown:
             raise ValueError(
@@ -75,11 +77,6 @@ class TreeRunnerMixin(V1Runner):
                 f"only those after the last layer ({self._final_layer}) are at hand"
             )
         self._reached_forward = 0.0
-
-    @property
-    def _final_layer(self) -> int:
-        """The number that stands for the hidden states after the last layer."""
-        return int(self.model_config.get_total_num_hidden_layers())
 
     def initialize_kv_cache_tensors(
         self,
