@@ -28,7 +28,7 @@ setup(
     },
     packages=find_packages(include=["vllm_treespec", "vllm_treespec.*"]),
     include_package_data=False,
-    package_data={"vllm_treespec": ["py.typed", "*.jsonl", "drafters/**"]},
+    package_data={"vllm_treespec": ["py.typed"], "vllm_treespec.tools": ["*.jsonl"]},
     install_requires=[
         "gguf>=0.17",  # reads the demo's target model
         "prometheus-client>=0.20",

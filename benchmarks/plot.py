@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from vllm_treespec.compare import PLAIN, Row
+from vllm_treespec.tools.rows import Row
+from vllm_treespec.tools.sides import PLAIN
 
 COLOURS = {"sd": "tab:gray", "rsd_c": "tab:blue", "rsd_s": "tab:red"}
 STOCK_MARKS = {"ngram": "^", "draft_model": "s"}

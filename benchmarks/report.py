@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.markdown import table
-from vllm_treespec.compare import PLAIN, STAGES, Cell, Row
+from vllm_treespec.core.stats import STAGES
+from vllm_treespec.tools.rows import Row
+from vllm_treespec.tools.sides import PLAIN, Cell
 
 HEADER = (
     "side",

@@ -9,7 +9,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 
-from vllm_treespec.compare_engine import SideEngine
+from vllm_treespec.tools.side_engine import SideEngine
 
 
 def mean_logprobs(engine: SideEngine, answers: Sequence[Sequence[int]]) -> list[float]:

@@ -20,19 +20,10 @@ from rich.progress import (
 
 from benchmarks.sides import estimated_seconds
 from benchmarks.tasks import Finished, read_runs, store
-from vllm_treespec.compare import (
-    PLAIN,
-    Cell,
-    CompareError,
-    Job,
-    Row,
-    Side,
-    SideResult,
-    run_side,
-    summarise,
-    with_speedups,
-)
 from vllm_treespec.config import METHODS
+from vllm_treespec.tools.launch import EngineError
+from vllm_treespec.tools.rows import Row, summarise, with_speedups
+from vllm_treespec.tools.sides import PLAIN, Cell, Job, Side, SideResult, run_side
 
 FAMILIES = (PLAIN, "ngram", "draft_model", *METHODS)
 
@@ -147,7 +138,7 @@ def execute(
                 log = plan.out / "logs" / f"{side.name}.{round_}.log"
                 try:
                     result = run_side(job, log, cells)
-                except CompareError as error:
+                except EngineError as error:
                     failed[side.name] = str(error)
                     bar.console.print(f"[red]failed[/red] {error}")
                 else:

@@ -31,10 +31,10 @@ from benchmarks.sides import (
 )
 from benchmarks.workload_sides import workload_cells, workload_sides
 from benchmarks.workloads import load_workloads
-from vllm_treespec.assets import AssetError, ensure_target
-from vllm_treespec.compare import MEDUSA, REDRAFTER, Cell, shipped_drafter
 from vllm_treespec.heads import read_head_config
-from vllm_treespec.prompts import SHIPPED, load_prompts, spread
+from vllm_treespec.tools.assets import AssetError, ensure_target
+from vllm_treespec.tools.prompts import SHIPPED, load_prompts, spread
+from vllm_treespec.tools.sides import MEDUSA, REDRAFTER, Cell, shipped_drafter
 
 console = Console(stderr=True, soft_wrap=True)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_treespec.compare import Side, plain_side, spec_side, tree_side
 from vllm_treespec.config import METHODS
 from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.tools.sides import Side, plain_side, spec_side, tree_side
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from vllm_treespec.compare import CompareError, Job, engine_environment, failure
+from vllm_treespec.tools.launch import EngineError, engine_environment, failure
+from vllm_treespec.tools.sides import Job
 
 
 class EngineTask(BaseModel):
@@ -52,7 +53,7 @@ def run_task(task: EngineTask, module: str) -> None:
         module: run with ``python -m``.
 
     Raises:
-        CompareError: one line that says why the engine ended early.
+        EngineError: one line that says why the engine ended early.
 
     """
     log = task.folder / "logs" / f"{task.job.side.name}.{task.job.seed}.log"
@@ -68,14 +69,14 @@ def run_task(task: EngineTask, module: str) -> None:
         )
     if process.returncode != 0:
         reason = failure(process.returncode, log)
-        raise CompareError(f"{task.job.side.name}: {reason}")
+        raise EngineError(f"{task.job.side.name}: {reason}")
 
 
 def try_task(task: EngineTask, module: str, failed: dict[str, str]) -> None:
     """Run one engine process; note by side why when it fails, the others go on."""
     try:
         run_task(task, module)
-    except CompareError as error:
+    except EngineError as error:
         failed[task.job.side.name] = str(error)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.report import listing, number
-from vllm_treespec.compare import PLAIN, WORTH_IT, Row
+from vllm_treespec.tools.rows import WORTH_IT, Row
+from vllm_treespec.tools.sides import PLAIN
 
 ALL_CELLS = (
     "workload",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.sides import NGRAM, named, tree_sides
-from vllm_treespec.compare import Cell, Side, plain_side, spec_side
+from vllm_treespec.tools.sides import Cell, Side, plain_side, spec_side
 
 SUFFIX, MEDUSA = "suffix_tree", "medusa_tree"
 # The default tree of each method, by the kind of model that it needs.

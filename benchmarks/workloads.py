@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_treespec import prompts
+from vllm_treespec.tools import prompts
 
 # Longer prompts take long to read and leave the answer little of the time.
 MAX_WORDS = 300

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_treespec.soak.cli import soak
+from vllm_treespec.tools.soak.cli import soak
 
 app = typer.Typer(
     name="treespec",
@@ -48,7 +48,7 @@ def assets(
     ] = None,
 ) -> None:
     """Get the demo's target model if it is missing; print where the models lie."""
-    from vllm_treespec.assets import AssetError, drafters, ensure_target
+    from vllm_treespec.tools.assets import AssetError, drafters, ensure_target
 
     try:
         target = ensure_target(directory)
@@ -111,6 +111,6 @@ app.command()(soak)
 @app.command()
 def demo() -> None:
     """Measure chat, code and editing on a small model; say which method to use."""
-    from vllm_treespec.demo import main
+    from vllm_treespec.tools.demo import main
 
     main()

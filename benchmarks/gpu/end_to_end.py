@@ -39,9 +39,9 @@ from benchmarks.gpu.kernel import Commit, Numbers, Out, Report, Shapes, numbers
 from benchmarks.gpu.shapes import known_shapes
 from benchmarks.gpu.step import Context, Extra, Smoke, known
 from benchmarks.run import NumPrompts, PromptsFile, Target
-from vllm_treespec.assets import AssetError, ensure_target
-from vllm_treespec.compare import REDRAFTER, shipped_drafter
-from vllm_treespec.prompts import SHIPPED, load_prompts, spread
+from vllm_treespec.tools.assets import AssetError, ensure_target
+from vllm_treespec.tools.prompts import SHIPPED, load_prompts, spread
+from vllm_treespec.tools.sides import REDRAFTER, shipped_drafter
 
 MODULE = "benchmarks.gpu.end_to_end"
 PARTS = "lossless,speed"

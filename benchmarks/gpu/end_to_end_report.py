@@ -13,7 +13,7 @@ from benchmarks.gpu.step_report import choices, place, ratio, same_place
 from benchmarks.markdown import table
 from benchmarks.plot import plt
 from benchmarks.report import listing, number
-from vllm_treespec.compare import PLAIN
+from vllm_treespec.tools.sides import PLAIN
 
 LOSSLESS_NOTES = (
     "Greedy answers, token by token, beside plain vLLM (V1 model runner, the same "

@@ -19,8 +19,8 @@ from benchmarks.gpu.oracle import default_depth
 from benchmarks.gpu.oracle_drafter import oracle_arguments, use_acceptance
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timers import start_timers, take_times
-from vllm_treespec.compare import Acceptance
 from vllm_treespec.core.tree import MAX_NODES
+from vllm_treespec.tools.sides import Acceptance
 
 WARM_UP_STEPS = 20
 WARM_UP_TOKENS = 24

@@ -21,7 +21,7 @@ from rich.progress import (
 
 from benchmarks.gpu.cells import CellFolder, StoredCell
 from benchmarks.gpu.shapes import SHAPES, write_config
-from vllm_treespec.compare import CompareError, engine_environment, failure
+from vllm_treespec.tools.launch import EngineError, engine_environment, failure
 
 ENGINE = "benchmarks.gpu.engine"
 PLAIN_DEFAULT, PLAIN_SYNC = "plain-default", "plain-v1-sync"
@@ -226,7 +226,7 @@ def run_tasks(tasks: Sequence[Task], console: Console) -> dict[str, str]:
 
             try:
                 run_task(task, finished)
-            except CompareError as error:
+            except EngineError as error:
                 failed[name] = str(error)
                 bar.console.print(f"failed: {name}: {error}", markup=False)
     return failed
@@ -240,7 +240,7 @@ def run_task(task: Task, on_cell: Callable[[str], None]) -> None:
         on_cell: called with the name of each cell that it has stored.
 
     Raises:
-        CompareError: one line that says why the engine ended early.
+        EngineError: one line that says why the engine ended early.
 
     """
     log = task.out / "logs" / f"{task.shape}-{task.side.name}.log"
@@ -267,4 +267,4 @@ def run_task(task: Task, on_cell: Callable[[str], None]) -> None:
         for line in process.stdout:
             on_cell(line.strip())
     if process.returncode != 0:
-        raise CompareError(failure(process.returncode, log))
+        raise EngineError(failure(process.returncode, log))

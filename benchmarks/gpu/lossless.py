@@ -14,18 +14,18 @@ from rich.progress import track
 
 from benchmarks.gpu.cells import CellFolder, StoredCell, settings_of
 from benchmarks.provenance import model
-from vllm_treespec.compare import (
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.plugin import GPU_ATTENTION, stock_arguments
+from vllm_treespec.tools.launch import EngineError
+from vllm_treespec.tools.sides import (
     PLAIN,
     Cell,
     CellResult,
-    CompareError,
     Job,
     Side,
     SideResult,
     run_side,
 )
-from vllm_treespec.config import parse_spec_config
-from vllm_treespec.plugin import GPU_ATTENTION, stock_arguments
 
 METHODS: dict[str, dict[str, Any]] = {
     "sd": {"method": "sd", "depth": 4},
@@ -168,7 +168,7 @@ def measure(
             with environment(told):
                 log = plan.out / "logs" / f"{name}.log"
                 result = run_side(plan.job(side, dtype), log)
-        except CompareError as error:
+        except EngineError as error:
             failed[name] = str(error)
             console.print(f"failed: {error}", markup=False)
             continue

@@ -44,9 +44,9 @@ from benchmarks.run import (
     Temperatures,
     numbers,
 )
-from vllm_treespec.assets import AssetError, ensure_target
-from vllm_treespec.compare import shipped_drafter
-from vllm_treespec.prompts import SHIPPED, load_prompts, spread
+from vllm_treespec.tools.assets import AssetError, ensure_target
+from vllm_treespec.tools.prompts import SHIPPED, load_prompts, spread
+from vllm_treespec.tools.sides import shipped_drafter
 
 console = Console(stderr=True, soft_wrap=True)
 PARTS = ("toy", *EXPERIMENTS)

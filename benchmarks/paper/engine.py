@@ -8,8 +8,8 @@ import sys
 from benchmarks.paper.experiments import Run, StoredRun, Task
 from benchmarks.rescoring import mean_logprobs
 from benchmarks.tasks import Scores, store
-from vllm_treespec.compare import Cell
-from vllm_treespec.compare_engine import SideEngine
+from vllm_treespec.tools.side_engine import SideEngine
+from vllm_treespec.tools.sides import Cell
 
 
 class PaperEngine(SideEngine):

@@ -17,14 +17,7 @@ from pydantic import BaseModel
 
 from benchmarks.paper.trees import Tree
 from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, try_task
-from vllm_treespec.compare import (
-    PLAIN,
-    Cell,
-    CellResult,
-    Job,
-    Side,
-    plain_side,
-)
+from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, Job, Side, plain_side
 
 ENGINE = "benchmarks.paper.engine"
 

@@ -15,7 +15,7 @@ from benchmarks.paper.statistics import (
     stratified_mean,
     token_chi_square,
 )
-from vllm_treespec.compare import PLAIN
+from vllm_treespec.tools.sides import PLAIN
 
 # Prefill samples an answer's first token, without a tree; the ones after it are
 # compared at their places.

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from benchmarks.paper.experiments import Run, StoredRun
 from benchmarks.paper.trees import Tree
-from vllm_treespec.compare import Acceptance
+from vllm_treespec.tools.sides import Acceptance
 
 METRICS = ("block_efficiency", "mbsu", "token_rate_ratio")
 

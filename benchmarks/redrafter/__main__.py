@@ -43,9 +43,9 @@ from benchmarks.run import (
     Rounds,
     Target,
 )
-from vllm_treespec.assets import AssetError, drafters, ensure_target
 from vllm_treespec.heads import read_head_config
-from vllm_treespec.prompts import SHIPPED, load_prompts, spread
+from vllm_treespec.tools.assets import AssetError, drafters, ensure_target
+from vllm_treespec.tools.prompts import SHIPPED, load_prompts, spread
 
 console = Console(stderr=True, soft_wrap=True)
 ALL_PARTS = ",".join(PARTS)

@@ -16,8 +16,8 @@ from benchmarks.redrafter.experiments import StoredRun, Task, file_name
 from benchmarks.redrafter.parts import Run
 from benchmarks.rescoring import mean_logprobs
 from benchmarks.tasks import Scores, store
-from vllm_treespec.compare import Cell, CellResult
-from vllm_treespec.compare_engine import SideEngine
+from vllm_treespec.tools.side_engine import SideEngine
+from vllm_treespec.tools.sides import Cell, CellResult
 
 
 class HeadEngine(SideEngine):

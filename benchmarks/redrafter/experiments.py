@@ -24,14 +24,7 @@ from benchmarks.redrafter.parts import (
     head_of,
 )
 from benchmarks.tasks import EngineTask, Finished, Scores, read_runs, try_task
-from vllm_treespec.compare import (
-    PLAIN,
-    Cell,
-    CellResult,
-    Job,
-    Side,
-    plain_side,
-)
+from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, Job, Side, plain_side
 
 ENGINE = "benchmarks.redrafter.engine"
 # For estimates; origin: a 135M target on two cores.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from vllm_treespec.compare import PLAIN
+from vllm_treespec.tools.sides import PLAIN
 
 PARTS = ("table1", "table2", "figure5", "figure6")
 # Their answers are scored under the target.

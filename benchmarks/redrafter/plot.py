@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from benchmarks.redrafter.parts import TABLE2_SIDES, WITHOUT
 from benchmarks.redrafter.report import Results
 from benchmarks.redrafter.rows import Compression, Mean, Row, Stretch
-from vllm_treespec.compare import PLAIN
+from vllm_treespec.tools.sides import PLAIN
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from benchmarks.paper.metrics import standard_error
 from benchmarks.redrafter.experiments import StoredRun, file_name
 from benchmarks.redrafter.parts import FIGURE5_STRETCHES, TABLES, Entry, Run
-from vllm_treespec.compare import PLAIN, Acceptance
+from vllm_treespec.tools.sides import PLAIN, Acceptance
 
 
 class Mean(BaseModel):

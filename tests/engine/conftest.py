@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.heads import HEADS, write_head
-from vllm_treespec.assets import AssetError, drafters, ensure_target
+from vllm_treespec.tools.assets import AssetError, drafters, ensure_target
 
 MAX_MODEL_LEN = 320
 SPECS: dict[str, dict[str, object]] = {

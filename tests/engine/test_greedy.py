@@ -7,7 +7,7 @@ import torch
 
 from tests.engine.conftest import MAX_MODEL_LEN, SPECS
 from tests.heads import HEADS
-from vllm_treespec.assets import drafters
+from vllm_treespec.tools.assets import drafters
 
 TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. "

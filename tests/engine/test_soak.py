@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from vllm_treespec.compare import shipped_drafter
-from vllm_treespec.prompts import SHIPPED, load_prompts
-from vllm_treespec.soak import run
-from vllm_treespec.soak.cli import DEFAULT_TREE
-from vllm_treespec.soak.requests import make_requests
+from vllm_treespec.tools.prompts import SHIPPED, load_prompts
+from vllm_treespec.tools.sides import shipped_drafter
+from vllm_treespec.tools.soak import run
+from vllm_treespec.tools.soak.cli import DEFAULT_TREE
+from vllm_treespec.tools.soak.requests import make_requests
 
 
 def test_short_soak_passes(target: str, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from vllm_treespec import assets
 from vllm_treespec.cli import app
+from vllm_treespec.tools import assets
 
 GGUF = b"not really a model"
 

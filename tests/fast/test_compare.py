@@ -9,18 +9,17 @@ import pytest
 from benchmarks import plot, provenance, report
 from benchmarks.rounds import Plan, finished_runs, keep, rows_of
 from benchmarks.sides import PAPER_TREES, choose, stock_sides, tree_sides, tree_specs
-from vllm_treespec.compare import (
+from vllm_treespec.tools.launch import failure
+from vllm_treespec.tools.prompts import PromptError, load_prompts, spread
+from vllm_treespec.tools.rows import summarise, with_speedups
+from vllm_treespec.tools.sides import (
     Acceptance,
     Cell,
     CellResult,
     SideResult,
-    failure,
     plain_side,
-    summarise,
     tree_side,
-    with_speedups,
 )
-from vllm_treespec.prompts import PromptError, load_prompts, spread
 
 GREEDY = Cell(batch_size=1, temperature=0.0)
 SD_6 = tree_side({"method": "sd", "model": "draft", "depth": 6}, eager=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vllm_treespec import demo
-from vllm_treespec.compare import (
+from vllm_treespec.tools import demo
+from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
+from vllm_treespec.tools.sides import (
     Cell,
     CellResult,
     Side,
@@ -16,7 +17,6 @@ from vllm_treespec.compare import (
     plain_side,
     tree_side,
 )
-from vllm_treespec.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
 
 PLAIN = plain_side("plain-eager", eager=True)
 SUFFIX = tree_side(demo.SUFFIX, eager=True)

@@ -41,9 +41,9 @@ from benchmarks.gpu.kernel_report import write as write_kernel
 from benchmarks.gpu.kernel_sides import CHAIN, FA3, STOCK, TREE
 from benchmarks.gpu.lossless import Comparison, LosslessCell, comparisons
 from benchmarks.gpu.timers import start_timers, take_times
-from vllm_treespec.compare import Acceptance, Cell, CellResult, SideResult
 from vllm_treespec.core.tree import ancestor_mask
 from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, SideResult
 
 ORIGIN = {"command": "python -m benchmarks.gpu", "commit": "abc", "card": {"name": "X"}}
 PAGING = Paging(page_size=4, layout="nhd", max_model_len=64)

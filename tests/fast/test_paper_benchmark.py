@@ -23,15 +23,10 @@ from benchmarks.paper.metrics import (
 )
 from benchmarks.paper.trees import LENGTH_TREES, METHODS, Tree, trees_of
 from benchmarks.tasks import Scores, store
-from vllm_treespec.compare import (
-    Acceptance,
-    Cell,
-    CellResult,
-    CompareError,
-    shipped_drafter,
-)
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
+from vllm_treespec.tools.launch import EngineError
+from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, shipped_drafter
 
 SD_2 = Tree("sd", (2,))
 RSD_S = Tree("rsd_s", (3, 2))
@@ -196,7 +191,7 @@ def test_an_engine_that_fails_does_not_stop_the_others(
     def run_task(task: Task, module: str) -> None:
         name = task.job.side.name
         if name == "sd":
-            raise CompareError("sd: no luck")
+            raise EngineError("sd: no luck")
         done.append(name)
 
     monkeypatch.setattr(tasks, "run_task", run_task)

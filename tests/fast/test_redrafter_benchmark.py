@@ -38,7 +38,6 @@ from benchmarks.redrafter.rows import (
     stretches_of,
 )
 from benchmarks.tasks import Scores, store
-from vllm_treespec.compare import Acceptance, Cell, CellResult, CompareError
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import TreeBatch, ancestor_mask, preorder
@@ -51,6 +50,8 @@ from vllm_treespec.heads import (
 )
 from vllm_treespec.proposers import Proposer
 from vllm_treespec.proposers.redrafter import ReDrafter
+from vllm_treespec.tools.launch import EngineError
+from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
 
 BEAMS = Beams(beam_width=4, length=4, num_drafts=15)
 
@@ -206,7 +207,7 @@ def test_a_side_that_fails_does_not_stop_the_others(
     def run_task(task: Task, module: str) -> None:
         started.append(task.job.side.name)
         if task.job.side.name == "medusa":
-            raise CompareError("medusa: no luck")
+            raise EngineError("medusa: no luck")
 
     monkeypatch.setattr(tasks, "run_task", run_task)
     failed = experiments.execute(mine, after_task=lambda failed: None)

@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_treespec.cli import app
-from vllm_treespec.soak import check
-from vllm_treespec.soak.records import Answer, Completion, End, EngineRun, SoakJob
-from vllm_treespec.soak.requests import Material, SoakRequest, make_requests
-from vllm_treespec.soak.run import Report, Settings, make_report, second_look
+from vllm_treespec.tools.soak import check
+from vllm_treespec.tools.soak.records import Answer, Completion, End, EngineRun, SoakJob
+from vllm_treespec.tools.soak.requests import Material, SoakRequest, make_requests
+from vllm_treespec.tools.soak.run import Report, Settings, make_report, second_look
 
 MAX_MODEL_LEN = 320
 MATERIAL = Material.of(

@@ -16,15 +16,8 @@ from benchmarks.run import models_of, run
 from benchmarks.sides import tree_sides
 from benchmarks.workload_sides import workload_cells, workload_sides
 from benchmarks.workloads import READING_TASKS, WorkloadError, load_workloads
-from vllm_treespec.compare import (
-    Cell,
-    CellResult,
-    Job,
-    plain_side,
-    summarise,
-    tree_side,
-    with_speedups,
-)
+from vllm_treespec.tools.rows import summarise, with_speedups
+from vllm_treespec.tools.sides import Cell, CellResult, Job, plain_side, tree_side
 
 NAMES = ["chat", "code", "mathematics", "editing", "reading"]
 SUFFIX = {"method": "suffix_tree", "num_drafts": 16, "depth": 12}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
+import itertools
+import pkgutil
 import sys
 import time
 from collections.abc import Callable
@@ -15,14 +15,9 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.reader import Counter, Vector
 
-from vllm_treespec.compare import (
-    PLAIN,
-    Acceptance,
-    Cell,
-    CellResult,
-    Job,
-)
 from vllm_treespec.config import METHODS
+from vllm_treespec.tools.launch import reporting
+from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job
 
 WARM_UP_TOKENS = 16
 # of all sides when prompts stay in the prefix cache, which holds whole blocks
@@ -104,14 +99,28 @@ class SideEngine:
         self.generate(prompts, self.params(0.0, max_tokens=1), batch_size)
 
     def measure(self, cell: Cell) -> CellResult:
-        """Warm up, then time the prompts in a cell."""
+        """Measure a cell with its tree, by its own function if it names one."""
+        if cell.tree is not None:
+            self.llm.collective_rpc("treespec_use", args=(cell.tree,))
+        if cell.measure:
+            result: CellResult = pkgutil.resolve_name(cell.measure)(self, cell)
+            return result
+        return self.time_answers(cell)
+
+    def prompts_of(self, cell: Cell) -> list[TokensInput]:
+        """Prompts of a cell, repeated where it has more than there are."""
         prompts = self.workloads[cell.workload] if cell.workload else self.prompts
-        prompts = prompts[: cell.num_prompts]
+        count = len(prompts) if cell.num_prompts is None else cell.num_prompts
+        return list(itertools.islice(itertools.cycle(prompts), count))
+
+    def time_answers(self, cell: Cell) -> CellResult:
+        """Warm up, then time the answers to the prompts."""
+        prompts = self.prompts_of(cell)
         if (cell.batch_size, cell.temperature) not in self.warm:
             self.warm.add((cell.batch_size, cell.temperature))
             warm_up = self.params(cell.temperature, WARM_UP_TOKENS)
             self.generate(prompts[: cell.batch_size], warm_up, cell.batch_size)
-        params = self.params(cell.temperature, self.job.max_tokens)
+        params = self.params(cell.temperature, cell.max_tokens or self.job.max_tokens)
         before = self.read_counters()
         start = time.perf_counter()
         outputs = self.generate(prompts, params, cell.batch_size)
@@ -185,15 +194,10 @@ def tpot_ms(output: RequestOutput) -> float | None:
 
 
 def main() -> None:
-    """Run the job on stdin; what vLLM prints goes to stderr, our events to stdout."""
+    """Run the job on stdin and report each cell when it is measured."""
     job = Job.model_validate_json(sys.stdin.read())
     start = time.perf_counter()
-    with os.fdopen(os.dup(1), "w") as events:
-        os.dup2(2, 1)
-
-        def send(event: str, **content: Any) -> None:
-            print(json.dumps({"event": event, **content}), file=events, flush=True)
-
+    with reporting() as send:
         engine = SideEngine(job)
         send("started", seconds=time.perf_counter() - start)
         engine.read_prompts()
@@ -201,7 +205,6 @@ def main() -> None:
             send("cell", result=engine.measure(cell).model_dump(mode="json"))
         if job.stream is not None:
             engine.stream(job.stream, lambda text: send("text", text=text))
-        send("done")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +15,16 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.reader import Counter
 
-from vllm_treespec.compare import Acceptance
-from vllm_treespec.soak.records import Answer, Completion, End, SoakJob
-from vllm_treespec.soak.requests import SoakRequest
 from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.tools.launch import Send, reporting
+from vllm_treespec.tools.sides import Acceptance
+from vllm_treespec.tools.soak.records import Answer, Completion, End, SoakJob
+from vllm_treespec.tools.soak.requests import SoakRequest
 
 PREEMPTIONS = "vllm:num_preemptions"
 PREFIX_QUERIES = "vllm:prefix_cache_queries"
 PREFIX_HITS = "vllm:prefix_cache_hits"
 REPORT_STEPS = 5
-
-Send = Callable[..., None]
 
 
 class SoakEngine:
@@ -234,23 +231,17 @@ def joined(old: Completion, new: Completion) -> Completion:
 
 
 def main() -> None:
-    """Run the job on stdin; what vLLM prints goes to stderr, our events to stdout."""
+    """Run the job on stdin and report what happens."""
     job = SoakJob.model_validate_json(sys.stdin.read())
     start = time.perf_counter()
-    with os.fdopen(os.dup(1), "w") as events:
-        os.dup2(2, 1)
-
-        def send(event: str, **content: Any) -> None:
-            print(json.dumps({"event": event, **content}), file=events, flush=True)
-
+    with reporting() as send:
         soak = SoakEngine(job, send)
         seconds = time.perf_counter() - start
         send("started", seconds=seconds, requests=len(job.requests))
         try:
             end = soak.run()
-        except Exception as error:
+        except Exception:
             soak.report()
-            send("failed", error=f"{type(error).__name__}: {error}")
             raise
         send("end", end=end.model_dump(mode="json"))
 

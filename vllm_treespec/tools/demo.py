@@ -14,25 +14,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_treespec.assets import AssetError, ensure_target
-from vllm_treespec.compare import (
+from vllm_treespec.tools.assets import AssetError, ensure_target
+from vllm_treespec.tools.launch import EngineError
+from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, load_workloads
+from vllm_treespec.tools.rows import WORTH_IT, Row, summarise, with_speedups
+from vllm_treespec.tools.sides import (
     PLAIN,
     REDRAFTER,
-    WORTH_IT,
     Cell,
-    CompareError,
     Job,
-    Row,
     Side,
     SideResult,
     plain_side,
     run_side,
     shipped_drafter,
-    summarise,
     tree_side,
-    with_speedups,
 )
-from vllm_treespec.prompts import SHIPPED_WORKLOADS, load_workloads
 
 # The default tree of each method. Prompts repeat, and an answer is not to be drafted
 # from an earlier one.
@@ -163,7 +160,7 @@ class Demo:
         for job in jobs:
             try:
                 results[job.side.name] = self.run_one(job)
-            except CompareError as error:
+            except EngineError as error:
                 self.failed = True
                 self.console.print(f"failed: {error}", style="red", markup=False)
         return results

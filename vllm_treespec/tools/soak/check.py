@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vllm_treespec.soak.records import Answer, Completion, End, EngineRun
-from vllm_treespec.soak.requests import SoakRequest
+from vllm_treespec.tools.soak.records import Answer, Completion, End, EngineRun
+from vllm_treespec.tools.soak.requests import SoakRequest
 
 # Two tokens this close in log probability may change places with the batch's shape.
 TIE_GAP = 1e-3

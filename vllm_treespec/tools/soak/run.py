@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from vllm_treespec.compare import engine_environment, failure
-from vllm_treespec.soak import check
-from vllm_treespec.soak.records import Answer, End, EngineRun, SoakJob
-from vllm_treespec.soak.requests import Material, SoakRequest
+from vllm_treespec.tools.launch import EngineError, Event, launch
+from vllm_treespec.tools.soak import check
+from vllm_treespec.tools.soak.records import Answer, End, EngineRun, SoakJob
+from vllm_treespec.tools.soak.requests import Material, SoakRequest
 
+ENGINE = "vllm_treespec.tools.soak.engine"
 BLOCK_SIZE = 32
 
 OnEvent = Callable[[str, dict[str, Any]], None]
@@ -280,41 +277,19 @@ def run_engine(job: SoakJob, log: Path, on_event: OnEvent) -> EngineRun:
         SoakError: when the process ends before the last request is answered.
 
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
     on_event(job.side, {"event": "starting"})
-    events: dict[str, Any] = {"answers": [], "in_flight": [], "failed": None}
-    with (
-        log.open("w", encoding="utf-8") as stream,
-        subprocess.Popen(
-            [sys.executable, "-m", "vllm_treespec.soak.engine"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stream,
-            text=True,
-            env=engine_environment(one_process=True),
-        ) as process,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(job.timeout_s, process.kill)
-        timer.start()
-        try:
-            process.stdin.write(job.model_dump_json())
-            process.stdin.close()
-            for line in process.stdout:
-                event = json.loads(line)
-                keep(event, events)
-                on_event(job.side, event)
-            process.wait()
-        except BaseException:
-            process.kill()
-            raise
-        finally:
-            timer.cancel()
-    if "end" not in events:
+    events: dict[str, Any] = {"answers": [], "in_flight": []}
+
+    def take(event: Event) -> None:
+        keep(event, events)
+        on_event(job.side, event)
+
+    try:
+        launch(ENGINE, job, log, take, timeout_s=job.timeout_s)
+    except EngineError as error:
         flight = ", ".join(events["in_flight"]) or "none"
-        reason = events["failed"] or failure(process.returncode, log)
-        raise SoakError(f"{job.side}: {reason}; requests in flight: {flight}")
+        reason = f"{job.side}: {error}; requests in flight: {flight}"
+        raise SoakError(reason) from None
     return EngineRun(
         job=job,
         start_seconds=events["started"],
@@ -331,7 +306,5 @@ def keep(event: dict[str, Any], events: dict[str, Any]) -> None:
         events["answers"].append(Answer.model_validate(event["answer"]))
     elif event["event"] == "progress":
         events["in_flight"] = event["in_flight"]
-    elif event["event"] == "failed":
-        events["failed"] = event["error"]
     elif event["event"] == "end":
         events["end"] = End.model_validate(event["end"])

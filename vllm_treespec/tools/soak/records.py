@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vllm_treespec.soak.requests import SoakRequest
+from vllm_treespec.tools.soak.requests import SoakRequest
 
 
 class SoakJob(BaseModel):

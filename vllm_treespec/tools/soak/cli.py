@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from vllm_treespec.soak.run import Report
+    from vllm_treespec.tools.soak.run import Report
 
 # at any batch size: else nothing drafts while many requests run
 DEFAULT_TREE = {
@@ -50,17 +50,17 @@ def soak(
     """Send random requests through plain vLLM and trees, in float32, and check."""
     from rich.console import Console
 
-    from vllm_treespec.assets import AssetError, ensure_target
-    from vllm_treespec.compare import shipped_drafter
     from vllm_treespec.config import (
         SpecConfigError,
         parse_spec_config,
         read_spec_file,
     )
     from vllm_treespec.config.checks import check_head_files
-    from vllm_treespec.prompts import SHIPPED, load_prompts
-    from vllm_treespec.soak import run
-    from vllm_treespec.soak.requests import make_requests
+    from vllm_treespec.tools.assets import AssetError, ensure_target
+    from vllm_treespec.tools.prompts import SHIPPED, load_prompts
+    from vllm_treespec.tools.sides import shipped_drafter
+    from vllm_treespec.tools.soak import run
+    from vllm_treespec.tools.soak.requests import make_requests
 
     console = Console(soft_wrap=True)
     try:

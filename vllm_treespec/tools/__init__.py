@@ -1,0 +1,1 @@
+"""Around the package: demo, its models, soak test, engine processes."""

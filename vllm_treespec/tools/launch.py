@@ -1,0 +1,148 @@
+"""Engine processes: a task goes in on stdin, events come out as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
+Send = Callable[..., None]
+
+# A traceback's last line; where nothing follows the colon, the paragraph below it.
+ERROR = re.compile(
+    r"^(?:\([^)]*\) *)*((?:\w+\.)*\w*(?:Error|Exception): (?:.*\S.*|\n\n(?:.+\n)+))",
+    re.MULTILINE,
+)
+NO_CAUSE = "Engine core initialization failed"
+
+
+class EngineError(RuntimeError):
+    """An engine process that did not finish its task; the message is one line."""
+
+
+def launch(
+    module: str,
+    task: BaseModel,
+    log: Path,
+    on_event: OnEvent,
+    *,
+    one_process: bool = True,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 3600.0,
+) -> None:
+    """Run ``python -m module`` in a process of its own until its task is done.
+
+    Args:
+        module: calls :func:`reporting`; gets the task on stdin.
+        task: what to do.
+        log: receives all that the process prints beside its events.
+        on_event: called with each event as it happens; the last one is ``done``.
+        one_process: False: scheduler and worker get processes of their own.
+        environment: more variables for the process.
+        timeout_s: after so many seconds the process and all it started are ended.
+
+    Raises:
+        EngineError: one line that says why the task was not finished.
+
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    done = False
+    with (
+        log.open("w", encoding="utf-8") as stream,
+        subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            env={**engine_environment(one_process), **(environment or {})},
+            start_new_session=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(timeout_s, _kill_group, [process])
+        timer.start()
+        try:
+            process.stdin.write(task.model_dump_json())
+            process.stdin.close()
+            for line in process.stdout:
+                event = json.loads(line)
+                done = event["event"] == "done"
+                on_event(event)
+        except BrokenPipeError:
+            done = False
+        finally:
+            timed_out = not timer.is_alive()
+            timer.cancel()
+            if not done:
+                _kill_group(process)
+    if not done:
+        raise EngineError(
+            f"no result within {timeout_s:.0f} s"
+            if timed_out
+            else failure(process.returncode, log)
+        )
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    """End the process and all it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def reporting() -> Iterator[Send]:
+    """In an engine process: keep stdout for events, send all else to stderr.
+
+    Yields a function that takes an event's name and its content; ``done`` is sent at
+    the end.
+    """
+    with os.fdopen(os.dup(1), "w") as events:
+        os.dup2(2, 1)
+
+        def send(event: str, **content: Any) -> None:
+            print(json.dumps({"event": event, **content}), file=events, flush=True)
+
+        yield send
+        send("done")
+
+
+def engine_environment(one_process: bool) -> dict[str, str]:
+    """Environment of an engine process, the same for every side."""
+    env = dict(os.environ)
+    env["VLLM_CPU_KVCACHE_SPACE"] = "2"
+    env["VLLM_LOGGING_LEVEL"] = "WARNING"
+    env["VLLM_NO_USAGE_STATS"] = "1"
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    # vLLM's CPU guide asks for Intel's OpenMP to be preloaded.
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.is_file():
+        earlier = [env["LD_PRELOAD"]] if env.get("LD_PRELOAD") else []
+        env["LD_PRELOAD"] = ":".join([*earlier, str(openmp)])
+    return env
+
+
+def failure(returncode: int, log: Path) -> str:
+    """Say in one line why an engine process ended without a result."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    found = [" ".join(error.split()) for error in ERROR.findall(text)]
+    errors = [error for error in found if NO_CAUSE not in error]
+    if errors:
+        return errors[-1]
+    if returncode == -signal.SIGKILL:
+        return f"the engine process was killed, perhaps for memory (log: {log})"
+    return f"the engine process ended with status {returncode} (log: {log})"

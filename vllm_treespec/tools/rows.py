@@ -1,0 +1,96 @@
+"""Table rows from measured cells: medians over rounds, speed-ups over plain."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from vllm_treespec.core.stats import STAGES
+from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Side
+
+# A speed-up below this is not worth a method.
+WORTH_IT = 1.05
+
+
+class Row(BaseModel):
+    """A table row: one side in one cell, all rounds."""
+
+    side: str
+    family: str
+    budget: int
+    cell: Cell
+    rounds: int
+    num_tokens: int
+    # median, lowest and highest over the rounds
+    tokens_per_s: float
+    tokens_per_s_min: float
+    tokens_per_s_max: float
+    tpot_ms: float | None
+    # against the fastest plain side of this cell, set by with_speedups
+    speedup: float | None = None
+    acceptance_length: float | None = None
+    # [d - 1]: share of the trees of which at least d draft tokens were accepted
+    acceptance_by_depth: list[float] = []
+    mean_nodes: float | None = None
+    # shares of the wall time, STAGES and "other", ours only
+    stage_shares: dict[str, float] = {}
+    # milliseconds per step, STAGES and the part of draft in forwards, ours only
+    stage_ms: dict[str, float] = {}
+
+
+def summarise(side: Side, results: Sequence[CellResult]) -> Row:
+    """Make one table row of the rounds of a side in a cell."""
+    speeds = [sum(result.num_tokens) / result.seconds for result in results]
+    tpots = [
+        statistics.fmean(known)
+        for result in results
+        if (known := [ms for ms in result.tpot_ms if ms is not None])
+    ]
+    row = Row(
+        side=side.name,
+        family=side.family,
+        budget=side.budget,
+        cell=results[0].cell,
+        rounds=len(results),
+        num_tokens=sum(sum(result.num_tokens) for result in results),
+        tokens_per_s=statistics.median(speeds),
+        tokens_per_s_min=min(speeds),
+        tokens_per_s_max=max(speeds),
+        tpot_ms=statistics.median(tpots) if tpots else None,
+    )
+    acceptance = Acceptance.total(r.acceptance for r in results if r.acceptance)
+    if acceptance.trees:
+        row.acceptance_length = acceptance.length
+        row.acceptance_by_depth = [n / acceptance.trees for n in acceptance.at_least]
+        row.mean_nodes = acceptance.nodes / acceptance.trees
+    stages: Counter[str] = Counter()
+    for result in results:
+        stages.update(result.stage_seconds)
+    if stages:
+        seconds = sum(result.seconds for result in results)
+        steps = sum(result.steps or 0 for result in results)
+        shares = {name: stages[name] / seconds for name in STAGES}
+        row.stage_shares = {**shares, "other": 1 - sum(shares.values())}
+        row.stage_ms = {
+            name: 1000 * stages[name] / max(steps, 1)
+            for name in (*STAGES, "draft_forward")
+        }
+    return row
+
+
+def with_speedups(rows: Sequence[Row]) -> list[Row]:
+    """Set each row's speed-up against the fastest plain side of its cell."""
+    fastest: dict[str, float] = {}
+    for row in rows:
+        if row.family == PLAIN:
+            known = fastest.get(row.cell.name, 0.0)
+            fastest[row.cell.name] = max(known, row.tokens_per_s)
+    return [
+        row.model_copy(update={"speedup": row.tokens_per_s / fastest[row.cell.name]})
+        if row.cell.name in fastest
+        else row
+        for row in rows
+    ]

@@ -1,0 +1,275 @@
+"""Run stock vLLM and draft trees side by side, each in a fresh engine.
+
+A *side* is a name and the engine arguments it stands for. A *cell* is what is measured
+at once: a batch size, a temperature, a tree. :func:`run_side` starts one process
+(``side_engine``) for one side and measures its cells there. Demo and benchmarks share
+this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.config.checks import check_head_files
+from vllm_treespec.tools.assets import AssetError, drafters
+from vllm_treespec.tools.launch import EngineError, Event, OnEvent, launch
+
+DRAFTER = "smollm2-135m-draft"
+REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"
+PLAIN = "plain"
+ENGINE = "vllm_treespec.tools.side_engine"
+
+
+def _is_unset(value: Any) -> bool:
+    """Tell a field that stands at its empty default."""
+    return not value
+
+
+class Side(BaseModel):
+    """One way to run vLLM."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    # "plain", "ngram", "draft_model" or one of our methods
+    family: str
+    # arguments of vllm.LLM besides model, dtype, max_model_len and seed
+    engine: dict[str, Any]
+    # draft tokens per tree at most, 0 for plain
+    budget: int = 0
+    greedy_only: bool = False
+    # False: scheduler and worker in processes of their own, vLLM's default
+    one_process: bool = True
+    # more variables of the engine process
+    environment: dict[str, str] = Field(default={}, exclude_if=_is_unset)
+
+
+class Cell(BaseModel):
+    """What is measured at once. Fields that are unset are not stored."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch_size: int
+    temperature: float
+    # of Job.workloads; "": Job.prompts
+    workload: str = Field(default="", exclude_if=_is_unset)
+    # the first so many prompts, from the start again where there are fewer; None: all
+    num_prompts: int | None = Field(default=None, exclude_if=_is_unset)
+    # of each answer; None: as the job says
+    max_tokens: int | None = Field(default=None, exclude_if=_is_unset)
+    # keys of the spec-config that shape the tree, one of the side's schedule; None: as
+    # the side's spec-config says
+    tree: dict[str, Any] | None = Field(default=None, exclude_if=_is_unset)
+    # "module:function" called with engine and cell, returns the result; "": time the
+    # answers to the prompts
+    measure: str = Field(default="", exclude_if=_is_unset)
+    # what that function needs to know
+    options: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+
+    def __hash__(self) -> int:
+        """Trees and options are not hashable; equal cells have one name."""
+        return hash(self.name)
+
+    @property
+    def name(self) -> str:
+        """Name of its file: what tells it from the other cells of a side."""
+        tree = ["x".join(_words(value)) for value in (self.tree or {}).values()]
+        parts = [self.workload, "x".join(tree), f"t{self.temperature:g}"]
+        parts += [f"b{self.batch_size}", self.measure.rpartition(":")[2]]
+        parts += [f"n{self.max_tokens}"] if self.max_tokens else []
+        parts += ["-".join(_words(value)) for value in self.options.values()]
+        return "-".join(part for part in parts if part)
+
+
+def _words(value: Any) -> list[str]:
+    """Write a value, or each part of a list, as part of a file's name."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [str(part).replace("/", "_") for part in parts]
+
+
+class Job(BaseModel):
+    """What one engine process is told to do."""
+
+    side: Side
+    target: str
+    prompts: list[str]
+    # Prompts by workload. With them, all prompts are read once before the cells and
+    # stay in the prefix cache: the cells measure decoding.
+    workloads: dict[str, list[str]] = Field(default={}, exclude_if=_is_unset)
+    cells: list[Cell]
+    max_tokens: int
+    seed: int = 0
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+    # after the cells, stream the greedy answer to this prompt
+    stream: str | None = None
+    timeout_s: float = 3600.0
+
+
+class Acceptance(BaseModel):
+    """What the target accepted; all counts are over the scored trees."""
+
+    trees: int = 0
+    # roots included
+    nodes: int = 0
+    # [d - 1]: trees of which at least d draft tokens were accepted
+    at_least: list[int] = []
+
+    @property
+    def length(self) -> float:
+        """Mean emitted tokens per target step of a request, bonus included."""
+        return 1 + sum(self.at_least) / self.trees if self.trees else 1.0
+
+    @classmethod
+    def from_histogram(
+        cls, trees: int, nodes: int, accepted: dict[int, int]
+    ) -> Acceptance:
+        """From the number of trees per number of accepted tokens."""
+        deepest = max((d for d, count in accepted.items() if count), default=0)
+        at_least = [
+            sum(count for d, count in accepted.items() if d >= depth)
+            for depth in range(1, deepest + 1)
+        ]
+        return cls(trees=trees, nodes=nodes, at_least=at_least)
+
+    @classmethod
+    def total(cls, parts: Iterable[Acceptance]) -> Acceptance:
+        """Add counts up."""
+        parts = list(parts)
+        deepest = max((len(part.at_least) for part in parts), default=0)
+        return cls(
+            trees=sum(part.trees for part in parts),
+            nodes=sum(part.nodes for part in parts),
+            at_least=[
+                sum(part.at_least[d] for part in parts if d < len(part.at_least))
+                for d in range(deepest)
+            ],
+        )
+
+
+class CellResult(BaseModel):
+    """One measured cell of one side in one round."""
+
+    cell: Cell
+    # wall time from the first request to the last token, prefill included
+    seconds: float
+    # per request, in the order of the prompts
+    num_tokens: list[int]
+    # per request, (last token - first token) / (tokens - 1); None for one token
+    tpot_ms: list[float | None]
+    token_ids: list[list[int]]
+    acceptance: Acceptance | None = None
+    steps: int | None = None
+    # seconds in each of STAGES, ours only
+    stage_seconds: dict[str, float] = {}
+    # what the cell's own function found besides
+    details: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+
+
+class SideResult(BaseModel):
+    """One run of a side: all cells of one round."""
+
+    start_seconds: float
+    cells: list[CellResult]
+
+
+def shipped_drafter(name: str = DRAFTER) -> str:
+    """Folder of a shipped draft model or head for the demo's target.
+
+    Raises:
+        AssetError: when the package holds none of that name.
+
+    """
+    found = drafters()
+    if name not in found:
+        raise AssetError(f"this package holds no {name}; name your own")
+    return str(found[name])
+
+
+def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:
+    """Make a side of stock vLLM without speculative decoding."""
+    return Side(
+        name=name,
+        family=PLAIN,
+        engine={"enforce_eager": eager},
+        one_process=one_process,
+    )
+
+
+def spec_side(spec: dict[str, Any], eager: bool) -> Side:
+    """Make a side of stock speculative decoding, greedy cells only.
+
+    Stock vLLM 0.32 and 0.33 sample wrongly above temperature 0 on the CPU: the kernel
+    that spreads the temperature over the draft tokens writes into a copy.
+    """
+    return Side(
+        name=f"{spec['method']}-{spec['num_speculative_tokens']}",
+        family=spec["method"],
+        engine={"enforce_eager": eager, "speculative_config": spec},
+        budget=spec["num_speculative_tokens"],
+        greedy_only=True,
+    )
+
+
+def tree_side(spec: dict[str, Any], eager: bool) -> Side:
+    """Make a side of ours from its spec-config, named after method and tree.
+
+    Without a schedule in the spec-config its tree is drawn in every step.
+
+    Raises:
+        SpecConfigError: when the spec-config cannot work.
+
+    """
+    spec = {"schedule": "fixed", **spec}
+    config = parse_spec_config(spec)
+    check_head_files(config)
+    (tree, *_) = config.scheduled()
+    name = tree.name.replace(" ", "-")
+    return Side(
+        name=name if config.schedule == "fixed" else f"{name}-adaptive",
+        family=spec["method"],
+        engine={"enforce_eager": eager, "speculative_config": spec},
+        budget=config.proposer().sizes.max_nodes - 1,
+    )
+
+
+def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideResult:
+    """Run one side in a fresh process.
+
+    Args:
+        job: what to run.
+        log: receives all that the process prints.
+        on_event: called with ``{"event": "started", "seconds"}``, ``{"event": "cell",
+            "result"}`` and ``{"event": "text", "text"}`` as they happen.
+
+    Raises:
+        EngineError: one line that says why the side failed.
+
+    """
+    result = SideResult(start_seconds=0.0, cells=[])
+
+    def keep(event: Event) -> None:
+        if event["event"] == "started":
+            result.start_seconds = event["seconds"]
+        elif event["event"] == "cell":
+            result.cells.append(CellResult.model_validate(event["result"]))
+        on_event(event)
+
+    try:
+        launch(
+            ENGINE,
+            job,
+            log,
+            keep,
+            one_process=job.side.one_process,
+            environment=job.side.environment,
+            timeout_s=job.timeout_s,
+        )
+    except EngineError as error:
+        raise EngineError(f"{job.side.name}: {error}") from None
+    return result
