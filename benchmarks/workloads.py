@@ -1,211 +1,225 @@
-"""Prompts of the workload table: chat, code, mathematics, editing, reading."""
+"""Which method suits which work: chat, code, mathematics, editing, reading."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import random
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from vllm_treespec.tools import prompts
+import typer
 
-# Longer prompts take long to read and leave the answer little of the time.
-MAX_WORDS = 300
+from benchmarks.compare import comparison, engines_of
+from benchmarks.harness import options, plot, report
+from benchmarks.harness.models import SHIPPED_HEADS, Models, find_models
+from benchmarks.harness.plan import base_job, make_plan, run_plan
+from benchmarks.harness.provenance import provenance
+from benchmarks.harness.report import Content, number
+from benchmarks.harness.store import settings_of
+from benchmarks.workload_prompts import find_workloads
+from vllm_treespec.tools import sides as kinds
+from vllm_treespec.tools.rows import MIN_SPEEDUP, Row
+from vllm_treespec.tools.sides import PLAIN, Cell, Side
 
-# MT-bench's categories that are not workloads of their own
-CHAT_CATEGORIES = ("writing", "roleplay", "reasoning", "stem", "humanities")
-# Self-instruct tasks whose answer stands in the given text, more or less in its words.
-READING_TASKS = (
-    "seed_task_39",
-    "seed_task_64",
-    "seed_task_85",
-    "seed_task_98",
-    "user_oriented_task_102",
-    "user_oriented_task_157",
-    "user_oriented_task_159",
-    "user_oriented_task_160",
-    "user_oriented_task_162",
-    "user_oriented_task_175",
-    "user_oriented_task_176",
-    "user_oriented_task_179",
-    "user_oriented_task_181",
-    "user_oriented_task_191",
-    "user_oriented_task_212",
-    "user_oriented_task_213",
-    "user_oriented_task_247",
+SUFFIX = "suffix_tree"
+DRAFT_METHODS = ("sd", "rsd_c", "rsd_s")
+HEAD_METHODS = {"redrafter": "redrafter", "medusa": "medusa_tree"}
+NOTES = (
+    "All prompts are read once before the cells and stay in the prefix cache, so a "
+    "cell measures decoding. Suffix trees use the request's own prompt and output "
+    "only. Trees are the same in every step unless the name says adaptive. Above "
+    "temperature 0 every side's answers differ."
 )
-EDITS = (
-    "Add type hints for all parameters, for the result and for the local variables of "
-    "this function.",
-    "Rename this function to `{name}_checked` and let it raise a ValueError with a "
-    "clear message when an argument is None.",
-    "Shorten the docstring of this function to one plain sentence and leave its code "
-    "as it is.",
-)
-
-Item = TypeVar("Item")
-Builder = Callable[[Path], list[str]]
-
-
-class WorkloadError(ValueError):
-    """Data that gives no prompts; the message names the file."""
+Data = Annotated[
+    Path,
+    typer.Option(
+        help="Folder with the data sets' files, or JSONL with workload and prompt."
+    ),
+]
+Chosen = Annotated[
+    str, typer.Option(help="all, or some of chat,code,mathematics,editing,reading.")
+]
+NumPrompts = Annotated[
+    int, typer.Option(min=1, help="At batch size 1; a larger batch asks its size.")
+]
 
 
-def load_workloads(data: Path, names: list[str], count: int) -> dict[str, list[str]]:
-    """Read the prompts of some workloads.
-
-    Args:
-        data: folder with the public data sets' files, or a JSONL file whose rows
-            hold ``workload`` and ``prompt``.
-        names: the workloads; empty: all.
-        count: prompts of each.
-
-    Returns:
-        ``count`` prompts by workload. Those of a folder are shuffled, always in the
-        same way, so that the first few stand for all; a file's order is kept.
-
-    Raises:
-        ValueError: naming the file or the workload that is missing or too short.
-
-    """
-    if data.is_dir():
-        chosen = {
-            name: from_folder(data, build)
-            for name, build in choose(BUILDERS, names, data).items()
-        }
-    elif data.is_file():
-        chosen = choose(from_file(data), names, data)
-    else:
-        raise WorkloadError(f"--workload-data: there is no file or folder {data}")
-    for name, asked in chosen.items():
-        if len(asked) < count:
-            raise WorkloadError(
-                f"{data} holds {len(asked)} prompts of at most {MAX_WORDS} words for "
-                f"the workload {name!r} and {count} are asked for; lower --batch-sizes "
-                "or --num-prompts"
-            )
-    return {name: asked[:count] for name, asked in chosen.items()}
-
-
-def choose(found: dict[str, Item], names: list[str], data: Path) -> dict[str, Item]:
-    """Keep the named workloads, all when none is named."""
-    for name in names:
-        if name not in found:
-            known = ", ".join(found)
-            raise WorkloadError(
-                f"--workloads: {data} holds no workload {name!r}; it holds {known}"
-            )
-    return {name: found[name] for name in names or found}
-
-
-def from_file(path: Path) -> dict[str, list[str]]:
-    """Read the prompts of a JSONL file by workload, without long ones."""
-    return {
-        name: [prompt for prompt in asked if is_short(prompt)]
-        for name, asked in prompts.load_workloads(path).items()
-    }
-
-
-def from_folder(folder: Path, build: Builder) -> list[str]:
-    """Build a workload's prompts from the public data sets' files."""
-    asked = [prompt for prompt in build(folder) if is_short(prompt)]
-    random.Random(0).shuffle(asked)
-    return asked
-
-
-def chat(folder: Path) -> list[str]:
-    """First questions of MT-bench's conversations, without code and the like."""
-    return [
-        row["turns"][0]
-        for row in rows(folder / "mt_bench_question.jsonl")
-        if row["category"] in CHAT_CATEGORIES
-    ]
-
-
-def code(folder: Path) -> list[str]:
-    """Every other HumanEval problem: write the function."""
-    return [
-        "Write this Python function. Answer with the code only.\n\n"
-        f"```python\n{row['prompt']}```"
-        for row in human_eval(folder)[::2]
-    ]
-
-
-def mathematics(folder: Path) -> list[str]:
-    """Word problems of GSM8K."""
-    return [row["question"] for row in rows(folder / "gsm8k_train.jsonl")]
-
-
-def editing(folder: Path) -> list[str]:
-    """The other HumanEval problems, solved: return the function with a change."""
-    asked = []
-    for number, row in enumerate(human_eval(folder)[1::2]):
-        edit = EDITS[number % len(EDITS)].format(name=row["entry_point"])
-        function = row["prompt"] + row["canonical_solution"]
-        asked.append(
-            f"{edit} Answer with the code of the whole function only.\n\n"
-            f"```python\n{function}```"
+def workloads(
+    data: Data,
+    workloads: Chosen = "all",
+    num_prompts: NumPrompts = 3,
+    batch_sizes: options.BatchSizes = "1,4,16",
+    temperatures: options.Temperatures = "0,1",
+    spec: options.Specs = None,
+    sides: options.Names = "",
+    rounds: options.Rounds = 1,
+    max_tokens: options.MaxTokens = 64,
+    stock_depth: options.StockDepth = 6,
+    engines: options.Engines = "eager",
+    target: options.Target = "",
+    draft: options.Draft = "",
+    head: options.Heads = None,
+    out: options.Out = Path("runs/workloads"),
+    fresh: options.Fresh = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Measure each kind of work, and say which method to use for it."""
+    with options.one_line_errors("workloads"):
+        models = find_models(target, draft, head or [], list(SHIPPED_HEADS))
+        specs = [options.json_object(text, "--spec") for text in spec or []]
+        modes = options.eager_modes(engines)
+        sizes = options.numbers(batch_sizes, "--batch-sizes", int, 1)
+        found = find_workloads(
+            data,
+            [] if workloads == "all" else options.words(workloads),
+            max(num_prompts, *sizes),
         )
-    return asked
+        cells = [
+            Cell(
+                batch_size=size,
+                temperature=temperature,
+                workload=name,
+                num_prompts=num_prompts if size == 1 else size,
+            )
+            for name in found
+            for size in sizes
+            for temperature in options.numbers(temperatures, "--temperatures", float, 0)
+        ]
+        all_sides = sides_of(specs or usual_specs(models), models, stock_depth, modes)
+        chosen = kinds.choose_sides(all_sides, options.words(sides))
+        job = base_job(models.target, [], max_tokens, workloads=found)
+        side_engines = engines_of(chosen, cells, rounds)
+        plan = make_plan(job, side_engines, out, models.named(), fresh)
+    counts = ", ".join(f"{len(prompts)} {name}" for name, prompts in found.items())
+    asked = f"{counts} of {data.name} ({settings_of(found)})"
+    origin = provenance("workloads", models=models.named(), prompts=asked)
+    run_plan(plan, origin, partial(comparison, cells), render, dry_run)
 
 
-def reading(folder: Path) -> list[str]:
-    """Self-instruct tasks that are answered from a given text."""
-    tasks = {}
-    for file in ("self_instruct_seed_tasks.jsonl", "self_instruct_user_oriented.jsonl"):
-        tasks.update({row["id"]: row for row in rows(folder / file)})
+def usual_specs(models: Models) -> list[dict[str, Any]]:
+    """The methods that have their model, each with its default tree."""
+    methods = [
+        SUFFIX,
+        *(DRAFT_METHODS if models.draft else ()),
+        *(method for kind, method in HEAD_METHODS.items() if kind in models.heads),
+    ]
+    return [{"method": method} for method in methods]
+
+
+def sides_of(
+    specs: Sequence[dict[str, Any]],
+    models: Models,
+    stock_depth: int,
+    modes: Sequence[bool],
+) -> list[Side]:
+    """Make plain twice, stock n-gram and the sides of the spec-configs.
+
+    Prompts repeat between cells: suffix trees do not get earlier answers.
+    """
+    own_text = [
+        {**spec, "max_cached_tokens": 0} if spec.get("method") == SUFFIX else spec
+        for spec in specs
+    ]
     return [
-        f"{tasks[name]['instances'][0]['input']}\n\n{tasks[name]['instruction']} "
-        "Answer in full sentences and quote the words of the text where it suits."
-        for name in READING_TASKS
-        if name in tasks
+        *kinds.plain_sides()[:2],
+        *kinds.stock_sides([kinds.NGRAM], stock_depth, modes),
+        *kinds.tree_sides(own_text, models.draft, modes, models.heads),
     ]
 
 
-BUILDERS: dict[str, Builder] = {
-    "chat": chat,
-    "code": code,
-    "mathematics": mathematics,
-    "editing": editing,
-    "reading": reading,
+def render(content: Content, out: Path) -> None:
+    """Write what to use, speed-ups by temperature, all cells, and the plot."""
+    rows = [Row.model_validate(row) for row in content["rows"]]
+    smallest = min((row.cell.batch_size for row in rows), default=1)
+    first = [row for row in rows if row.cell.batch_size == smallest]
+    parts = [f"## What to use at batch size {smallest}", advice(first)]
+    for temperature in sorted({row.cell.temperature for row in rows}):
+        here = [row for row in rows if row.cell.temperature == temperature]
+        parts += [f"## Speed-up at temperature {temperature:g}", speedup_table(here)]
+    parts += ["## All cells", report.table_of(rows, COLUMNS), "## Reading it", NOTES]
+    report.write_markdown(out, "Workloads", parts, content)
+    plot.bar_panels(
+        [
+            {
+                "work": row.cell.workload,
+                "speed-up over plain": row.speedup,
+                "side": row.side,
+                "temperature": f"{row.cell.temperature:g}, batch {smallest}",
+            }
+            for row in first
+            if row.family != PLAIN
+        ],
+        out / "results.png",
+        x="work",
+        y="speed-up over plain",
+        hue="side",
+        row="temperature",
+        level=1,
+    )
+
+
+COLUMNS = {
+    "workload": lambda row: row.cell.workload,
+    "batch": lambda row: str(row.cell.batch_size),
+    "T": lambda row: f"{row.cell.temperature:g}",
+    "side": lambda row: row.side,
+    "tokens/s (min–max)": lambda row: report.spread(
+        row.tokens_per_s, row.tokens_per_s_min, row.tokens_per_s_max
+    ),
+    "speed-up": lambda row: number(row.speedup, "{:.2f}×"),
+    "acceptance length": lambda row: number(row.acceptance_length, "{:.2f}"),
+    "nodes": lambda row: number(row.mean_nodes, "{:.1f}"),
+    "tokens per answer": lambda row: (
+        f"{row.num_tokens / row.rounds / (row.cell.num_prompts or 1):.0f}"
+    ),
+    "rounds": lambda row: str(row.rounds),
 }
 
 
-def human_eval(folder: Path) -> list[dict[str, Any]]:
-    """All HumanEval problems."""
-    return rows(folder / "HumanEval.jsonl.gz")
-
-
-def is_short(prompt: str) -> bool:
-    """Tell prompts that are kept."""
-    return len(prompt.split()) <= MAX_WORDS
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file, compressed by gzip or not.
-
-    Raises:
-        WorkloadError: naming the file that is missing, or its line that is no object.
-
-    """
-    if not path.is_file():
-        raise WorkloadError(
-            f"--workload-data: there is no {path}; put the file there, or choose other "
-            "workloads with --workloads"
+def speedup_table(rows: Sequence[Row]) -> str:
+    """Write speed-ups, sides by workload and batch size; plain's tokens/s come last."""
+    found: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows:
+        column = found.setdefault((row.cell.workload, row.cell.batch_size), {})
+        column[row.side] = row
+    lines = []
+    for side in dict.fromkeys(row.side for row in rows):
+        cells = [column.get(side) for column in found.values()]
+        lines.append(
+            [side, *(number(c.speedup if c else None, "{:.2f}×") for c in cells)]
         )
-    content = path.read_bytes()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{path} line {number} is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise WorkloadError(f"{path} line {number} is no JSON object")
-        found.append(row)
-    return found
+    fastest = [
+        max(
+            (r.tokens_per_s for r in column.values() if r.family == PLAIN), default=None
+        )
+        for column in found.values()
+    ]
+    lines.append(["fastest plain, tokens/s", *(number(v, "{:.1f}") for v in fastest)])
+    return report.table(["side", *(f"{name} {size}" for name, size in found)], lines)
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """Say per workload which side is best at each temperature."""
+    if not rows:
+        return "No side is finished."
+    lines = []
+    for workload in dict.fromkeys(row.cell.workload for row in rows):
+        here = [row for row in rows if row.cell.workload == workload]
+        said = [
+            f"{best([r for r in here if r.cell.temperature == t])} at T = {t:g}"
+            for t in sorted({row.cell.temperature for row in here})
+        ]
+        lines.append(f"- {workload}: {'; '.join(said)}")
+    return "\n".join(lines)
+
+
+def best(rows: Sequence[Row]) -> str:
+    """Name the fastest side of a cell and its speed-up, or plain."""
+    others = [row for row in rows if row.family != PLAIN and row.speedup is not None]
+    if not others:
+        return "no plain side and another to compare"
+    top = max(others, key=lambda row: row.speedup or 0.0)
+    named = f"{top.side} {top.speedup:.2f}×"
+    if (top.speedup or 0.0) >= MIN_SPEEDUP:
+        return named
+    return f"plain vLLM (the best other is {named})"

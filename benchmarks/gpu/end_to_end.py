@@ -1,250 +1,233 @@
 """End to end on a card: are answers the same, and how fast are trees at best?
 
-    python -m benchmarks.gpu.end_to_end --out DIR
-
 docs/gpu.md says what is measured and how.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from benchmarks import provenance
-from benchmarks.gpu import end_to_end_report, lossless
-from benchmarks.gpu.card import (
-    NoCardError,
-    describe_card,
-    origin,
-    require_card,
-    versions,
-)
-from benchmarks.gpu.cells import CellFolder, settings_of
-from benchmarks.gpu.engines import (
-    EngineCell,
-    EngineSide,
-    Options,
-    Work,
-    our_side,
-    plain_sides,
-    run_tasks,
-    tasks_of,
-)
-from benchmarks.gpu.kernel import Commit, Numbers, Out, Report, Shapes, numbers
-from benchmarks.gpu.shapes import known_shapes
-from benchmarks.gpu.step import Context, Extra, Smoke, known
-from benchmarks.run import NumPrompts, PromptsFile, Target
-from vllm_treespec.tools.assets import AssetError, ensure_target
-from vllm_treespec.tools.prompts import SHIPPED, load_prompts, spread
-from vllm_treespec.tools.sides import REDRAFTER, shipped_drafter
+from benchmarks.gpu import card, step
+from benchmarks.gpu.step import Row, Work
+from benchmarks.harness import models, options, plan, report, store
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.plugin import GPU_ATTENTION, stock_arguments
+from vllm_treespec.tools.prompts import SHIPPED
+from vllm_treespec.tools.sides import PLAIN, Cell, Side
 
-MODULE = "benchmarks.gpu.end_to_end"
-PARTS = "lossless,speed"
-METHODS = ",".join(lossless.METHODS)
-console = Console(stderr=True, soft_wrap=True)
-
-Only = Annotated[str, typer.Option(help=f"Some of {PARTS}.")]
-Methods = Annotated[str, typer.Option(help="Of lossless, comma-separated.")]
-Dtypes = Annotated[str, typer.Option(help="Of lossless, comma-separated.")]
-Draft = Annotated[str, typer.Option(help="Default: the shipped draft model.")]
-Head = Annotated[str, typer.Option(help="Default: the shipped ReDrafter head.")]
-Tokens = Annotated[int, typer.Option(min=2, help="Of each answer.")]
-Rates = Annotated[
-    str, typer.Option(help="Probabilities to accept a node below an accepted one.")
-]
+PARTS = ("lossless", "speed")
+METHODS: dict[str, dict[str, Any]] = {
+    "sd": {"depth": 4},
+    "rsd_c": {"branching_factors": [3, 2, 1]},
+    "rsd_s": {"beam_width": 4, "depth": 4},
+    "redrafter": {"beam_width": 4, "length": 4, "num_drafts": 15},
+}
+# Triton multiplies float32 matrices in TF32 unless it is told otherwise; torch and
+# vLLM do not.
+IEEE = {"TRITON_F32_DEFAULT": "ieee"}
+Only = Annotated[str, typer.Option(help="Some of lossless,speed.")]
+OfLossless = Annotated[str, typer.Option(help="Of lossless, comma-separated.")]
+Head = Annotated[str, typer.Option(help="Folder. Default: the shipped head.")]
 
 
-def end_to_end(
-    only: Only = PARTS,
-    methods: Methods = METHODS,
-    dtypes: Dtypes = "float32,bfloat16",
-    prompts: PromptsFile = SHIPPED,
-    num_prompts: NumPrompts = 8,
-    target: Target = "",
-    draft: Draft = "",
+def gpu_end_to_end(
+    only: Only = "lossless,speed",
+    methods: OfLossless = "sd,rsd_c,rsd_s,redrafter",
+    dtypes: OfLossless = "float32,bfloat16",
+    prompts: options.PromptsFile = SHIPPED,
+    num_prompts: options.NumPrompts = 8,
+    target: options.Target = "",
+    draft: options.Draft = "",
     redrafter: Head = "",
-    shapes: Shapes = "8b",
-    nodes: Numbers = "32",
-    batches: Numbers = "1,8,32",
-    rates: Rates = "0.6,0.8",
-    context: Context = 512,
-    max_tokens: Tokens = 256,
-    extra: Extra = "{}",
-    commit: Commit = "",
-    out: Out = Path("runs/gpu-end-to-end"),
-    report: Report = False,
-    smoke: Smoke = False,
+    shapes: card.Shapes = "8b",
+    nodes: card.Numbers = "32",
+    batches: card.Numbers = "1,8,32",
+    rates: card.Rates = "0.6,0.8",
+    context: card.Context = 512,
+    max_tokens: options.MaxTokens = 256,
+    extra: card.Extra = "{}",
+    commit: card.Commit = "",
+    out: options.Out = Path("runs/gpu-end-to-end"),
+    fresh: options.Fresh = False,
+    smoke: card.Smoke = False,
 ) -> None:
-    """Compare answers and speed with plain vLLM: JSON, Markdown, plot."""
-    failed: dict[str, str] = {}
-    try:
+    """Compare answers and speed with plain vLLM, on a card."""
+    with (
+        options.one_line_errors("gpu-end-to-end"),
+        card.results_folder(out, smoke) as folder,
+    ):
+        sides, sizes = "", [1, 8]
         if smoke:
-            try_on_cpu()
-            return
-        parts = known_parts(only)
-        if not report:
-            require_card()
-        if "lossless" in parts and not report:
-            plan = lossless.Plan(
-                models=models_of(target, draft, redrafter),
-                prompts=spread(load_prompts(prompts), num_prompts),
-                batches=[1, 8],
-                max_tokens=max_tokens,
-                methods=lossless.known_methods(methods),
-                dtypes=[dtype.strip() for dtype in dtypes.split(",")],
-                extra=known(extra),
-                device="cuda",
-                commit=commit or provenance.commit(),
-                out=out / "lossless",
-            )
-            failed |= lossless.measure(plan, plan.folder(machine()), console)
-        if "speed" in parts and not report:
-            options = Options(context, max_tokens, 0.0, known(extra))
-            failed |= measure_speed(
-                known_shapes(shapes),
-                [*plain_sides(), *map(our_side, numbers(nodes, "--nodes"))],
-                numbers(batches, "--batches"),
-                known_rates(rates),
-                options,
-                speed_folder(out, options),
-                commit or provenance.commit(),
-            )
-        write_reports(out, commit, failed)
-    except (NoCardError, AssetError, ValueError) as error:
-        console.print(f"end_to_end: {error}", markup=False)
-        raise typer.Exit(1) from None
-    raise typer.Exit(int(bool(failed)))
+            nodes, shapes, methods, dtypes = "8", "tiny", "rsd_s", "float32"
+            sides, sizes, num_prompts = f"{step.PLAIN_SYNC},ours-8", [1, 2], 2
+            eager = {"enforce_eager": True}
+            work = Work("answers", [2], [0.8], 20, 12, 0.0, eager, "float32", "cpu")
+        else:
+            card.require_card()
+            speed_sizes = options.numbers(batches, "--batches", int, 1)
+            accepted = options.numbers(rates, "--rates", float, 0)
+            more = options.json_object(extra, "--extra")
+            work = Work("answers", speed_sizes, accepted, context, max_tokens, 0, more)
+        plans, parts = [], options.words(only, "--only", PARTS)
+        if "lossless" in parts:
+            heads = [redrafter] if redrafter else []
+            chosen = models.find_models(target, draft, heads, ["redrafter"])
+            texts, _ = models.take_prompts(prompts, num_prompts)
+            names = options.words(methods, "--methods", list(METHODS))
+            every = lossless_sides(chosen, names, options.words(dtypes), work)
+            cells = [Cell(batch_size=size, temperature=0.0) for size in sizes]
+            engines = [plan.Engine(side, cells) for side in every]
+            job = plan.base_job(chosen.target, texts, work.count)
+            deciding = [card.card_and_versions(), chosen.named(), work.extra]
+            where = folder / "lossless"
+            plans.append(plan.make_plan(job, engines, where, deciding, fresh))
+        if "speed" in parts:
+            chosen_sides, where = step.named_sides(nodes, sides), folder / "speed"
+            made = step.random_plan(shapes, chosen_sides, work, where, fresh)
+            plans.append(made)
+        run_plans(plans, folder, card.origin("gpu-end-to-end", commit))
+        answers = report.read_json(folder)["answers"]
+        if smoke and any(row["differences"] for row in answers):
+            raise ValueError("answers differ")
 
 
-def speed_folder(out: Path, options: Options) -> CellFolder[EngineCell]:
-    """Where finished cells of speed are."""
-    told = settings_of(machine(), vars(options))
-    return CellFolder(out / "speed", EngineCell, told)
-
-
-def machine() -> dict[str, Any]:
-    """Card and versions, which tell results apart."""
-    return {"card": describe_card(), "versions": versions()}
-
-
-def known_parts(text: str) -> list[str]:
-    """Read `--only`."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
-        if part not in PARTS.split(","):
-            raise ValueError(f"--only: there is no {part!r}; there are {PARTS}")
-    return parts
-
-
-def known_rates(text: str) -> list[float]:
-    """Read `--rates`."""
-    try:
-        rates = [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise ValueError(f"--rates: {text!r} is no list of numbers from 0 to 1")
-    return rates
-
-
-def models_of(target: str, draft: str, redrafter: str) -> lossless.Models:
-    """Folders of the models: as named, else those that come with this project."""
-    return lossless.Models(
-        target=target or str(ensure_target()),
-        draft=draft or shipped_drafter(),
-        head=redrafter or shipped_drafter(REDRAFTER),
-    )
-
-
-def measure_speed(
-    shapes: Sequence[str],
-    sides: Sequence[EngineSide],
-    batches: Sequence[int],
-    rates: Sequence[float],
-    options: Options,
-    folder: CellFolder[EngineCell],
-    commit: str | None,
-) -> dict[str, str]:
-    """Measure the cells that are not finished; returns why engines failed."""
-    folder.read()
-    tasks = []
-    for shape in shapes:
-        work = {s.name: work_of(shape, s, batches, rates, options) for s in sides}
-        tasks += tasks_of(shape, work, sides, options, folder, commit)
-    return run_tasks(tasks, console)
-
-
-def work_of(
-    shape: str,
-    side: EngineSide,
-    batches: Sequence[int],
-    rates: Sequence[float],
-    options: Options,
-) -> list[Work]:
-    """Cells of one side."""
+def lossless_sides(
+    folders: models.Models, methods: Sequence[str], dtypes: Sequence[str], work: Work
+) -> list[Side]:
+    """Make plain vLLM and our methods in each dtype; on a card with one attention."""
+    arguments: dict[str, dict[str, Any]] = {PLAIN: {"async_scheduling": False}}
+    for name in methods:
+        of_head = name == "redrafter"
+        model = folders.heads.get(name) if of_head else folders.draft
+        if model is None:
+            option = "--redrafter" if of_head else "--draft"
+            raise ValueError(f"{name} needs a model; name one with {option}")
+        spec = {"method": name, "schedule": "fixed", **METHODS[name], "model": model}
+        arguments[name] = stock_arguments(parse_spec_config(spec), None, work.device)
+    attention = {"attention_backend": GPU_ATTENTION} if work.device == "cuda" else {}
     return [
-        options.work(
-            f"{shape}-{side.name}-b{batch}" + ("" if rate is None else f"-a{rate:g}"),
-            "answers",
-            batch,
-            rate,
+        Side(
+            name=f"{dtype}-{name}",
+            family=name,
+            engine={"dtype": dtype, **work.extra, **attention, **own},
+            environment=step.V1_RUNNER | (IEEE if dtype == "float32" else {}),
         )
-        for batch in batches
-        for rate in (rates if side.nodes else [None])
+        for dtype in dtypes
+        for name, own in arguments.items()
     ]
 
 
-def try_on_cpu() -> None:
-    """Run both parts on this machine's CPU with very little to do; nothing is kept.
+def run_plans(plans: Sequence[plan.Plan], out: Path, origin: report.Content) -> None:
+    """Run both parts' plans in turn, with one results.json; exits 1 on a failure."""
+    failed: plan.Failures = {}
 
-    Raises:
-        ValueError: when an engine failed or an answer differs.
-
-    """
-    with tempfile.TemporaryDirectory() as out:
-        plan = lossless.Plan(
-            models=models_of("", "", ""),
-            prompts=spread(load_prompts(SHIPPED), 2),
-            batches=[1, 2],
-            max_tokens=12,
-            methods=["rsd_s"],
-            dtypes=["float32"],
-            extra={"enforce_eager": True},
-            device="cpu",
-            commit=None,
-            out=Path(out) / "lossless",
+    def write(new: plan.Failures) -> None:
+        failures = failed | new
+        # each part's plan has checked its own; the other may be of an earlier run
+        answers, speeds = (
+            store.read_stored(
+                sorted((out / part / "cells").glob("*/*.json")),
+                plan.StoredCell,
+                lambda stored: stored.settings,
+            )
+            for part in PARTS
         )
-        answers = plan.folder({})
-        failed = lossless.measure(plan, answers, console)
-        compared = lossless.comparisons(answers.read())
-        options = Options(20, 12, 0.0, {"enforce_eager": True}, "float32", "cpu")
-        speeds = CellFolder(Path(out) / "speed", EngineCell, "smoke")
-        sides = [plain_sides()[0], our_side(8)]
-        failed |= measure_speed(["tiny"], sides, [2], [0.8], options, speeds, None)
-        cells = speeds.read()
-    console.print(end_to_end_report.lossless_table(compared), markup=False)
-    console.print(end_to_end_report.speed_table(cells), markup=False)
+        content = {
+            **report.header(origin, failures, [*answers, *speeds]),
+            "answers": comparisons(answers),
+            "cells": step.rows_of(speeds, "tokens_per_s"),
+        }
+        report.write_json(out, content)
+        render(content, out)
+
+    for made in plans:
+        failed |= plan.execute(replace(made, commit=origin["commit"]), write)
+    write({})
+    options.console.print(f"wrote results.json, results.md and plots to {out}")
     if failed:
-        raise ValueError("; ".join(failed.values()))
-    if any(part.differences for part in compared):
-        raise ValueError("answers differ")
+        raise typer.Exit(1)
 
 
-def write_reports(out: Path, commit: str, failed: dict[str, str]) -> None:
-    """Write results.json, results.md and results.png from finished cells."""
-    answers = CellFolder(out / "lossless", lossless.LosslessCell, None).read()
-    speeds = CellFolder(out / "speed", EngineCell, None).read()
-    if not answers and not speeds:
-        raise ValueError(f"{out} holds no finished cells")
-    found = origin(MODULE, commit)
-    end_to_end_report.write(answers, speeds, found, failed, out)
-    console.print(f"wrote results.json, results.md and results.png to {out}")
+def comparisons(cells: Sequence[plan.StoredCell]) -> list[Row]:
+    """Each side's answers beside plain ones of the same dtype and batch size.
+
+    Plain answers of other batch sizes are compared with those of the first: what
+    differs there is rounding.
+    """
+
+    def place(cell: plan.StoredCell) -> tuple[str, int]:
+        return cell.side.engine["dtype"], cell.result.cell.batch_size
+
+    plain = {place(cell): cell for cell in cells if cell.side.family == PLAIN}
+    rows = []
+    for cell in sorted(cells, key=lambda cell: (cell.side.name, place(cell))):
+        true_place = place(cell)
+        if cell.side.family == PLAIN:
+            true_place = min(other for other in plain if other[0] == true_place[0])
+        truth = plain.get(true_place)
+        if truth is not None and truth is not cell:
+            rows.append(compare(truth, cell))
+    return rows
 
 
-if __name__ == "__main__":
-    typer.run(end_to_end)
+def compare(truth: plan.StoredCell, cell: plan.StoredCell) -> Row:
+    """Compare answers token by token."""
+    pairs = list(zip(truth.result.token_ids, cell.result.token_ids, strict=True))
+    differences = [
+        (prompt, first_difference(want, have))
+        for prompt, (want, have) in enumerate(pairs)
+        if want != have
+    ]
+    accepted = cell.result.acceptance
+    return {
+        "side": cell.side.family,
+        "dtype": cell.side.engine["dtype"],
+        "batch": cell.result.cell.batch_size,
+        "answers": len(pairs),
+        "identical": len(pairs) - len(differences),
+        # of the plain answers
+        "num_tokens": sum(len(want) for want, _ in pairs),
+        # of each answer that differs: prompt and place of the first other token
+        "differences": differences,
+        "acceptance_length": accepted.length if accepted else None,
+    }
+
+
+def first_difference(want: Sequence[int], have: Sequence[int]) -> int:
+    """First place at which two sequences differ, or the end of the shorter."""
+    pairs = enumerate(zip_longest(want, have))
+    return next(place for place, (one, other) in pairs if one != other)
+
+
+def shown_differences(row: Row) -> str:
+    """Write where the first answers begin to differ."""
+    shown = [f"{prompt}:{at}" for prompt, at in row["differences"]]
+    return " ".join(shown[:4] + ["…"] * (len(shown) > 4)) or "none"
+
+
+COLUMNS = {
+    "side": lambda row: "plain, other batch" if row["side"] == PLAIN else row["side"],
+    "dtype": step.column("dtype", "{}"),
+    "batch": step.column("batch", "{}"),
+    "identical": lambda row: f"{row['identical']} of {row['answers']}",
+    "tokens": step.column("num_tokens", "{}"),
+    "tokens/step": step.column("acceptance_length", "{:.2f}"),
+    "first difference (prompt:token)": shown_differences,
+}
+
+
+def render(content: report.Content, out: Path) -> None:
+    """Write the tables of both parts, what vLLM chose, and the plot."""
+    answers, rows, parts = content["answers"], content["cells"], []
+    if answers:
+        parts = ["## Are answers the same?", report.table_of(answers, COLUMNS)]
+    if rows:
+        parts += ["## Speed at fixed acceptance", *step.tables(rows)]
+    report.write_markdown(out, "End to end", parts, content)
+    step.draw(rows, "tokens/s", {"tokens_per_s": "all tokens"}, out)

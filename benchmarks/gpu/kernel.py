@@ -1,7 +1,5 @@
 """The kernel table: tree attention beside stock causal attention, on one card.
 
-    python -m benchmarks.gpu.kernel --out DIR
-
 docs/gpu.md says what is measured and how.
 """
 
@@ -10,249 +8,214 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import track
 
-from benchmarks import provenance
-from benchmarks.gpu import kernel_report
-from benchmarks.gpu.card import (
-    NoCardError,
-    copy_bandwidth,
-    describe_card,
-    event_times_ms,
-    flush_buffer,
-    origin,
-    require_card,
-    versions,
-)
-from benchmarks.gpu.cells import CellFolder, settings_of
-from benchmarks.gpu.kernel_inputs import (
-    Batch,
-    Case,
-    Paging,
-    make_batch,
-    relative_error,
-)
-from benchmarks.gpu.kernel_report import KernelCell
-from benchmarks.gpu.kernel_sides import (
-    CHAIN,
-    SIDES,
-    TREE,
-    Call,
-    MissingKernelError,
-    make_side,
-)
-from benchmarks.gpu.shapes import CARD_SHAPES, known_shapes
+from benchmarks.gpu import card, kernel_calls
+from benchmarks.gpu.kernel_calls import CHAIN, FA3, SIDES, STOCK, TREE, Case
+from benchmarks.gpu.step import CARD_SHAPES, SHAPES, Row, column
+from benchmarks.harness import options, plan, plot, report
+from vllm_treespec.tools.launch import OnEvent
+from vllm_treespec.tools.sides import Cell, CellResult, Job, Side
 
-MODULE = "benchmarks.gpu.kernel"
-console = Console(stderr=True, soft_wrap=True)
 WARM_UPS = 3
 # Relative to the largest true value. float32 may go through TF32 where a kernel's
 # products do; bfloat16 has 8 bits.
 LIMITS = {"float32": 2e-3, "bfloat16": 3e-2}
-
-Numbers = Annotated[str, typer.Option(help="Comma-separated.")]
-Shapes = Annotated[str, typer.Option(help="Some of 8b, 70b-tp8.")]
+COLOURS = {TREE: "tab:red", CHAIN: "tab:orange", STOCK: "tab:blue", FA3: "tab:green"}
 Repeats = Annotated[int, typer.Option(min=1, help="Timed calls of each side.")]
-Layout = Annotated[str, typer.Option(help="Of the KV cache: nhd or hnd.")]
 PageSize = Annotated[int, typer.Option(min=1, help="Positions of a KV block.")]
-MaxModelLen = Annotated[int, typer.Option(min=1, help="Width of block tables.")]
-Commit = Annotated[str, typer.Option(help="To note, where git does not know it.")]
-Out = Annotated[Path, typer.Option(help="For results; finished cells are kept.")]
-Report = Annotated[
-    bool, typer.Option("--report", help="Only write table and plots; needs no card.")
-]
-Smoke = Annotated[
-    bool,
-    typer.Option("--smoke", help="Check tiny cells on this machine, store nothing."),
-]
+Layout = Annotated[Literal["nhd", "hnd"], typer.Option(help="Of the KV cache.")]
+ModelLen = Annotated[int, typer.Option(min=1, help="Width of block tables.")]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is the same in all cells."""
-
-    paging: Paging
-    repeats: int
-    commit: str | None
-    settings: str
-    device: str = "cuda"
-
-
-def kernel(
-    nodes: Numbers = "1,8,16,32,64",
-    contexts: Numbers = "512,2048,8192,32768",
-    batches: Numbers = "1,8,32",
-    shapes: Shapes = CARD_SHAPES,
+def gpu_kernel(
+    nodes: card.Numbers = "1,8,16,32,64",
+    contexts: card.Numbers = "512,2048,8192,32768",
+    batches: card.Numbers = "1,8,32",
+    shapes: card.Shapes = CARD_SHAPES,
     repeats: Repeats = 30,
     page_size: PageSize = 16,
     layout: Layout = "nhd",
-    max_model_len: MaxModelLen = 40960,
-    commit: Commit = "",
-    out: Out = Path("runs/gpu-kernel"),
-    report: Report = False,
-    smoke: Smoke = False,
+    max_model_len: ModelLen = 40960,
+    commit: card.Commit = "",
+    out: options.Out = Path("runs/gpu-kernel"),
+    fresh: options.Fresh = False,
+    smoke: card.Smoke = False,
 ) -> None:
-    """Time tree attention against stock causal kernels: JSON, Markdown, plots."""
-    try:
-        paging = paging_of(page_size, layout, max_model_len)
+    """Time tree attention against stock causal kernels, on a card."""
+    with options.one_line_errors("gpu-kernel"):
+        paging = {"page_size": page_size, "layout": layout}
         if smoke:
             check_tiny_cells(paging)
             return
-        cases = [
-            Case(shape, node, context, batch)
-            for shape in known_shapes(shapes)
-            for batch in numbers(batches, "--batches")
-            for node in numbers(nodes, "--nodes")
-            for context in numbers(contexts, "--contexts")
+        paging["max_model_len"] = max_model_len
+        engines = [
+            engine_of(shape, batch, nodes, contexts, paging)
+            for shape in options.words(shapes, "--shapes", list(SHAPES))
+            for batch in options.numbers(batches, "--batches", int, 1)
         ]
-        if not report:
-            require_card()
-            measure(cases, paging, repeats, commit, out)
-        write_reports(out, commit)
-    except (NoCardError, ValueError) as error:
-        console.print(f"kernel: {error}", markup=False)
-        raise typer.Exit(1) from None
+        card.require_card()
+        deciding = [card.card_and_versions(), paging, repeats]
+        job = plan.base_job("", [], 0)
+        made = plan.make_plan(job, engines, out, deciding, fresh)
+        origin = card.origin("gpu-kernel", commit)
+        made = replace(made, commit=origin["commit"])
+    runner = partial(measure_cells, repeats)
+    plan.run_plan(made, origin, contents, render, dry_run=False, runner=runner)
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Read a comma-separated list of numbers from 1 on."""
-    try:
-        found = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise ValueError(f"{option}: {text!r} is no list of numbers from 1 on")
-    return found
-
-
-def paging_of(page_size: int, layout: str, max_model_len: int) -> Paging:
-    """Read `--page-size`, `--layout` and `--max-model-len`."""
-    if layout not in ("nhd", "hnd"):
-        raise ValueError(f"--layout is {layout!r}; write nhd or hnd")
-    return Paging(page_size, layout, max_model_len)
-
-
-def measure(
-    cases: Sequence[Case], paging: Paging, repeats: int, commit: str, out: Path
-) -> None:
-    """Measure the cells that are not finished, each stored when it is done."""
-    told = settings_of(describe_card(), versions(), paging, repeats)
-    shared = Settings(paging, repeats, commit or provenance.commit(), told)
-    folder = CellFolder(out, KernelCell, told)
-    folder.read()
-    missing = set(folder.missing(case.name for case in cases))
-    todo = [case for case in cases if case.name in missing]
-    console.print(f"{len(todo)} of {len(cases)} cells to do")
-    if not todo:
-        return
-    bandwidth = copy_bandwidth()
-    flush = flush_buffer()
-    for case in track(todo, "cells", console=console):
-        folder.add(measured(case, shared, bandwidth, flush))
-
-
-def measured(
-    case: Case, shared: Settings, bandwidth: float, flush: torch.Tensor
-) -> KernelCell:
-    """Check a cell, then time its sides in turn."""
-    errors = {"float32": float32_errors(case, shared)}
-    batch = make_batch(case, torch.bfloat16, shared.device, shared.paging)
-    output = torch.empty_like(batch.query)
-    calls, missing = make_sides(batch, output)
-    errors["bfloat16"] = errors_of(calls, batch, output)
-    wrong = [
-        f"{dtype} {side} {error:.1e}"
-        for dtype, by_side in errors.items()
-        for side, error in by_side.items()
-        if error > LIMITS[dtype]
+def engine_of(
+    shape: str, batch: int, nodes: str, contexts: str, paging: dict[str, Any]
+) -> plan.Engine:
+    """Plan the cells of a shape and batch size; a side stands for all kernels."""
+    cells = [
+        Cell(
+            batch_size=batch,
+            temperature=0.0,
+            options={"shape": shape, "nodes": count, "context": context, **paging},
+            label=f"n{count}-c{context}",
+        )
+        for count in options.numbers(nodes, "--nodes", int, 1)
+        for context in options.numbers(contexts, "--contexts", int, 1)
     ]
-    for _ in range(WARM_UPS):
-        for call in calls.values():
-            call()
-    times = event_times_ms(list(calls.values()), shared.repeats, flush)
-    return KernelCell(
-        name=case.name,
-        settings=shared.settings,
-        commit=shared.commit,
-        shape=case.shape,
-        nodes=case.nodes,
-        context=case.context,
-        batch=case.batch,
-        kv_bytes=batch.kv_bytes,
-        copy_gb_per_s=bandwidth,
-        ms={s: statistics.median(t) for s, t in zip(calls, times, strict=True)},
-        best_ms={s: min(t) for s, t in zip(calls, times, strict=True)},
-        errors=errors,
-        wrong=wrong,
-        missing=missing,
-    )
+    side = Side(name=f"{shape}-b{batch}", family="kernel", engine={})
+    return plan.Engine(side, cells)
 
 
-def make_sides(
-    batch: Batch, output: torch.Tensor
-) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls of the sides that are there, and why the others are not."""
-    calls, missing = {}, {}
-    for name in SIDES:
-        try:
-            calls[name] = make_side(name, batch, output)
-        except MissingKernelError as error:
-            missing[name] = str(error)
-    return calls, missing
+def measure_cells(repeats: int, job: Job, log: Path, on_event: OnEvent) -> None:
+    """Measure cells in this process, as the runner of a plan; there is no log."""
+    copy = {"copy_gb_per_s": card.copy_bandwidth()}
+    for cell in job.cells:
+        case = Case(batch=cell.batch_size, **cell.options)
+        name = {"name": f"{job.side.name}-{cell.name}"}
+        row = name | asdict(case) | copy | measure(case, repeats)
+        result = CellResult(
+            cell=cell, seconds=0, num_tokens=[], tpot_ms=[], token_ids=[], details=row
+        )
+        on_event({"event": "cell", "result": result.model_dump(mode="json")})
+
+
+def measure(case: Case, repeats: int) -> Row:
+    """Check a cell, then time its sides in turn."""
+    errors = {"float32": float32_errors(case, "cuda")}
+    batch = kernel_calls.make_batch(case, torch.bfloat16, "cuda")
+    output = torch.empty_like(batch.query)
+    stock, missing = kernel_calls.stock_calls(batch, output)
+    calls = kernel_calls.our_calls(batch, output) | stock
+    errors["bfloat16"] = errors_of(calls, batch, output)
+    card.event_times_ms(list(calls.values()), WARM_UPS)
+    times = card.event_times_ms(list(calls.values()), repeats)
+    by_side = list(zip(calls, times, strict=True))
+    return {
+        # keys and values that have to be read once
+        "kv_bytes": batch.kv_bytes,
+        # by side, microseconds
+        "us": {side: 1000 * statistics.median(ms) for side, ms in by_side},
+        "best_us": {side: 1000 * min(ms) for side, ms in by_side},
+        # by dtype and side, relative to the largest true value
+        "errors": errors,
+        # sides whose error is above what their dtype explains
+        "wrong": [
+            f"{dtype} {side} {error:.1e}"
+            for dtype, of_sides in errors.items()
+            for side, error in of_sides.items()
+            if error > LIMITS[dtype]
+        ],
+        # sides that this machine does not have, and why
+        "missing": missing,
+    }
 
 
 def errors_of(
-    calls: dict[str, Call], batch: Batch, output: torch.Tensor
+    calls: dict[str, kernel_calls.Call], batch: kernel_calls.Batch, output: torch.Tensor
 ) -> dict[str, float]:
     """Call each side once and compare with float64."""
     errors = {}
     for name, call in calls.items():
         output.fill_(torch.nan)
         call()
-        errors[name] = relative_error(batch, output, name == TREE)
+        errors[name] = kernel_calls.relative_error(batch, output, name == TREE)
     return errors
 
 
-def float32_errors(case: Case, shared: Settings) -> dict[str, float]:
+def float32_errors(case: Case, device: str) -> dict[str, float]:
     """Errors of our kernel in float32, for at most two requests."""
-    small = Case(case.shape, case.nodes, case.context, min(case.batch, 2))
-    batch = make_batch(small, torch.float32, shared.device, shared.paging)
+    small = replace(case, batch=min(case.batch, 2))
+    batch = kernel_calls.make_batch(small, torch.float32, device)
     output = torch.empty_like(batch.query)
-    ours = {name: make_side(name, batch, output) for name in (TREE, CHAIN)}
-    return errors_of(ours, batch, output)
+    return errors_of(kernel_calls.our_calls(batch, output), batch, output)
 
 
-def check_tiny_cells(paging: Paging) -> None:
+def check_tiny_cells(paging: dict[str, Any]) -> None:
     """Compare our kernel with float64 on tiny cells, also in Triton's interpreter."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("--smoke without a card runs with TRITON_INTERPRET=1")
-    shared = Settings(replace(paging, max_model_len=64), 1, None, "", device)
     for nodes, context, batch in ((1, 5, 1), (6, 40, 2), (17, 16, 3)):
-        case = Case("tiny", nodes, context, batch)
-        shown = float32_errors(case, shared)
-        told = ", ".join(f"{name} {error:.1e}" for name, error in shown.items())
-        console.print(f"{case.name}: relative errors {told}")
-        if max(shown.values()) > LIMITS["float32"]:
-            raise ValueError(f"{case.name}: the kernel disagrees with float64")
+        case = Case("tiny", nodes, context, batch, max_model_len=64, **paging)
+        errors = float32_errors(case, device)
+        shown = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        options.console.print(f"{case}: relative errors {shown}", markup=False)
+        if max(errors.values()) > LIMITS["float32"]:
+            raise ValueError(f"{case}: the kernel disagrees with float64")
 
 
-def write_reports(out: Path, commit: str) -> None:
-    """Write results.json, results.md and a plot per shape from finished cells."""
-    cells = CellFolder(out, KernelCell, None).read()
-    if not cells:
-        raise ValueError(f"{out} holds no finished cells")
-    found: dict[str, Any] = origin(MODULE, commit)
-    kernel_report.write(cells, found, out)
-    console.print(f"wrote results.json, results.md and plots to {out}")
+def contents(finished: Sequence[plan.StoredCell]) -> report.Content:
+    """Put the cells into the order of the tables; add ratios and bandwidth."""
+    rows = []
+    for cell in finished:
+        row = cell.result.details
+        ours = row["us"][TREE]
+        gb_per_s = row["kv_bytes"] / ours / 1e3
+        more = {
+            "over": {side: ours / us for side, us in row["us"].items()},
+            "gb_per_s": gb_per_s,
+            "percent_of_copy": 100 * gb_per_s / row["copy_gb_per_s"],
+        }
+        rows.append(row | more)
+    keys = ("shape", "batch", "nodes", "context")
+    return {"cells": sorted(rows, key=lambda row: [row[key] for key in keys])}
 
 
-if __name__ == "__main__":
-    typer.run(kernel)
+COLUMNS = {
+    "nodes": column("nodes", "{}"),
+    "context": column("context", "{}"),
+    **{f"{side} µs": column(side, "{:.1f}", "us") for side in SIDES},
+    "tree / stock": column(STOCK, "{:.2f}×", "over"),
+    "tree / fa3": column(FA3, "{:.2f}×", "over"),
+    "tree / chain": column(CHAIN, "{:.2f}×", "over"),
+    "tree GB/s": column("gb_per_s", "{:.0f}"),
+    "of copy": column("percent_of_copy", "{:.0f} %"),
+    "float32 error": column(TREE, "{:.0e}", "errors", "float32"),
+    "bfloat16 error": column(TREE, "{:.0e}", "errors", "bfloat16"),
+}
+
+
+def render(content: report.Content, out: Path) -> None:
+    """Write one table per shape and batch, one plot per shape."""
+    rows, parts = content["cells"], []
+    for shape, batch in dict.fromkeys((row["shape"], row["batch"]) for row in rows):
+        here = [r for r in rows if (r["shape"], r["batch"]) == (shape, batch)]
+        table = report.table_of(here, COLUMNS)
+        parts += [f"## {shape}, batch {batch}", table, f"![]({shape}.png)"]
+    missing = {side: why for row in rows for side, why in row["missing"].items()}
+    wrong = {row["name"]: ", ".join(row["wrong"]) for row in rows if row["wrong"]}
+    for title, entries in {"Missing": missing, "Wrong results": wrong}.items():
+        parts += [f"## {title}", report.listing(entries)] if entries else []
+    report.write_markdown(out, "Attention kernel", parts, content)
+    facets: Any = {"hue": "side", "col": "nodes", "row": "batch", "palette": COLOURS}
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        points = [
+            {**row, "side": side, "µs": us}
+            for row in rows
+            for side, us in row["us"].items()
+            if row["shape"] == shape
+        ]
+        picture = out / f"{shape}.png"
+        plot.line_panels(points, picture, x="context", y="µs", log_x=True, **facets)

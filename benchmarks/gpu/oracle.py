@@ -1,4 +1,4 @@
-"""Trees of a fixed shape and a fixed rate of acceptance (torch only).
+"""Trees of a fixed shape and a fixed rate of acceptance, as vLLM's ``custom_class``.
 
 What is generated with them is nonsense: drafts are random tokens, and how many of them
 are accepted is decided by coins, not by the target. Only the time counts: it is that
@@ -7,38 +7,29 @@ of a step in which a drafter that costs nothing has its drafts accepted at that 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.decoder import Method, TreeDecoder
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.engine.v1.drafter import TreeDrafter
 from vllm_treespec.proposers import Proposer, ProposerInputs
-from vllm_treespec.scorers import ScorerOutput
-
-
-def level_widths(num_nodes: int, depth: int) -> list[int]:
-    """Nodes of each level, the root's first: as even as possible, wide ones first."""
-    each, more = divmod(num_nodes - 1, depth) if depth else (0, 0)
-    return [1] + [each + (level < more) for level in range(depth)]
-
-
-def default_depth(num_nodes: int) -> int:
-    """Levels below the root: about as many as nodes a level."""
-    return round((num_nodes - 1) ** 0.5)
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
 
 
 def fixed_parents(num_nodes: int, depth: int) -> list[int]:
-    """Parents of the tree: every level spread evenly over the one above it.
-
-    Raises:
-        ValueError: when the tree cannot have this depth.
-
-    """
+    """Parents of the tree: levels as even as possible, wide ones first, every level
+    spread evenly over the one above it; ValueError for an impossible depth."""
     if not min(1, num_nodes - 1) <= depth <= num_nodes - 1:
         raise ValueError(f"a tree of {num_nodes} nodes cannot have {depth} levels")
-    widths = level_widths(num_nodes, depth)
+    each, more = divmod(num_nodes - 1, max(depth, 1))
+    widths = [1] + [each + (level < more) for level in range(depth)]
     parents = [NO_NODE]
     first = 0
     for above, width in pairwise(widths):
@@ -49,12 +40,10 @@ def fixed_parents(num_nodes: int, depth: int) -> list[int]:
 
 def last_path(parents: list[int]) -> list[int]:
     """Draft nodes from the top down to the last node, which lies in the last level."""
-    path = []
-    node = len(parents) - 1
-    while node:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
+    path = [len(parents) - 1]
+    while path[0] > 0:
+        path.insert(0, parents[path[0]])
+    return path[1:]
 
 
 class OracleProposer(Proposer):
@@ -66,13 +55,12 @@ class OracleProposer(Proposer):
     def __init__(self, num_nodes: int, depth: int, vocab_size: int) -> None:
         """Take the tree's nodes, root included, its levels, and what to draw from."""
         self.parents = fixed_parents(num_nodes, depth)
-        widths = level_widths(num_nodes, depth)
-        self.depths = [d for d, width in enumerate(widths) for _ in range(width)]
+        self.tree = from_parents([[0] * num_nodes], [self.parents])
         self.vocab_size = vocab_size
         self.sizes = TreeSizes(
             max_nodes=num_nodes,
             max_depth=depth,
-            max_width=max(widths),
+            max_width=int(self.tree.depths[0].bincount().max()),
             max_leaves=num_nodes - len(set(self.parents) - {NO_NODE}),
             num_uniforms=num_nodes - 1,
         )
@@ -80,14 +68,14 @@ class OracleProposer(Proposer):
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Make one tree per request; ``draws`` is None, as of deterministic drafts."""
         roots = inputs.root_token_ids
-        num_reqs, device = len(roots), roots.device
+        tree = self.tree.select(torch.zeros(len(roots), dtype=torch.int64))
         drawn = (inputs.uniforms * self.vocab_size).long()
-        shape = (num_reqs, -1)
-        return TreeBatch(
+        return replace(
+            tree,
             token_ids=torch.cat([roots[:, None], drawn], dim=1),
-            parents=torch.tensor(self.parents, device=device).expand(shape),
-            depths=torch.tensor(self.depths, device=device).expand(shape),
-            num_nodes=torch.full((num_reqs,), self.sizes.max_nodes, device=device),
+            parents=tree.parents.to(roots.device),
+            depths=tree.depths.to(roots.device),
+            num_nodes=tree.num_nodes.to(roots.device),
         )
 
 
@@ -98,18 +86,11 @@ def accept_by_coins(
     uniforms: Tensor,
     next_token_ids: Tensor,
 ) -> ScorerOutput:
-    """Accept the nodes of a fixed path, each with the same probability.
+    """Accept the nodes of a fixed path, each with probability ``acceptance``.
 
     Depth k is reached with probability ``acceptance ** k``, as far as the tree has
-    not been cut above it.
-
-    Args:
-        tree: the trees.
-        path: int64 [depth], draft nodes from the top, ascending.
-        acceptance: probability to accept a node once its parent is accepted.
-        uniforms: [num_reqs, at least depth] in [0, 1).
-        next_token_ids: int64 [num_reqs], emitted after the accepted nodes.
-
+    not been cut above it. ``path`` holds draft nodes from the top, int64 [depth];
+    ``uniforms`` has at least as many numbers in [0, 1) for every request.
     """
     heads = uniforms[:, : len(path)] < acceptance
     there = path < tree.num_nodes[:, None]
@@ -119,3 +100,53 @@ def accept_by_coins(
         num_accepted=accepted.sum(dim=1),
         next_token_ids=next_token_ids,
     )
+
+
+class OracleDecoder(TreeDecoder):
+    """Has drafts accepted by coins; its text is nonsense.
+
+    All else is as in every method. The rule of the request is run, and what it accepts
+    is replaced; a walk (on CPU) costs what it costs to reject random drafts.
+    """
+
+    # changed by ``use_acceptance``
+    acceptance = 0.0
+    # int64, the nodes of the path that coins are thrown for
+    path: Tensor
+
+    def verify(
+        self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+    ) -> ScorerOutput:
+        """Run the rule, then let coins decide what is accepted."""
+        scored = super().verify(index, tree, target, uniforms)
+        return accept_by_coins(
+            tree, self.path, self.acceptance, uniforms, scored.next_token_ids
+        )
+
+
+class OracleDrafter(TreeDrafter):
+    """Drafts random tokens, in no time."""
+
+    decoder_class = OracleDecoder
+
+    def make_method(self, batched: bool) -> Method:
+        """Draw by the oracle; the size of its tree comes in ``additional_config``."""
+        size = self.vllm_config.additional_config["oracle"]
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        oracle = OracleProposer(**size, vocab_size=vocab_size)
+        return replace(super().make_method(batched), proposers=[oracle])
+
+    def make_decoder(self, *args: Any) -> TreeDecoder:
+        """Make the decoder and give it the oracle's path."""
+        decoder = super().make_decoder(*args)
+        assert isinstance(decoder, OracleDecoder)
+        (oracle,) = decoder.method.proposers
+        assert isinstance(oracle, OracleProposer)
+        path = last_path(oracle.parents)
+        decoder.path = torch.tensor(path, device=decoder.limits.device)
+        return decoder
+
+
+def use_acceptance(worker: Any, acceptance: float) -> None:
+    """Change the acceptance from now on, through ``LLM.collective_rpc``."""
+    worker.model_runner.decoder.acceptance = acceptance

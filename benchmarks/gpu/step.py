@@ -1,186 +1,337 @@
 """The step table: what a step with draft trees costs beside a plain one.
 
-    python -m benchmarks.gpu.step --out DIR
-
-docs/gpu.md says what is measured and how.
+Its engines have random weights; ``end_to_end`` shares them. docs/gpu.md says what is
+measured and how.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from rich.console import Console
 
-from benchmarks import provenance
-from benchmarks.gpu import step_report
-from benchmarks.gpu.card import (
-    NoCardError,
-    describe_card,
-    origin,
-    require_card,
-    versions,
-)
-from benchmarks.gpu.cells import CellFolder, settings_of
-from benchmarks.gpu.engines import (
-    EngineCell,
-    EngineSide,
-    Options,
-    Work,
-    our_side,
-    plain_sides,
-    run_tasks,
-    tasks_of,
-)
-from benchmarks.gpu.kernel import Commit, Numbers, Out, Report, Shapes, numbers
-from benchmarks.gpu.shapes import CARD_SHAPES, known_shapes
+from benchmarks.gpu import card
+from benchmarks.harness import options, plan, plot, report
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.core.tree import MAX_NODES
+from vllm_treespec.plugin import stock_arguments
+from vllm_treespec.tools.sides import PLAIN, Cell, Side, choose_sides
 
-MODULE = "benchmarks.gpu.step"
-console = Console(stderr=True, soft_wrap=True)
+Row = dict[str, Any]
 
-Context = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a cell.")]
+DRAFTER = "benchmarks.gpu.oracle.OracleDrafter"
+# needs no draft model; the oracle draws in its place
+FAMILY = "suffix_tree"
+WARM_UP_STEPS = 20
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+PLAIN_DEFAULT, PLAIN_SYNC = "plain-default", "plain-v1-sync"
+STAGES = ("tree_build", "score", "commit", "draft")
+
+
+class Shape(NamedTuple):
+    """Sizes of a Llama; the names are those of its config file."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+    def write(self, folder: Path) -> str:
+        """Write a folder that vLLM loads with ``load_format="dummy"``; returns it."""
+        from transformers import LlamaConfig
+
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+            dtype="bfloat16",
+            **self._asdict(),
+        ).save_pretrained(folder)
+        return str(folder)
+
+
+# 70b-tp8 is what one of eight tensor-parallel ranks computes of a 70B model, without
+# the communication between the ranks.
+SHAPES = {
+    "tiny": Shape(256, 512, 2, 4, 2, 64, 1024),
+    "8b": Shape(4096, 14336, 32, 32, 8, 128, 128256),
+    "70b-tp8": Shape(8192, 3584, 80, 8, 1, 128, 16032),
+}
+CARD_SHAPES = "8b,70b-tp8"
 Rate = Annotated[
     float, typer.Option(min=0, max=1, help="Of a node whose parent is accepted.")
 ]
-Temperature = Annotated[float, typer.Option(min=0)]
-Extra = Annotated[
-    str, typer.Option(help="More arguments of vLLM for all sides, as JSON.")
-]
-Names = Annotated[str, typer.Option(help="Only these sides, comma-separated.")]
-Smoke = Annotated[
-    bool, typer.Option("--smoke", help="Tiny engines on this machine, nothing kept.")
-]
 
 
-def step(
-    nodes: Numbers = "32,8,16,64,1",
-    batches: Numbers = "1,8,32",
-    shapes: Shapes = CARD_SHAPES,
-    context: Context = 512,
-    steps: Steps = 100,
-    acceptance: Rate = 0.7,
-    temperature: Temperature = 0.0,
-    sides: Names = "",
-    extra: Extra = "{}",
-    commit: Commit = "",
-    out: Out = Path("runs/gpu-step"),
-    report: Report = False,
-    smoke: Smoke = False,
-) -> None:
-    """Time engine steps of trees and of plain decoding: JSON, Markdown, plot."""
-    try:
-        if smoke:
-            try_tiny_engines()
-            return
-        failed: dict[str, str] = {}
-        if not report:
-            require_card()
-            options = Options(context, steps, temperature, known(extra))
-            told = settings_of(describe_card(), versions(), vars(options), acceptance)
-            chosen = [*plain_sides(), *map(our_side, numbers(nodes, "--nodes"))]
-            failed = measure(
-                known_shapes(shapes),
-                choose(chosen, sides),
-                numbers(batches, "--batches"),
-                acceptance,
-                options,
-                CellFolder(out, EngineCell, told),
-                commit or provenance.commit(),
+@dataclass(frozen=True)
+class Work:
+    """What the engines of random weights measure."""
+
+    # "steps": a window of steps in which all requests decode; "answers": all of it
+    measure: Literal["steps", "answers"]
+    batches: Sequence[int]
+    # probabilities to accept a node once its parent is accepted; ours only
+    rates: Sequence[float]
+    # tokens of each prompt
+    context: int
+    # timed steps, or tokens of each answer
+    count: int
+    temperature: float
+    # more arguments of vLLM
+    extra: dict[str, Any]
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no probability."""
+        if max(self.rates) > 1:
+            raise ValueError(f"--rates: {self.rates} are not all from 0 to 1")
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change in a folder; batch sizes and rates may be added."""
+        added = {"batches", *(["rates"] if self.measure == "answers" else [])}
+        return {key: value for key, value in asdict(self).items() if key not in added}
+
+    def cells(self, shape: str, side: Side) -> list[Cell]:
+        """Cells of one side; a plain one accepts nothing."""
+        shared = {"shape": shape, "context": self.context, "count": self.count}
+        ours = [{"acceptance": rate} for rate in self.rates]
+        return [
+            Cell(
+                batch_size=batch,
+                temperature=self.temperature,
+                measure=f"benchmarks.gpu.engine:{self.measure}",
+                options=shared | accepted,
             )
-        write_reports(out, commit, failed)
-    except (NoCardError, ValueError) as error:
-        console.print(f"step: {error}", markup=False)
-        raise typer.Exit(1) from None
-    if failed:
-        raise typer.Exit(1)
+            for batch in self.batches
+            for accepted in ([{}] if side.family == PLAIN else ours)
+        ]
+
+    def side(self, side: Side, shape: str, models: Path) -> Side:
+        """Give a side a model of random weights, and ours its drafter."""
+        nodes, most = side.budget + 1, max(self.batches)
+        tokens = self.count
+        if self.measure == "steps":
+            # steps while prompts are still read, then all others
+            tokens = (most + WARM_UP_STEPS + self.count) * (1 + default_depth(nodes))
+        ours = oracle_arguments(nodes, most, self.device)
+        engine = {
+            "model": SHAPES[shape].write(models / shape),
+            "dtype": self.dtype,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            # the scheduler lets no tree reach beyond it
+            "max_model_len": self.context + 2 * MAX_NODES + tokens,
+            "max_num_seqs": most,
+            "max_num_batched_tokens": 8192,
+            "seed": 0,
+            **(ours if side.family == FAMILY else {}),
+            **side.engine,
+            **self.extra,
+        }
+        named = {"name": f"{shape}-{side.name}", "engine": engine}
+        return side.model_copy(update=named)
 
 
-def known(extra: str) -> dict[str, Any]:
-    """Read `--extra`."""
-    try:
-        found = json.loads(extra)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--extra {extra!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--extra {extra!r} must be one JSON object")
-    return found
+def default_depth(num_nodes: int) -> int:
+    """Levels of the oracle's trees below the root: about as many as nodes a level."""
+    return round((num_nodes - 1) ** 0.5)
 
 
-def choose(sides: Sequence[EngineSide], text: str) -> list[EngineSide]:
-    """Keep the sides that `--sides` names; all when it names none."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in [side.name for side in sides]:
-            there = ", ".join(side.name for side in sides)
-            raise ValueError(f"--sides: there is no {name!r}; there are {there}")
-    return [side for side in sides if not names or side.name in names]
+def oracle_arguments(num_nodes: int, max_trees: int, device: str) -> dict[str, Any]:
+    """Stock vLLM arguments of an engine that drafts through ``OracleDrafter``.
 
-
-def work_of(
-    shape: str, side: EngineSide, batches: Sequence[int], rate: float, options: Options
-) -> list[Work]:
-    """Cells of one side."""
-    return [
-        options.work(
-            f"{shape}-{side.name}-b{batch}",
-            "steps",
-            batch,
-            rate if side.nodes else None,
-        )
-        for batch in batches
-    ]
-
-
-def measure(
-    shapes: Sequence[str],
-    sides: Sequence[EngineSide],
-    batches: Sequence[int],
-    rate: float,
-    options: Options,
-    folder: CellFolder[EngineCell],
-    commit: str | None,
-) -> dict[str, str]:
-    """Measure the cells that are not finished; returns why engines failed."""
-    folder.read()
-    tasks = []
-    for shape in shapes:
-        work = {s.name: work_of(shape, s, batches, rate, options) for s in sides}
-        tasks += tasks_of(shape, work, sides, options, folder, commit)
-    console.print(f"{sum(len(t.work) for t in tasks)} cells in {len(tasks)} engines")
-    return run_tasks(tasks, console)
-
-
-def try_tiny_engines() -> None:
-    """Run tiny engines on this machine's CPU and print their table.
-
-    Raises:
-        ValueError: when one failed.
-
+    ``num_nodes`` are those of every tree, root included; 1: steps without drafts.
     """
-    options = Options(20, 5, 0.0, {"enforce_eager": True}, "float32", "cpu")
-    sides = [plain_sides()[0], our_side(8), our_side(1)]
-    with tempfile.TemporaryDirectory() as out:
-        folder = CellFolder(Path(out), EngineCell, "smoke")
-        failed = measure(["tiny"], sides, [1, 3], 0.7, options, folder, None)
-        cells = folder.read()
-    console.print(step_report.step_table(cells), markup=False)
-    if failed:
-        raise ValueError("; ".join(failed.values()))
+    depth = default_depth(num_nodes)
+    spec = {
+        "method": FAMILY,
+        "num_drafts": max(num_nodes - 1, 1),
+        "depth": max(depth, 1),
+        "max_trees": max_trees,
+        "schedule": "fixed",
+    }
+    arguments = stock_arguments(parse_spec_config(spec), None, device)
+    arguments["speculative_config"]["model"] = DRAFTER
+    size = {"num_nodes": num_nodes, "depth": depth}
+    arguments["additional_config"]["oracle"] = size
+    return arguments
 
 
-def write_reports(out: Path, commit: str, failed: dict[str, str]) -> None:
-    """Write results.json, results.md and results.png from finished cells."""
-    cells = CellFolder(out, EngineCell, None).read()
-    if not cells:
-        raise ValueError(f"{out} holds no finished cells")
-    step_report.write(cells, origin(MODULE, commit), failed, out)
-    console.print(f"wrote results.json, results.md and results.png to {out}")
+def named_sides(nodes: str, chosen: str) -> list[Side]:
+    """Both honest baselines and trees of so many nodes, as far as they are chosen."""
+    sync = {"async_scheduling": False}
+    every = [
+        Side(name=PLAIN_SYNC, family=PLAIN, engine=sync, environment=V1_RUNNER),
+        Side(name=PLAIN_DEFAULT, family=PLAIN, engine={}, one_process=False),
+        *(
+            Side(name=f"ours-{count}", family=FAMILY, engine={}, budget=count - 1)
+            for count in options.numbers(nodes, "--nodes", int, 1)
+        ),
+    ]
+    return choose_sides(every, options.words(chosen))
 
 
-if __name__ == "__main__":
-    typer.run(step)
+def random_plan(
+    shapes: str, sides: Sequence[Side], work: Work, out: Path, fresh: bool
+) -> plan.Plan:
+    """Plan the engines of some shapes; ValueError for results of another card."""
+    engines = [
+        plan.Engine(work.side(side, shape, out / "models"), work.cells(shape, side))
+        for shape in options.words(shapes, "--shapes", list(SHAPES))
+        for side in sides
+    ]
+    deciding = [card.card_and_versions(), work.settings()]
+    job = plan.base_job("", [], work.count)
+    # engine arguments grow with the batch sizes, which may be added later
+    return plan.make_plan(job, engines, out, deciding, fresh, lambda side: side.name)
+
+
+def gpu_step(
+    nodes: card.Numbers = "32,8,16,64,1",
+    batches: card.Numbers = "1,8,32",
+    shapes: card.Shapes = CARD_SHAPES,
+    context: card.Context = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a cell.")] = 100,
+    acceptance: Rate = 0.7,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    sides: options.Names = "",
+    extra: card.Extra = "{}",
+    commit: card.Commit = "",
+    out: options.Out = Path("runs/gpu-step"),
+    fresh: options.Fresh = False,
+    smoke: card.Smoke = False,
+) -> None:
+    """Time engine steps of trees and of plain decoding, on a card."""
+    with options.one_line_errors("gpu-step"), card.results_folder(out, smoke) as folder:
+        if smoke:
+            nodes, shapes, sides = "8,1", "tiny", f"{PLAIN_SYNC},ours-8,ours-1"
+            eager = {"enforce_eager": True}
+            work = Work("steps", [1, 3], [0.7], 20, 5, 0.0, eager, "float32", "cpu")
+        else:
+            card.require_card()
+            sizes = options.numbers(batches, "--batches", int, 1)
+            more = options.json_object(extra, "--extra")
+            work = Work("steps", sizes, [acceptance], context, steps, temperature, more)
+        made = random_plan(shapes, named_sides(nodes, sides), work, folder, fresh)
+        origin = card.origin("gpu-step", commit)
+        made = replace(made, commit=origin["commit"])
+        plan.run_plan(made, origin, contents, render, dry_run=False)
+
+
+def contents(finished: Sequence[plan.StoredCell]) -> report.Content:
+    """Make rows of the finished cells."""
+    return {"cells": rows_of(finished, "step_ms")}
+
+
+def render(content: report.Content, out: Path) -> None:
+    """Write one table per shape, what vLLM chose, and the plot."""
+    rows = content["cells"]
+    report.write_markdown(out, "Engine step", tables(rows), content)
+    draw(rows, "ms per step", {"step_ms": "step", "forward_ms": "forward"}, out)
+
+
+def row_of(stored: plan.StoredCell) -> Row:
+    """Describe a measured cell; times are milliseconds per step."""
+    side, result = stored.side, stored.result
+    cell, accepted = result.cell, result.acceptance
+    # None: steps were not counted
+    per_step = 1 / result.steps if result.steps else None
+    forward_ms = per_step and (sum(result.details["forward_ms"].values()) * per_step)
+    step_ms = per_step and 1000 * result.seconds * per_step
+    return {
+        "shape": cell.options["shape"],
+        "side": side.name.removeprefix(f"{cell.options['shape']}-"),
+        "nodes": side.budget + 1 if side.family == FAMILY else 0,
+        "batch": cell.batch_size,
+        "temperature": cell.temperature,
+        "context": cell.options["context"],
+        "acceptance": cell.options.get("acceptance"),
+        "seconds": result.seconds,
+        "steps": result.steps,
+        "num_tokens": sum(result.num_tokens),
+        "tokens_per_s": sum(result.num_tokens) / result.seconds,
+        "step_ms": step_ms,
+        # of the target's layers and its output layer, by the device's own clock
+        "forward_ms": forward_ms or None,
+        "outside_ms": step_ms - forward_ms if step_ms and forward_ms else None,
+        # by the host's clock; ours only
+        "stage_ms": {
+            stage: 1000 * seconds * (per_step or 0)
+            for stage, seconds in result.stage_seconds.items()
+        },
+        # mean emitted tokens per step of a request that had a tree
+        "acceptance_length": accepted.length if accepted and accepted.trees else None,
+        "chosen": result.details["chosen"],
+    }
+
+
+def rows_of(stored: Sequence[plan.StoredCell], measure: str) -> list[Row]:
+    """Rows in the order of the table, ``over`` each plain side in a measure."""
+    rows = [row_of(cell) for cell in stored]
+    values = {(row["shape"], row["batch"], row["side"]): row[measure] for row in rows}
+    for row in rows:
+        row["over"] = {}
+        for plain in (PLAIN_SYNC, PLAIN_DEFAULT):
+            base = values.get((row["shape"], row["batch"], plain))
+            row["over"][plain] = row[measure] / base if base and row[measure] else None
+    keys = ("shape", "batch", "nodes", "side")
+    return sorted(rows, key=lambda r: (*(r[k] for k in keys), r["acceptance"] or 0))
+
+
+def column(key: str, form: str, *inside: str) -> Callable[[Row], str]:
+    """Make a column: a value of the row, or of mappings in it, if it is there."""
+
+    def show(row: Row) -> str:
+        for name in inside:
+            row = row[name]
+        return report.number(row.get(key), form)
+
+    return show
+
+
+COLUMNS = {
+    "side": column("side", "{}"),
+    "batch": column("batch", "{}"),
+    "acceptance": column("acceptance", "{:g}"),
+    "tokens/s": column("tokens_per_s", "{:.0f}"),
+    "step ms": column("step_ms", "{:.2f}"),
+    "/ v1-sync": column(PLAIN_SYNC, "{:.2f}×", "over"),
+    "/ default": column(PLAIN_DEFAULT, "{:.2f}×", "over"),
+    "forward ms": column("forward_ms", "{:.2f}"),
+    "outside ms": column("outside_ms", "{:.2f}"),
+    **{f"{stage} ms": column(stage, "{:.2f}", "stage_ms") for stage in STAGES},
+    "tokens/step": column("acceptance_length", "{:.2f}"),
+}
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Write one table per shape, and runner, scheduling, graphs and attention."""
+    parts = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        here = [row for row in rows if row["shape"] == shape]
+        parts += [f"## {shape}", report.table_of(here, COLUMNS)]
+    chosen = report.listing({row["side"]: row["chosen"] for row in rows})
+    return [*parts, "![](results.png)", "## What vLLM chose", chosen]
+
+
+def draw(rows: Sequence[Row], y: str, values: dict[str, str], out: Path) -> None:
+    """Save bars: a panel per shape and batch size, a group per side.
+
+    ``values`` names what the bars show, by the row's key.
+    """
+
+    def bar(row: Row, key: str, name: str) -> Row:
+        rate = f", accepts {row['acceptance']:g}" if row["nodes"] else ""
+        return {**row, "of": name + rate, y: row[key]}
+
+    bars = [bar(row, key, name) for key, name in values.items() for row in rows]
+    axes: Any = {"x": "side", "y": y, "hue": "of", "col": "batch", "row": "shape"}
+    plot.bar_panels(bars, out / "results.png", aspect=1.6, **axes)

@@ -1,11 +1,8 @@
 """The cost of verifying without tree attention: one chain of rows per beam.
 
-Siblings of a tree are distinct, so a tree cannot hold a prefix twice. Here each beam's
-path is lengthened by as many filler nodes as it shares nodes with earlier beams. The
-target then reads beam_width x length draft rows along beam_width branches, length rows
-each, which is what beams cost that are verified one beside the other; and the same
-tokens are accepted, because fillers lie below the leaves and hold a token that ends
-texts.
+Each beam's path is lengthened below its leaf by as many filler nodes as it shares nodes
+with earlier beams. So the target reads beam_width x length draft rows, and accepts the
+same tokens: fillers hold a token that ends texts.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch, ancestor_mask
@@ -30,12 +28,12 @@ class Chains(Proposer):
 
     def __init__(self, beams: Proposer) -> None:
         """Take the proposer of beams, which must keep all their tokens."""
-        assert beams.num_candidates is not None
+        assert beams.num_beam_tokens is not None
         self.beams = beams
         self.num_draft_models = beams.num_draft_models
-        self.num_candidates = beams.num_candidates
+        self.num_beam_tokens = beams.num_beam_tokens
         self.sizes = TreeSizes(
-            max_nodes=1 + beams.num_candidates,
+            max_nodes=1 + beams.num_beam_tokens,
             max_depth=2 * beams.sizes.max_depth - 1,
             max_width=beams.sizes.max_width,
             max_leaves=beams.sizes.max_leaves,
@@ -50,27 +48,21 @@ class Chains(Proposer):
 def use_chains(worker: Any, wanted: bool) -> None:
     """Let a worker verify its present tree's beams as chains, or as a tree again."""
     method = worker.model_runner.decoder.method
-    present = method.schedule.always
-    proposer = method.proposers[present]
+    proposer = method.proposers[method.schedule.forced_index]
     if wanted:
-        method.proposers[present] = Chains(proposer)
+        method.proposers[method.schedule.forced_index] = Chains(proposer)
     elif isinstance(proposer, Chains):
-        method.proposers[present] = proposer.beams
+        method.proposers[method.schedule.forced_index] = proposer.beams
 
 
 def without_sharing(tree: TreeBatch) -> TreeBatch:
-    """Add below each leaf as many nodes as its path shares with earlier leaves.
-
-    Args:
-        tree: all leaves at one depth.
-
-    """
+    """Add below each leaf, all at one depth, as many nodes as its path shares."""
     shared = shared_nodes(tree)
     num_nodes = tree.num_nodes
-    pad = (0, int(shared.sum(1).max()) + 1)
-    tokens = torch.nn.functional.pad(tree.token_ids, pad, value=FILLER_TOKEN)
-    parents = torch.nn.functional.pad(tree.parents, pad, value=NO_NODE)
-    depths = torch.nn.functional.pad(tree.depths, pad)
+    more = (0, int(shared.sum(1).max()) + 1)
+    tokens = pad(tree.token_ids, more, value=FILLER_TOKEN)
+    parents = pad(tree.parents, more, value=NO_NODE)
+    depths = pad(tree.depths, more)
     spare = tokens.shape[1] - 1
     end = torch.arange(tree.max_nodes, device=tokens.device).expand_as(shared)
     for level in range(int(shared.max())):
@@ -81,27 +73,17 @@ def without_sharing(tree: TreeBatch) -> TreeBatch:
         depths.scatter_(1, place, tree.depths + level + 1)
         end = torch.where(grows, new, end)
         num_nodes = num_nodes + grows.sum(1)
-    width = int(num_nodes.max())
-    return TreeBatch(
-        token_ids=tokens[:, :width],
-        parents=parents[:, :width],
-        depths=depths[:, :width],
-        num_nodes=num_nodes,
-    ).cut(num_nodes)
+    used = slice(int(num_nodes.max()))
+    tokens, parents, depths = tokens[:, used], parents[:, used], depths[:, used]
+    return TreeBatch(tokens, parents, depths, num_nodes).cut(num_nodes)
 
 
 def shared_nodes(tree: TreeBatch) -> Tensor:
-    """Draft nodes on each leaf's path that an earlier leaf's path holds, too.
-
-    Returns:
-        int64 [num_reqs, max_nodes], 0 at nodes that are no leaves.
-
-    """
+    """Draft nodes that each leaf's path shares with earlier ones: [num_reqs, nodes]."""
+    is_draft = tree.is_node() & (tree.depths > 0)
     ancestors = ancestor_mask(tree) & tree.is_node()[:, :, None]
-    is_leaf = (ancestors.sum(1) == 1) & tree.is_node() & (tree.depths > 0)
-    below = ancestors & is_leaf[:, :, None]
+    is_leaf = (ancestors.sum(1) == 1) & is_draft
     # the first leaf below each node
-    owner = below.int().argmax(dim=1)
-    own = torch.zeros_like(tree.parents)
-    own.scatter_add_(1, owner, (tree.is_node() & (tree.depths > 0)).long())
+    owner = (ancestors & is_leaf[:, :, None]).int().argmax(dim=1)
+    own = torch.zeros_like(tree.parents).scatter_add_(1, owner, is_draft.long())
     return torch.where(is_leaf, tree.depths - own, 0)

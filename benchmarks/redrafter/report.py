@@ -1,202 +1,198 @@
-"""Markdown of the tables, and of the numbers behind the figures."""
+"""Tables and pictures, from results.json alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from benchmarks.harness import plot, report
+from benchmarks.harness.report import Content, number
+from benchmarks.redrafter.parts import PARTS, WITHOUT, head_of
+from benchmarks.redrafter.rows import Row
 
-from benchmarks.markdown import table
-from benchmarks.redrafter.parts import LOSSY
-from benchmarks.redrafter.rows import Compression, Mean, Row, Stretch
-from benchmarks.report import listing, number
-
-NOTES = (
-    "Tokens/s: emitted tokens over wall time, prefill included; median and, of several "
-    "rounds, lowest–highest. Speed-up: against plain vLLM in the same round, median of "
-    "the rounds; plain and all others run compiled unless the provenance says eager. "
-    "Tokens/step: mean emitted tokens per target step of a drafting request, bonus "
-    "included, ± standard error over steps. Quality: mean log-likelihood per token of "
-    "the answers under the target at temperature 1, nats, ± standard error over "
-    "prompts. Greedy answers are likelier than sampled ones: it says how far a side is "
-    "from its reference, not that higher is better. Greedy, rejection and stochastic "
-    "beam are lossless: their quality is that of plain decoding at their temperature, "
-    f"up to noise. Typical acceptance (epsilon {LOSSY['epsilon']}, delta "
-    f"{LOSSY['delta']}) is not: it draws no token at all, the temperature only says "
-    "how plausible a draft has to be."
-)
-TABLE2_NOTES = (
-    "Rejection: deterministic beams and tokens drawn from the target. Stochastic beam: "
-    "beams drawn from the head and recursive rejection, beyond the paper. Quality "
-    "gain: against greedy plain decoding, ± standard error over prompts."
-)
-FIGURE5_NOTES = (
-    "Tokens per step by where in the answer the step begins, ± standard error over "
-    "steps; the last step of an answer, which its end may cut off, is left out."
-)
-COMPRESSION_NOTES = (
-    "Draft tokens that the target verifies per step: without tree attention every beam "
-    "is verified whole, with it equal prefixes are verified once."
-)
-FIGURE6_NOTES = (
-    "Greedy. Throughput: tokens/s of all requests; tokens/s per request: throughput / "
-    "batch size. Without tree attention, each beam's path has as many rows of its own "
-    "as it has tokens: fillers below the leaves stand for the repeated prefixes, so "
-    "the target computes what it would for one chain per beam, and accepts the same "
-    "tokens. Prompts are repeated where a batch is larger than their number."
-)
+Column = Callable[[Row], str]
+# Columns of a row, and the titles of their panels.
+TABLE1_PANELS = {
+    "tokens_per_s": "tokens/s",
+    "speedup": "speed-up over plain",
+    "tokens_per_step": "tokens per target step",
+    "quality": "log-likelihood per token (nats)",
+}
+TABLE2_PANELS = {
+    "speedup": "speed-up over plain at this temperature",
+    "tokens_per_step": "tokens per target step",
+    "quality_gain": "log-likelihood per token − plain greedy's (nats)",
+}
+FIGURE5_PANELS = {"tokens_per_step": "tokens per target step"}
+FIGURE6_PANELS = {"per_request": "tokens/s per request", "tokens_per_s": "throughput"}
+SIZE_LINES = {
+    "num_candidates": "without tree attention",
+    "high": "with: 99th percentile",
+    "mean": "with: mean",
+    "low": "with: 1st percentile",
+}
+# Lines and bars go through the mean of two points, error bars from one to the other.
+ERRORS: dict[str, Any] = {"errorbar": ("pi", 100)}
 
 
-class Results(BaseModel):
-    """All numbers that the tables and figures show."""
-
-    # parameters of the heads' own weights, by kind
-    parameters: dict[str, int]
-    rows: list[Row]
-    stretches: list[Stretch]
-    compressions: list[Compression]
-    # why sides failed, by name
-    failed: dict[str, str]
-
-    def of(self, part: str) -> list[Row]:
-        """Rows of a part."""
-        return [row for row in self.rows if row.part == part]
+def value(name: str, form: str = "{}") -> Column:
+    """Make a column of numbers that may be missing."""
+    return lambda row: number(row[name], form)
 
 
-def markdown(results: Results, origin: Mapping[str, Any]) -> str:
-    """Write what is finished of each part, and where it comes from."""
-    parts = ["# ReDrafter's evidence", NOTES]
-    if rows := results.of("table1"):
-        parts += ["## Table 1: Medusa and ReDrafter", table1(rows, results.parameters)]
-    if rows := results.of("table2"):
-        parts += ["## Table 2: acceptance by temperature", TABLE2_NOTES, table2(rows)]
-    if results.stretches:
-        parts += ["## Figure 5a: tokens per step", FIGURE5_NOTES]
-        parts += [figure5a(results.stretches), "![](figure5.png)"]
-    if results.compressions:
-        parts += ["## Figure 5b: compression by tree attention", COMPRESSION_NOTES]
-        parts += [figure5b(results.compressions)]
-    if rows := results.of("figure6"):
-        parts += ["## Figure 6: speed and throughput", FIGURE6_NOTES]
-        parts += [figure6(rows), "![](figure6.png)"]
-    if results.failed:
-        lines = [f"- {name}: {reason}" for name, reason in results.failed.items()]
-        parts += ["## Failed", "\n".join(lines)]
-    parts += ["## Provenance", listing(origin)]
-    return "\n\n".join(parts) + "\n"
+def mean(name: str, digits: int = 2) -> Column:
+    """Make a column of means with their errors."""
+    return lambda row: shown(row[name], digits)
 
 
-def table1(rows: Sequence[Row], parameters: Mapping[str, int]) -> str:
-    """Write table 1; speed-ups are against plain decoding at the same temperature."""
-    headings = ["side", "head parameters", "T", "tokens/s", "tokens/step", "speed-up"]
-    headings += ["quality", "quality − plain greedy's", "rounds"]
-    lines = [
-        [
-            row.label,
-            number(head_parameters(row, parameters), "{:.2f} M"),
-            f"{row.temperature:g}",
-            speeds(row),
-            shown(row.tokens_per_step),
-            number(row.speedup, "{:.2f}×"),
-            shown(row.quality, 3),
-            shown(row.quality_gain, 3),
-            str(row.rounds),
-        ]
-        for row in rows
-    ]
-    return table(headings, lines)
-
-
-def head_parameters(row: Row, parameters: Mapping[str, int]) -> float | None:
-    """Millions of parameters of a row's head."""
-    found = parameters.get(row.side.split("-")[0])
-    return found and found / 1e6
-
-
-def table2(rows: Sequence[Row]) -> str:
-    """Write table 2."""
-    headings = ["acceptance", "T", "tokens/s", "tokens/step", "speed-up at this T"]
-    headings += ["over plain greedy", "quality", "quality gain", "rounds"]
-    lines = [
-        [
-            row.label,
-            f"{row.temperature:g}",
-            speeds(row),
-            shown(row.tokens_per_step),
-            number(row.speedup, "{:.2f}×"),
-            number(row.speedup_over_greedy, "{:.2f}×"),
-            shown(row.quality, 3),
-            shown(row.quality_gain, 3),
-            str(row.rounds),
-        ]
-        for row in rows
-    ]
-    return table(headings, lines)
-
-
-def figure5a(stretches: Sequence[Stretch]) -> str:
-    """Write tokens per step: beam widths by stretches of the answers."""
-    spans = list(dict.fromkeys((s.first, s.last) for s in stretches))
-    cells = {(s.beam_width, s.first): s.tokens_per_step for s in stretches}
-    headings = ["beam width", *(f"tokens {first}–{last}" for first, last in spans)]
-    widths = dict.fromkeys(s.beam_width for s in stretches)
-    lines = [
-        [str(width), *(shown(cells.get((width, first))) for first, _ in spans)]
-        for width in widths
-    ]
-    return table(headings, lines)
-
-
-def figure5b(compressions: Sequence[Compression]) -> str:
-    """Write the tokens to verify per beam width."""
-    headings = ["beam width × length", "without", "with: mean", "1st percentile"]
-    headings += ["99th percentile", "ratio", "trees"]
-    lines = [
-        [
-            f"{c.beam_width} × {c.length}",
-            str(c.num_candidates),
-            f"{c.mean:.1f}",
-            str(c.low),
-            str(c.high),
-            f"{c.num_candidates / c.mean:.2f}",
-            str(c.num_trees),
-        ]
-        for c in compressions
-    ]
-    return table(headings, lines)
-
-
-def figure6(rows: Sequence[Row]) -> str:
-    """Write speeds by batch size."""
-    headings = ["side", "batch", "tokens/s per request", "throughput, tokens/s"]
-    headings += ["speed-up", "tokens/step", "draft tokens per tree", "rounds"]
-    lines = [
-        [
-            row.label,
-            str(row.batch_size),
-            f"{row.tokens_per_s / row.batch_size:.1f}",
-            speeds(row),
-            number(row.speedup, "{:.2f}×"),
-            shown(row.tokens_per_step),
-            number(row.mean_drafts, "{:.1f}"),
-            str(row.rounds),
-        ]
-        for row in rows
-    ]
-    return table(headings, lines)
-
-
-def speeds(row: Row) -> str:
-    """Write a median with its range, when there is one."""
-    median = f"{row.tokens_per_s:.1f}"
-    if row.rounds == 1:
-        return median
-    return f"{median} ({row.tokens_per_s_min:.1f}–{row.tokens_per_s_max:.1f})"
-
-
-def shown(value: Mean | None, digits: int = 2) -> str:
+def shown(value: Mapping[str, float] | None, digits: int = 2) -> str:
     """Write a mean with its error."""
     if value is None:
         return "–"
-    return f"{value.mean:.{digits}f} ± {value.error:.{digits}f}"
+    return f"{value['mean']:.{digits}f} ± {value['error']:.{digits}f}"
+
+
+def speeds(row: Row) -> str:
+    """Write tokens per second with their range over the rounds."""
+    names = ("tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "rounds")
+    return report.spread(*(row[name] for name in names))
+
+
+TABLE1_COLUMNS: dict[str, Column] = {
+    "side": value("label"),
+    "head parameters": value("parameters", "{:.2f} M"),
+    "T": value("temperature", "{:g}"),
+    "tokens/s": speeds,
+    "tokens/step": mean("tokens_per_step"),
+    "speed-up": value("speedup", "{:.2f}×"),
+    "quality": mean("quality", 3),
+    "quality − plain greedy's": mean("quality_gain", 3),
+    "rounds": value("rounds"),
+}
+TABLE2_COLUMNS: dict[str, Column] = {
+    "acceptance": value("label"),
+    "T": value("temperature", "{:g}"),
+    "tokens/s": speeds,
+    "tokens/step": mean("tokens_per_step"),
+    "speed-up at this T": value("speedup", "{:.2f}×"),
+    "over plain greedy": value("speedup_over_greedy", "{:.2f}×"),
+    "quality": mean("quality", 3),
+    "quality gain": mean("quality_gain", 3),
+    "rounds": value("rounds"),
+}
+SIZE_COLUMNS: dict[str, Column] = {
+    "beam width × length": lambda row: "{beam_width} × {length}".format(**row),
+    "without": value("num_candidates"),
+    "with: mean": value("mean", "{:.1f}"),
+    "1st percentile": value("low"),
+    "99th percentile": value("high"),
+    "ratio": lambda row: f"{row['num_candidates'] / row['mean']:.2f}",
+    "trees": value("num_trees"),
+}
+FIGURE6_COLUMNS: dict[str, Column] = {
+    "side": value("label"),
+    "batch": value("batch_size"),
+    "tokens/s per request": lambda r: f"{r['tokens_per_s'] / r['batch_size']:.1f}",
+    "throughput, tokens/s": speeds,
+    "speed-up": value("speedup", "{:.2f}×"),
+    "tokens/step": mean("tokens_per_step"),
+    "draft tokens per tree": value("mean_drafts", "{:.1f}"),
+    "rounds": value("rounds"),
+}
+
+
+def render(content: Content, out: Path) -> None:
+    """Write what is finished of each part, and pictures of it."""
+    of = {part: [r for r in content["rows"] if r["part"] == part] for part in PARTS}
+    table1, table2, figure6 = of["table1"], of["table2"], of["figure6"]
+    for row in table1:
+        count = content["parameters"].get(head_of(row["side"]))
+        row["parameters"] = count and count / 1e6
+    spans, sizes = content["stretches"], content["compressions"]
+    sections = {
+        "Table 1: Medusa and ReDrafter": report.table_of(table1, TABLE1_COLUMNS),
+        "Table 2: acceptance by temperature": report.table_of(table2, TABLE2_COLUMNS),
+        "Figure 5a: tokens per step": stretch_table(spans),
+        "Figure 5b: compression by tree attention": report.table_of(
+            sizes, SIZE_COLUMNS
+        ),
+        "Figure 6: speed and throughput": report.table_of(figure6, FIGURE6_COLUMNS),
+    }
+    held = zip(sections.items(), (table1, table2, spans, sizes, figure6), strict=True)
+    texts = [f"## {heading}\n\n{text}" for (heading, text), rows in held if rows]
+    report.write_markdown(out, "ReDrafter's evidence", texts, content)
+    draw_tables(table1, table2, out)
+    draw_figures(spans, sizes, figure6, out)
+
+
+def stretch_table(stretches: Sequence[Row]) -> str:
+    """Write tokens per step: beam widths by stretches of the answers."""
+    spans = {s["first"]: f"tokens {s['first']}–{s['last']}" for s in stretches}
+    cells = {(s["beam_width"], s["first"]): s["tokens_per_step"] for s in stretches}
+    lines = [
+        [str(width), *(shown(cells.get((width, first))) for first in spans)]
+        for width in dict.fromkeys(s["beam_width"] for s in stretches)
+    ]
+    return report.table(["beam width", *spans.values()], lines)
+
+
+def ends(value: Any) -> list[float | None]:
+    """Both ends of a mean's error bar, or the value alone."""
+    if not isinstance(value, dict):
+        return [value]
+    return [value["mean"] - value["error"], value["mean"] + value["error"]]
+
+
+def points(rows: Sequence[Row], titles: Mapping[str, str]) -> list[Row]:
+    """Make a point of each titled value in each row, two of a mean with its error."""
+    return [
+        {**row, "panel": title, "value": end}
+        for name, title in titles.items()
+        for row in rows
+        for end in ends(row[name])
+    ]
+
+
+def draw(
+    rows: Sequence[Row], titles: Mapping[str, str], path: Path, **more: Any
+) -> None:
+    """Draw a panel of lines for each title."""
+    panels = {"y": "value", "col": "panel", "err_style": "bars", **ERRORS, **more}
+    plot.line_panels(points(rows, titles), path, **panels)
+
+
+def draw_tables(table1: Sequence[Row], table2: Sequence[Row], out: Path) -> None:
+    """Draw bars of table 1, and table 2 over the temperature."""
+    plain = {"tokens_per_step": 1.0}
+    bars = [row if row["tokens_per_step"] else {**row, **plain} for row in table1]
+    panels: dict[str, Any] = {"x": "value", "y": "label", "row": "panel", **ERRORS}
+    plot.bar_panels(points(bars, TABLE1_PANELS), out / "table1.png", **panels)
+    warm = [row for row in table2 if row["temperature"]]
+    draw(warm, TABLE2_PANELS, out / "table2.png", x="temperature", hue="label")
+
+
+def draw_figures(
+    stretches: Sequence[Row], sizes: Sequence[Row], figure6: Sequence[Row], out: Path
+) -> None:
+    """Draw figure 5 over the answer's length and the tree, figure 6 over the batch."""
+    x = "output tokens before the step"
+    rows = [{**s, x: (s["first"] + s["last"]) / 2} for s in stretches]
+    palette = {"hue": "beam_width", "palette": "flare"}
+    draw(rows, FIGURE5_PANELS, out / "figure5.png", x=x, legend="full", **palette)
+    x = "beam width × length"
+    rows = [{**s, x: s["num_candidates"]} for s in sizes]
+    draw(rows, SIZE_LINES, out / "figure5b.png", x=x, hue="panel", col=None)
+    x = "requests at a time"
+    rows = [
+        {
+            **row,
+            x: row["batch_size"],
+            "per_request": row["tokens_per_s"] / row["batch_size"],
+            "side": row["label"].removesuffix(WITHOUT),
+            "tree attention": "without" if row["label"].endswith(WITHOUT) else "with",
+        }
+        for row in figure6
+    ]
+    hues = {"hue": "side", "style": "tree attention"}
+    draw(rows, FIGURE6_PANELS, out / "figure6.png", x=x, log_x=True, **hues)

@@ -1,28 +1,39 @@
 """Side-by-side runs: prompts, sides, what a run's numbers become. No engine."""
 
-import dataclasses
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from benchmarks import plot, provenance, report
-from benchmarks.rounds import Plan, finished_runs, keep, rows_of
-from benchmarks.sides import PAPER_TREES, choose, stock_sides, tree_sides, tree_specs
+from benchmarks import compare
+from benchmarks.__main__ import app
+from benchmarks.harness import plot, provenance, report
+from benchmarks.harness.plan import Plan, base_job, make_plan
+from benchmarks.rsd.trees import PAPER_TREES
 from vllm_treespec.tools.launch import failure
 from vllm_treespec.tools.prompts import PromptError, load_prompts, spread
 from vllm_treespec.tools.rows import summarise, with_speedups
 from vllm_treespec.tools.sides import (
+    NGRAM,
     Acceptance,
     Cell,
     CellResult,
-    SideResult,
+    Side,
+    choose_sides,
     plain_side,
+    plain_sides,
+    stock_sides,
     tree_side,
+    tree_sides,
 )
 
 GREEDY = Cell(batch_size=1, temperature=0.0)
 SD_6 = tree_side({"method": "sd", "model": "draft", "depth": 6}, eager=True)
+SIDES = (plain_side("plain-eager", eager=True), SD_6)
+STOCK: list[dict[str, Any]] = [NGRAM, {"method": "draft_model", "model": "draft"}]
 
 
 def result(seconds: float, cell: Cell = GREEDY, **more: object) -> CellResult:
@@ -132,7 +143,7 @@ def test_speedup_is_against_the_fastest_plain_side_of_the_cell() -> None:
 
 @pytest.mark.parametrize("budget", PAPER_TREES)
 def test_every_tree_fills_its_budget(budget: int) -> None:
-    sides = tree_sides(tree_specs([budget], all_trees=True), "draft", [True])
+    sides = tree_sides(compare.tree_specs(str(budget), "all"), "draft", [True])
     assert {side.budget for side in sides} == {budget}
     trees = PAPER_TREES[budget]
     assert len(sides) == 1 + len(trees.rsd_c) + len(trees.rsd_s)
@@ -140,18 +151,18 @@ def test_every_tree_fills_its_budget(budget: int) -> None:
 
 def test_sides_have_distinct_names_and_can_be_chosen() -> None:
     modes = [True, False]
-    sides = stock_sides("draft", 6, modes)
-    sides += tree_sides(tree_specs(list(PAPER_TREES), True), "draft", modes)
+    sides = [*plain_sides(), *stock_sides(STOCK, 6, modes)]
+    sides += tree_sides(compare.tree_specs("6,10,14,21,30", "all"), "draft", modes)
     assert len({side.name for side in sides}) == len(sides)
-    chosen = choose(sides, ["rsd_s-2x3", "plain"])
+    chosen = choose_sides(sides, ["rsd_s-2x3", "plain"])
     names = [side.name for side in chosen]
     assert names == ["plain-eager", "plain-compiled", "plain-default", "rsd_s-2x3"]
     with pytest.raises(ValueError, match="no side 'rsd_x'"):
-        choose(sides, ["rsd_x"])
+        choose_sides(sides, ["rsd_x"])
 
 
 def test_stock_speculation_is_never_sampled() -> None:
-    greedy_only = [s.name for s in stock_sides("draft", 6, [True]) if s.greedy_only]
+    greedy_only = [s.name for s in stock_sides(STOCK, 6, [True]) if s.greedy_only]
     assert greedy_only == ["ngram-6", "draft_model-6"]
 
 
@@ -174,77 +185,100 @@ def test_failure_names_the_cause_in_one_line(tmp_path: Path) -> None:
     assert "killed" in failure(-9, log)
 
 
-def plan(out: Path, models: str = "weights") -> Plan:
-    """Make a plan of a plain side and two of ours."""
-    return Plan(
-        sides=[plain_side("plain-eager", eager=True), SD_6],
-        rounds=2,
-        cells=[GREEDY],
-        prompts=["hello"],
-        target="target",
-        max_tokens=4,
-        out=out,
-        models=models,
-        commit="abc",
-    )
+def plan(out: Path, models: str = "weights", sides: tuple[Side, ...] = SIDES) -> Plan:
+    """Make a plan of a plain side and one of ours."""
+    job = base_job("target", ["hello"], 4)
+    return make_plan(job, compare.engines_of(sides, [GREEDY], 2), out, models)
 
 
-def test_finished_runs_are_kept_and_skipped(tmp_path: Path) -> None:
+def keep(mine: Plan, name: str, round_: int, measured: CellResult) -> None:
+    """Store a measured cell of a side."""
+    [job] = [job for r, job in mine.todo() if (r, job.side.name) == (round_, name)]
+    mine.keep(job, round_, measured)
+
+
+def test_finished_cells_are_kept_and_skipped(tmp_path: Path) -> None:
+    """Red when broken-off work starts anew, or seeds of two engines are the same."""
     mine = plan(tmp_path)
-    assert len(mine.todo()) == 4
-    _, side = mine.todo()[0]
-    job = mine.job(side, 0)
-    keep(mine, job, 0, SideResult(start_seconds=1.0, cells=[result(1.0)]))
-    assert [(r, s.name) for r, s in mine.todo()] == [
+    assert len({job.seed for _, job in mine.todo()}) == 4
+    keep(mine, "plain-eager", 0, result(1.0))
+    assert [(r, job.side.name) for r, job in mine.todo()] == [
         (0, "sd-6"),
         (1, "plain-eager"),
         (1, "sd-6"),
     ]
-    [run] = finished_runs(mine)
-    assert [row.side for row in rows_of(mine, [run])] == ["plain-eager"]
+    content = compare.comparison([GREEDY], mine.finished())
+    assert [row["side"] for row in content["rows"]] == ["plain-eager"]
 
 
-def test_report_holds_runs_of_sides_that_are_not_in_the_plan(tmp_path: Path) -> None:
+def test_results_hold_sides_that_are_not_in_the_plan(tmp_path: Path) -> None:
+    """Red when `--sides` drops what was measured before."""
     mine = plan(tmp_path)
-    for side in mine.sides[::-1]:
-        measured = SideResult(start_seconds=1.0, cells=[result(1.0)])
-        keep(mine, mine.job(side, 0), 0, measured)
-    later = dataclasses.replace(mine, sides=mine.sides[:1])
-    rows = rows_of(later, finished_runs(later))
-    assert [row.side for row in rows] == ["plain-eager", "sd-6"]
+    for side in SIDES[::-1]:
+        keep(mine, side.name, 0, result(1.0))
+    later = plan(tmp_path, sides=SIDES[:1])
+    content = compare.comparison([GREEDY], later.finished())
+    assert [row["side"] for row in content["rows"]] == ["plain-eager", "sd-6"]
 
 
-def test_runs_of_other_weights_are_refused(tmp_path: Path) -> None:
-    mine = plan(tmp_path)
-    job = mine.job(mine.sides[0], 0)
-    keep(mine, job, 0, SideResult(start_seconds=1.0, cells=[result(1.0)]))
+def test_results_of_other_weights_are_refused(tmp_path: Path) -> None:
+    """Red when cells of two models would stand in one table."""
+    keep(plan(tmp_path), "sd-6", 0, result(1.0))
     with pytest.raises(ValueError, match="--fresh"):
-        finished_runs(plan(tmp_path, models="other weights"))
+        plan(tmp_path, models="other weights")
+    changed = SD_6.model_copy(update={"engine": {"enforce_eager": False}})
+    with pytest.raises(ValueError, match="--fresh"):
+        plan(tmp_path, sides=(SIDES[0], changed))
+    fresh = make_plan(base_job("target", [], 4), [], tmp_path, "other", fresh=True)
+    assert fresh.finished() == []
 
 
-def test_reports_hold_every_side(tmp_path: Path) -> None:
+def test_report_is_made_from_the_results_alone(tmp_path: Path) -> None:
+    """Red when the table needs more than results.json, or loses a failure."""
+    mine = plan(tmp_path)
     ours = result(
         0.5,
         acceptance=Acceptance(trees=2, nodes=14, at_least=[1]),
         stage_seconds={"forward": 0.25},
         steps=2,
     )
-    rows = with_speedups(
-        [
-            summarise(plain_side("plain-eager", eager=True), [result(1.0)]),
-            summarise(SD_6, [ours]),
-        ]
-    )
-    text = report.markdown(rows, {"ngram": "no luck"}, {"commit": "abc"})
+    keep(mine, "plain-eager", 0, result(1.0))
+    keep(mine, "sd-6", 0, ours)
+    origin = {"command": "python -m benchmarks compare --x", "commit": "abc"}
+    content = report.header(origin, {"ngram": "no luck"}, mine.finished())
+    content |= compare.comparison([GREEDY], mine.finished())
+    report.write_json(tmp_path, content)
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "results.md").read_text()
     assert "| sd-6 | 6 | 8.0 (8.0–8.0) | 2.00× |" in text
     assert "- ngram: no luck" in text
     assert "- commit: abc" in text
-    plot.draw(rows, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 0
+    assert (tmp_path / "results.png").stat().st_size > 0
 
 
-def test_provenance_names_command_versions_and_machine() -> None:
-    found = provenance.provenance(["--rounds", "2"])
-    assert found["command"] == "python -m benchmarks.run --rounds 2"
+RESULTS = sorted(path.parent for path in Path("benchmarks/results").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("folder", dict.fromkeys(RESULTS), ids=lambda path: path.name)
+def test_stored_results_still_make_their_table(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a change of the harness cannot read an older result, or changes its
+    table: make it again with `python -m benchmarks report FOLDER`."""
+    for name in ("line_panels", "bar_panels", "side_by_side"):
+        monkeypatch.setattr(plot, name, lambda *args, **options: None)
+    shutil.copy(folder / "results.json", tmp_path)
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "results.md").read_text() == (folder / "results.md").read_text()
+
+
+def test_provenance_names_command_versions_and_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "compare", "--rounds", "2"])
+    found = provenance.provenance("compare")
+    assert found["command"] == "python -m benchmarks compare --rounds 2"
     assert "torch" in found["versions"]
     assert found["machine"]["cores"] >= 1

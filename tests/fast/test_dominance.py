@@ -5,15 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.paper.acceptance_rate import RATES, acceptance_rate
-from benchmarks.paper.optimal_transport import judge, optimal_transport
+from benchmarks.rsd.toy import (
+    k_seq_rate,
+    multi_round_rate,
+    recursive_rejection_rate,
+)
 from tests.fast.drawn_trees import Plan, Planned, drawn_trees, independent
 from tests.fast.enumeration import JudgeMeter, LawMeter
 from tests.fast.languages import Language
 from tests.fast.wrong_scorers import K_SEQ_JUDGE
+from tests.reference.optimal_transport import (
+    judge,
+    optimal_transport,
+    optimal_transport_rate,
+)
 from vllm_treespec.scorers import k_seq, multi_round, recursive_rejection
 
 ROUNDING = 1e-9
+RATES = {
+    "multi_round": multi_round_rate,
+    "k_seq": k_seq_rate,
+    "optimal_transport": optimal_transport_rate,
+    "recursive_rejection": recursive_rejection_rate,
+}
 
 
 def random_pair(seed: int, vocab_size: int) -> tuple[Language, Language]:
@@ -27,9 +41,9 @@ def random_pair(seed: int, vocab_size: int) -> tuple[Language, Language]:
     return Language(draft), Language(target)
 
 
-def without_replacement(num_draws: int) -> Plan:
+def drawn_without_replacement(num_draws: int) -> Plan:
     """One level of draws without replacement."""
-    return [[Planned()] + [Planned(from_rest=True)] * (num_draws - 1)]
+    return [[Planned()] + [Planned(without_replacement=True)] * (num_draws - 1)]
 
 
 @pytest.mark.parametrize("rule_name", RATES)
@@ -42,7 +56,7 @@ def test_rates_are_those_of_the_rules(
         draft, target = random_pair(seed, vocab_size)
         plan = independent(num_draws)
         if rule_name == "recursive_rejection":
-            plan = without_replacement(num_draws)
+            plan = drawn_without_replacement(num_draws)
         # Prefixes of one token, so that leaves have a row; what it says is not used.
         drawn = drawn_trees([draft], plan)
         below = Language(target.table.expand(1 + vocab_size, -1))
@@ -54,7 +68,7 @@ def test_rates_are_those_of_the_rules(
                 optimal_transport, d, t, judge
             ),
         }[rule_name](drawn, below)
-        rate = acceptance_rate(rule_name, draft.table[0], target.table[0], num_draws)
+        rate = RATES[rule_name](draft.table[0], target.table[0], num_draws)
         # The rule's division factor is at most 2**-20 too large; the plot's is exact.
         tolerance = 3e-6 if rule_name == "k_seq" else ROUNDING
         assert meter.first_accepted() == pytest.approx(rate, abs=tolerance)
@@ -66,8 +80,8 @@ def test_rules_dominate_each_other(vocab_size: int, num_draws: int) -> None:
     """Red when a better rule accepts less than a worse one for the same draws."""
     for seed in range(25):
         draft, target = (side.table[0] for side in random_pair(seed, vocab_size))
-        rate = {name: acceptance_rate(name, draft, target, num_draws) for name in RATES}
-        one_draw = acceptance_rate("multi_round", draft, target, 1)
+        rate = {name: of(draft, target, num_draws) for name, of in RATES.items()}
+        one_draw = multi_round_rate(draft, target, 1)
         assert rate["recursive_rejection"] >= rate["multi_round"] - ROUNDING
         assert rate["optimal_transport"] >= rate["k_seq"] - ROUNDING
         assert rate["k_seq"] >= rate["multi_round"] - ROUNDING
@@ -79,15 +93,15 @@ def test_one_draw_is_speculative_decoding(rule_name: str) -> None:
     """Red when a rule with one draw is not plain speculative decoding."""
     draft, target = (side.table[0] for side in random_pair(0, 4))
     expected = float(torch.minimum(draft, target).sum())
-    rate = acceptance_rate(rule_name, draft, target, 1)
+    rate = RATES[rule_name](draft, target, 1)
     assert rate == pytest.approx(expected, abs=1e-12)
 
 
 def test_two_draws_of_two_tokens_are_always_accepted() -> None:
     """Red when recursive rejection loses the toy example of arXiv 2402.14160."""
     for p, q in [(0.1, 0.9), (0.5, 0.5), (0.99, 0.01)]:
-        draft, target = torch.tensor([p, 1 - p]), torch.tensor([q, 1 - q])
-        rate = acceptance_rate("recursive_rejection", draft, target, 2)
+        draft, target = torch.tensor([[p, 1 - p], [q, 1 - q]], dtype=torch.float64)
+        rate = recursive_rejection_rate(draft, target, 2)
         assert rate == pytest.approx(1, abs=1e-6)
 
 
@@ -95,5 +109,5 @@ def test_recursive_rejection_does_not_dominate_optimal_transport() -> None:
     """Red when the limit of the ranking is forgotten: more draws can be distinct."""
     draft = torch.tensor([0.2202, 0.3272, 0.3767, 0.0759], dtype=torch.float64)
     target = torch.tensor([0.3989, 0.1473, 0.3841, 0.0697], dtype=torch.float64)
-    recursive = acceptance_rate("recursive_rejection", draft, target, 2)
-    assert recursive < acceptance_rate("optimal_transport", draft, target, 2) - 0.1
+    recursive = recursive_rejection_rate(draft, target, 2)
+    assert recursive < optimal_transport_rate(draft, target, 2) - 0.1

@@ -1,108 +1,99 @@
-"""The GPU benchmarks without a card: inputs, cells, reports, refusals."""
+"""The GPU experiments without a card: inputs, cells, reports, refusals."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.gpu import end_to_end, end_to_end_report, kernel, step, step_report
-from benchmarks.gpu.cells import CellFolder, settings_of
-from benchmarks.gpu.end_to_end_report import lossless_table, speed_table
-from benchmarks.gpu.engines import (
-    PLAIN_DEFAULT,
-    PLAIN_SYNC,
-    EngineCell,
-    Options,
-    our_side,
-    plain_sides,
-    tasks_of,
-)
-from benchmarks.gpu.kernel_inputs import (
+from benchmarks.__main__ import app
+from benchmarks.gpu import card, end_to_end, kernel, step
+from benchmarks.gpu.end_to_end import COLUMNS, comparisons, lossless_sides
+from benchmarks.gpu.engine import ForwardTimers
+from benchmarks.gpu.kernel_calls import (
+    CHAIN,
+    FA3,
+    STOCK,
+    TREE,
     Batch,
     Case,
-    Paging,
     make_batch,
-    masks_of,
-    random_parents,
     reference,
     relative_error,
-    visible,
 )
-from benchmarks.gpu.kernel_report import KernelCell
-from benchmarks.gpu.kernel_report import write as write_kernel
-from benchmarks.gpu.kernel_sides import CHAIN, FA3, STOCK, TREE
-from benchmarks.gpu.lossless import Comparison, LosslessCell, comparisons
-from benchmarks.gpu.timers import start_timers, take_times
-from vllm_treespec.core.tree import ancestor_mask
-from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, SideResult
+from benchmarks.gpu.step import (
+    PLAIN_DEFAULT,
+    PLAIN_SYNC,
+    Work,
+    named_sides,
+    random_plan,
+    row_of,
+)
+from benchmarks.harness.models import Models
+from benchmarks.harness.plan import Plan, StoredCell, base_job, make_plan, run_plan
+from benchmarks.harness.report import table_of
+from benchmarks.harness.store import settings_of, store
+from tests.reference import attention
+from vllm_treespec.tools.launch import OnEvent
+from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job, Side
 
-ORIGIN = {"command": "python -m benchmarks.gpu", "commit": "abc", "card": {"name": "X"}}
-PAGING = Paging(page_size=4, layout="nhd", max_model_len=64)
+ORIGIN = {"command": "python -m benchmarks gpu", "commit": "abc", "card": {"name": "X"}}
+PAGING = {"page_size": 4, "layout": "nhd", "max_model_len": 64}
 
 
-def signed_bits(row: Tensor) -> int:
-    """A row of a mask as a signed 64-bit number."""
-    bits = sum(1 << node for node, seen in enumerate(row.tolist()) if seen)
-    return bits - 2**64 if bits >= 2**63 else bits
+def tiny_batch(nodes: int, context: int, **paging: Any) -> Batch:
+    """A batch of two requests on the tiny shape, in float32."""
+    case = Case("tiny", nodes, context, 2, **{**PAGING, **paging})
+    return make_batch(case, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 17, 64])
 def test_masks_are_ancestors(num_nodes: int) -> None:
     """Red when the kernel table's masks leave the tree's ancestors, node 63 too."""
-    rng = random.Random(num_nodes)
-    for _ in range(5):
-        parents = random_parents(num_nodes, rng)
-        tree = from_parents([[0] * num_nodes], [sorted(parents)])
-        expected = [signed_bits(row) for row in ancestor_mask(tree)[0]]
-        assert masks_of(sorted(parents)) == expected
+    batch = tiny_batch(num_nodes, 3)
+    assert batch.tree.num_nodes.tolist() == [num_nodes] * 2
+    expected = [
+        attention.mask_bits(attention.ancestors(parents, node))
+        for parents in batch.tree.parents.tolist()
+        for node in range(num_nodes)
+    ]
+    assert batch.metadata["node_masks"].tolist() == expected
 
 
-def dense(batch: Batch, request: int, tree: bool) -> Tensor:
-    """Attention of a request, key by key through the block table."""
-    nodes, seq_len = batch.case.nodes, batch.case.context + batch.case.nodes
-    page = batch.key_cache.shape[1]
-    seen = visible(batch, request, tree)
-    group = batch.heads.num_heads // batch.heads.num_kv_heads
-    out = torch.zeros(nodes, batch.heads.num_heads, batch.heads.head_size)
-    for row in range(nodes):
-        for head in range(batch.heads.num_heads):
-            keys, values = [], []
-            for place in range(seq_len):
-                if seen[row, place]:
-                    block = int(batch.block_table[request, place // page])
-                    at = (block, place % page, head // group)
-                    keys.append(batch.key_cache[at])
-                    values.append(batch.value_cache[at])
-            query = batch.query[request * nodes + row, head]
-            scores = torch.stack(keys) @ query * batch.scale
-            out[row, head] = scores.softmax(dim=0) @ torch.stack(values)
-    return out
+def key_by_key(batch: Batch, tree: bool) -> torch.Tensor:
+    """Attention of the same batch by the tests' reference, in float64."""
+    case = batch.case
+    requests = [
+        attention.Request(case.context, parents=tuple(parents))
+        if tree
+        else attention.Request(case.context, case.nodes)
+        for parents in batch.tree.parents.tolist()
+    ]
+    same = attention.Batch(
+        requests, batch.query, batch.key_cache, batch.value_cache, batch.metadata
+    )
+    return attention.reference(same, batch.query.shape[2] ** -0.5)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 @pytest.mark.parametrize("tree", [True, False])
 def test_reference_is_attention(layout: str, tree: bool) -> None:
     """Red when the float64 reference reads other pages, heads or masks than it says."""
-    paging = Paging(page_size=4, layout=layout, max_model_len=64)
-    batch = make_batch(Case("tiny", 5, 7, 2), torch.float32, "cpu", paging)
-    assert batch.block_table.shape == (2, 16)
-    found = reference(batch, 1, tree)
-    torch.testing.assert_close(found.float(), dense(batch, 1, tree))
+    batch = tiny_batch(5, 7, layout=layout)
+    assert batch.metadata["block_table"].shape == (2, 16)
+    both = torch.cat([reference(batch, request, tree) for request in (0, 1)])
+    torch.testing.assert_close(both, key_by_key(batch, tree))
     assert batch.kv_bytes == 2 * 12 * 2 * 2 * 64 * 4
 
 
 def test_wrong_outputs_are_seen() -> None:
     """Red when a NaN, or one wrong row of the last request, passes the check."""
-    batch = make_batch(Case("tiny", 3, 6, 2), torch.float32, "cpu", PAGING)
+    batch = tiny_batch(3, 6)
     output = torch.cat([reference(batch, r, True) for r in (0, 1)])
     assert relative_error(batch, output, tree=True) == 0
     output[-1, 0, 0] += 1
@@ -118,120 +109,149 @@ def test_timers_count_forwards() -> None:
         _model_forward=lambda tokens: tokens + 1,
         model=SimpleNamespace(compute_logits=lambda hidden: hidden * 2),
     )
-    worker = SimpleNamespace(model_runner=runner)
-    start_timers(worker)
+    timers = ForwardTimers(SimpleNamespace(model_runner=runner))
     assert runner._model_forward(3) == 4
     assert runner.model.compute_logits(3) == 6
-    assert all(ms > 0 for ms in take_times(worker).values())
-    assert take_times(worker) == {"layers": 0, "logits": 0}
+    assert all(ms > 0 for ms in timers.take().values())
+    assert timers.take() == {"layers": 0, "logits": 0}
 
 
-def kernel_cell(nodes: int, context: int, **ms: float) -> KernelCell:
-    """A cell of the kernel table, times by side."""
-    return KernelCell(
-        name=Case("8b", nodes, context, 1).name,
-        settings="s",
-        commit="abc",
-        shape="8b",
-        nodes=nodes,
-        context=context,
-        batch=1,
-        kv_bytes=2_000_000,
-        copy_gb_per_s=4000.0,
-        ms={name.replace("_", "-"): value for name, value in ms.items()},
-        best_ms={},
-        errors={"float32": {TREE: 1e-6}, "bfloat16": {TREE: 2e-3, STOCK: 2e-3}},
-        missing={} if "fa3" in ms else {FA3: "FA3 is unavailable"},
-    )
+def measured(case: Case, wrong: list[str] | None = None, **us: float) -> dict[str, Any]:
+    """What ``kernel.measure`` gives for a cell, with these times by side."""
+    return {
+        "kv_bytes": 2_000_000,
+        "us": {name.replace("_", "-"): value for name, value in us.items()},
+        "best_us": {},
+        "errors": {"float32": {TREE: 1e-6}, "bfloat16": {TREE: 2e-3, STOCK: 2e-3}},
+        "wrong": wrong or [],
+        "missing": {} if "fa3" in us else {FA3: "FA3 is unavailable"},
+    }
 
 
-def test_kernel_report(tmp_path: Path) -> None:
-    """Red when a ratio, a bandwidth or a missing kernel is told wrongly."""
-    cells = [
-        kernel_cell(32, 512, tree=0.011, chain=0.01, stock_triton=0.01),
-        kernel_cell(32, 8192, tree=0.001, chain=0.001, stock_triton=0.002, fa3=0.001),
-    ]
-    assert cells[0].ratio(TREE, STOCK) == pytest.approx(1.1)
-    assert cells[0].ratio(TREE, FA3) is None
-    assert cells[1].gb_per_s(TREE) == pytest.approx(2000)
-    cells[1].wrong = ["bfloat16 chain 9.0e-01"]
-    write_kernel(cells, ORIGIN, tmp_path)
+def kernel_plan(out: Path, contexts: str, deciding: str = "this card") -> Plan:
+    """Plan cells of 32 nodes on the 8B shape."""
+    engines = [kernel.engine_of("8b", 1, "32", contexts, PAGING)]
+    return make_plan(base_job("", [], 0), engines, out, deciding)
+
+
+@pytest.fixture
+def no_card(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, Any]]:
+    """Measure cells of these contexts without a card; returns their results."""
+    times = {"tree": 11.0, "chain": 10.0, "stock_triton": 10.0}
+    results: dict[int, dict[str, Any]] = {512: times}
+
+    def measure(case: Case, repeats: int) -> dict[str, Any]:
+        assert repeats == 7
+        return measured(case, **results.pop(case.context))
+
+    monkeypatch.setattr(kernel, "measure", measure)
+    monkeypatch.setattr(card, "copy_bandwidth", lambda: 4000.0)
+    return results
+
+
+def run_kernel(plan: Plan) -> None:
+    """Run a plan of the kernel table as its command does."""
+
+    def runner(job: Job, log: Path, on_event: OnEvent) -> None:
+        kernel.measure_cells(7, job, log, on_event)
+
+    run_plan(plan, ORIGIN, kernel.contents, kernel.render, False, runner)
+
+
+def test_kernel_report(tmp_path: Path, no_card: dict[int, dict[str, Any]]) -> None:
+    """Red when a ratio, a bandwidth or a missing kernel is written wrongly."""
+    wrong = {"wrong": ["bfloat16 chain 9.0e-01"]}
+    no_card[8192] = {"tree": 1.0, "chain": 1.0, "stock_triton": 2.0, "fa3": 1.0} | wrong
+    run_kernel(kernel_plan(tmp_path, "8192,512"))
     text = (tmp_path / "results.md").read_text()
     assert (
         "| 32 | 512 | 11.0 | 10.0 | 10.0 | – | 1.10× | – | 1.10× | 182 | 5 % |" in text
     )
+    assert "| 1.0 | 1.0 | 2.0 | 1.0 | 0.50× | 1.00× | 1.00× | 2000 | 50 % |" in text
     assert "FA3 is unavailable" in text
     assert "8b-b1-n32-c8192: bfloat16 chain 9.0e-01" in text
     assert (tmp_path / "8b.png").stat().st_size > 1000
     content = json.loads((tmp_path / "results.json").read_text())
-    assert content["provenance"]["commits"] == ["abc"]
     assert [cell["context"] for cell in content["cells"]] == [512, 8192]
-    assert CHAIN in content["cells"][0]["ms"]
+    assert CHAIN in content["cells"][0]["us"]
+    assert content["cells"][0]["page_size"] == 4
 
 
-def test_cells_are_kept_and_not_mixed(tmp_path: Path) -> None:
+def test_cells_are_kept_and_not_mixed(
+    tmp_path: Path, no_card: dict[int, dict[str, Any]]
+) -> None:
     """Red when a finished cell is measured again, or cells of two cards are mixed."""
-    folder = CellFolder(tmp_path, KernelCell, "s")
-    cell = kernel_cell(8, 512, tree=1.0)
-    assert folder.missing([cell.name, "other"]) == [cell.name, "other"]
-    folder.add(cell)
-    assert folder.missing([cell.name, "other"]) == ["other"]
-    assert folder.read() == [cell]
-    assert CellFolder(tmp_path, KernelCell, None).read() == [cell]
-    other = settings_of({"card": "another"}, PAGING)
-    assert other != settings_of({"card": "this"}, PAGING)
+    run_kernel(kernel_plan(tmp_path, "512"))
+    assert not no_card
+    [(_, job)] = kernel_plan(tmp_path, "512,1024").todo()
+    assert [cell.options["context"] for cell in job.cells] == [1024]
+    assert settings_of({"card": "another"}) != settings_of({"card": "this"})
     with pytest.raises(ValueError, match="other settings"):
-        CellFolder(tmp_path, KernelCell, other).read()
+        kernel_plan(tmp_path, "512", "another card")
 
 
-def options() -> Options:
-    """Options of small engines."""
-    return Options(context=8, count=4, temperature=0.0, extra={"seed": 3})
+def test_errors_that_are_no_numbers_are_shown(tmp_path: Path) -> None:
+    """Red when a NaN of a kernel, stored as None, breaks the table."""
+    column = kernel.COLUMNS["bfloat16 error"]
+    assert column({"errors": {"bfloat16": {TREE: None}}}) == "–"
 
 
-def test_tasks_leave_finished_cells_out(tmp_path: Path) -> None:
+def plan_of(out: Path, batches: list[int], **more: Any) -> Plan:
+    """Plan of the step table, on 8B."""
+    work = Work("steps", batches, [0.7], 8, 4, 0.0, {"seed": 3, **more})
+    return random_plan("8b", named_sides("8", ""), work, out, fresh=False)
+
+
+def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
     """Red when a resumed run starts an engine that has nothing to do."""
-    folder = CellFolder(tmp_path, EngineCell, "s")
-    sides = [*plain_sides(), our_side(8)]
-    work = {s.name: step.work_of("8b", s, [1, 8], 0.7, options()) for s in sides}
-    tasks = tasks_of("8b", work, sides, options(), folder, "abc")
-    assert [len(task.work) for task in tasks] == [2, 2, 2]
-    assert tasks[0].side.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    assert tasks[0].side.engine == {"async_scheduling": False, "seed": 3}
-    assert tasks[1].side.engine == {"seed": 3}
-    assert not tasks[1].side.one_process
-    assert tasks[2].work[0].acceptance == 0.7
-    assert json.loads((Path(tasks[0].model) / "config.json").read_text())["head_dim"]
-    for name in ("8b-ours-8-b1", "8b-plain-v1-sync-b1", "8b-plain-v1-sync-b8"):
-        folder.add(engine_cell("ours-8", 8, 1.0, name=name))
-    left = tasks_of("8b", work, sides, options(), folder, "abc")
-    assert [(task.side.name, len(task.work)) for task in left] == [
-        (PLAIN_DEFAULT, 2),
-        ("ours-8", 1),
+    plan = plan_of(tmp_path, [1, 8])
+    jobs = [job for _, job in plan.todo()]
+    sync, default, ours = (job.side for job in jobs)
+    assert [len(job.cells) for job in jobs] == [2, 2, 2]
+    assert sync.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert sync.engine["async_scheduling"] is False
+    assert all(side.engine["seed"] == 3 for side in (sync, default, ours))
+    assert "async_scheduling" not in default.engine
+    assert not default.one_process
+    assert jobs[2].cells[0].options["acceptance"] == 0.7
+    config = json.loads((Path(ours.engine["model"]) / "config.json").read_text())
+    assert config["head_dim"] == 128
+    for job, cell in ((jobs[0], 0), (jobs[0], 1), (jobs[2], 0)):
+        plan.keep(job, 0, engine_result(job.cells[cell]))
+    left = plan_of(tmp_path, [1, 8, 32]).todo()
+    assert [(job.side.name, len(job.cells)) for _, job in left] == [
+        ("8b-plain-v1-sync", 1),
+        ("8b-plain-default", 3),
+        ("8b-ours-8", 2),
     ]
+    with pytest.raises(ValueError, match="other settings"):
+        plan_of(tmp_path, [1, 8], enforce_eager=True)
+
+
+def engine_result(cell: Cell, seconds: float = 1.0, **more: Any) -> CellResult:
+    """What was measured in 100 steps."""
+    chosen = {"runner": "V1"}
+    details = {"forward_ms": {"layers": 600.0, "logits": 100.0}, "chosen": chosen}
+    fields = {"num_tokens": [100], "steps": 100, "details": details, **more}
+    return CellResult(cell=cell, seconds=seconds, tpot_ms=[], token_ids=[], **fields)
 
 
 def engine_cell(
-    side: str, nodes: int, seconds: float, rate: float | None = None, name: str = ""
-) -> EngineCell:
-    """A cell of the step table: 100 steps."""
-    work = options().work(name or side, "steps", 1, rate)
-    return EngineCell(
-        name=name or side,
-        settings="s",
-        commit="abc",
-        shape="8b",
-        side=side,
-        nodes=nodes,
-        work=work,
-        seconds=seconds,
-        steps=100,
-        num_tokens=100 if not nodes else 240,
-        forward_ms={"layers": 6.0, "logits": 1.0} if side != PLAIN_DEFAULT else {},
-        stage_ms={"score": 0.1} if nodes else {},
-        acceptance_length=2.4 if nodes else None,
-        chosen={"runner": "V1"},
-    )
+    name: str, nodes: int, seconds: float, rate: float | None = None
+) -> StoredCell:
+    """A cell of the step table."""
+    family = step.FAMILY if nodes else "plain"
+    side = Side(name=f"8b-{name}", family=family, engine={}, budget=max(nodes - 1, 0))
+    work = Work("steps", [1], [rate or 0.0], 8, 4, 0.0, {})
+    (cell,) = work.cells("8b", side)
+    more: dict[str, Any] = {}
+    if nodes:
+        more = {"num_tokens": [240], "stage_seconds": {"score": 0.01}}
+        more["acceptance"] = Acceptance(trees=10, at_least=[14])
+    if name == PLAIN_DEFAULT:
+        more["details"] = {"forward_ms": {}, "chosen": {"runner": "V2"}}
+    result = engine_result(cell, seconds, **more)
+    return StoredCell(settings="s", commit="abc", side=side, round=0, result=result)
 
 
 def test_step_report(tmp_path: Path) -> None:
@@ -241,12 +261,15 @@ def test_step_report(tmp_path: Path) -> None:
         engine_cell(PLAIN_DEFAULT, 0, 0.75),
         engine_cell("ours-32", 32, 0.88, 0.7),
     ]
-    assert cells[2].outside_ms == pytest.approx(1.8)
-    assert cells[1].outside_ms is None
-    step_report.write(cells, ORIGIN, {"8b-ours-64": "no memory"}, tmp_path)
+    assert row_of(cells[2])["outside_ms"] == pytest.approx(1.8)
+    assert row_of(cells[1])["outside_ms"] is None
+    failed = {"8b-ours-64": "no memory"}
+    content = {"provenance": ORIGIN, "failed": failed, **step.contents(cells)}
+    step.render(content, tmp_path)
     text = (tmp_path / "results.md").read_text()
     row = (
-        "| ours-32 | 1 | 8.80 | 1.10× | 1.17× | 7.00 | 1.80 | – | 0.10 | – | – | 2.40 |"
+        "| ours-32 | 1 | 0.7 | 273 | 8.80 | 1.10× | 1.17× | 7.00 | 1.80 | – | 0.10 "
+        "| – | – | 2.40 |"
     )
     assert row in text
     assert "- 8b-ours-64: no memory" in text
@@ -254,87 +277,118 @@ def test_step_report(tmp_path: Path) -> None:
     assert (tmp_path / "results.png").stat().st_size > 1000
 
 
-def answers(side: str, *token_ids: list[list[int]]) -> LosslessCell:
+def answers(side: str, *token_ids: list[list[int]]) -> list[StoredCell]:
     """A side's answers in float32, at batch sizes 1, 2, ..."""
-    cells = [
-        CellResult(
-            cell=Cell(batch_size=batch, temperature=0.0),
-            seconds=1.0,
-            num_tokens=[len(ids) for ids in found],
-            tpot_ms=[None] * len(found),
-            token_ids=found,
-            acceptance=Acceptance(trees=2, at_least=[1]) if side != "plain" else None,
+    engine = {"dtype": "float32"}
+    accepted = Acceptance(trees=2, at_least=[1]) if side != "plain" else None
+    return [
+        StoredCell(
+            settings="s",
+            commit=None,
+            side=Side(name=f"float32-{side}", family=side, engine=engine),
+            round=0,
+            result=CellResult(
+                cell=Cell(batch_size=batch, temperature=0.0),
+                seconds=1.0,
+                num_tokens=[len(ids) for ids in answered],
+                tpot_ms=[None] * len(answered),
+                token_ids=answered,
+                acceptance=accepted,
+            ),
         )
-        for batch, found in enumerate(token_ids, 1)
+        for batch, answered in enumerate(token_ids, 1)
     ]
-    result = SideResult(start_seconds=1.0, cells=cells)
-    return LosslessCell(
-        name=side, settings="s", commit=None, side=side, dtype="float32", result=result
-    )
 
 
 def test_differences_are_found(tmp_path: Path) -> None:
     """Red when an answer that differs, or ends early, counts as identical."""
     compared = comparisons(
         [
-            answers("plain", [[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 6]]),
-            answers("sd", [[1, 2, 3], [4, 5]], [[1, 2, 9], [4]]),
+            *answers("sd", [[1, 2, 3], [4, 5]], [[1, 2, 9], [4]]),
+            *answers("plain", [[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 6]]),
         ]
     )
-    assert [(c.side, c.batch, c.identical, c.differences) for c in compared] == [
-        ("plain", 2, 1, ((1, 1),)),
-        ("sd", 1, 2, ()),
-        ("sd", 2, 0, ((0, 2), (1, 1))),
+    assert [
+        (row["side"], row["batch"], row["identical"], row["differences"])
+        for row in compared
+    ] == [
+        ("plain", 2, 1, [(1, 1)]),
+        ("sd", 1, 2, []),
+        ("sd", 2, 0, [(0, 2), (1, 1)]),
     ]
-    text = lossless_table(compared)
+    text = table_of(compared, COLUMNS)
     assert "| sd | float32 | 2 | 0 of 2 | 5 | 1.50 | 0:2 1:1 |" in text
     assert "| plain, other batch | float32 | 2 | 1 of 2 |" in text
-    speeds = [engine_cell(PLAIN_SYNC, 0, 0.8), engine_cell("ours-32", 32, 0.96, 0.8)]
-    assert "| ours-32 | 1 | 0.8 | 250 | 2.00× | – | 2.40 |" in speed_table(speeds)
-    runs = [answers("plain", [[1]]), answers("sd", [[1]])]
-    end_to_end_report.write(runs, speeds, ORIGIN, {}, tmp_path)
-    assert "1 of 1" in (tmp_path / "results.md").read_text()
+    for part, cells in {
+        "lossless": [*answers("plain", [[1]]), *answers("sd", [[1]])],
+        "speed": [
+            engine_cell(PLAIN_SYNC, 0, 0.8),
+            engine_cell("ours-32", 32, 0.96, 0.8),
+        ],
+    }.items():
+        for cell in cells:
+            store(tmp_path / part / "cells" / cell.side.name / "cell.0.json", cell)
+    end_to_end.run_plans([], tmp_path, ORIGIN)
+    text = (tmp_path / "results.md").read_text()
+    assert "| sd | float32 | 1 | 1 of 1 | 1 | 1.50 | none |" in text
+    assert "| ours-32 | 1 | 0.8 | 250 | 9.60 | 2.00× | – |" in text
     assert (tmp_path / "results.png").stat().st_size > 1000
 
 
-def test_identical_answers_say_none() -> None:
-    """Red when a table without differences leaves its column empty."""
-    same = Comparison("sd", "float32", 8, 8, 8, 96, (), 2.0)
-    assert lossless_table([same]).endswith("| 8 of 8 | 96 | 2.00 | none |")
+def test_lossless_sides() -> None:
+    """Red when sides are compared in other dtypes, products or attention than said."""
+    work = Work("answers", [1], [0.8], 8, 12, 0.0, {"seed": 3})
+    models, dtypes = Models("target", "draft"), ["float32", "bfloat16"]
+    sides = {side.name: side for side in lossless_sides(models, ["sd"], dtypes, work)}
+    assert list(sides) == [
+        f"{dtype}-{name}" for dtype in dtypes for name in ("plain", "sd")
+    ]
+    for name, side in sides.items():
+        assert side.engine["attention_backend"] == "TRITON_ATTN"
+        assert name.startswith(side.engine["dtype"])
+        exact = side.engine["dtype"] == "float32"
+        assert ("TRITON_F32_DEFAULT" in side.environment) == exact
+        assert side.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    with pytest.raises(ValueError, match=r"redrafter needs a model; .* --redrafter"):
+        lossless_sides(models, ["redrafter"], ["float32"], work)
 
 
-@pytest.mark.parametrize("module", [kernel, step, end_to_end])
+@pytest.mark.parametrize("name", ["gpu-kernel", "gpu-step", "gpu-end-to-end"])
 def test_no_card_is_refused_in_one_sentence(
-    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when a machine without a card gives a traceback, or numbers."""
-    import typer
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    app = typer.Typer()
-    app.command()(getattr(module, module.__name__.rsplit(".", 1)[1]))
-    done = CliRunner().invoke(app, ["--out", str(tmp_path)])
+    done = CliRunner().invoke(app, [name, "--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "finds no CUDA device here" in done.output
     assert "Traceback" not in done.output
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("no_card")
 def test_report_needs_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when finished cells can only be read where they were measured."""
-    import typer
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    CellFolder(tmp_path, KernelCell, "s").add(kernel_cell(8, 512, tree=1.0))
-    app = typer.Typer()
-    app.command()(kernel.kernel)
-    done = CliRunner().invoke(app, ["--report", "--out", str(tmp_path)])
+    run_kernel(kernel_plan(tmp_path, "512"))
+    content = json.loads((tmp_path / "results.json").read_text())
+    content["provenance"] = card.origin("gpu-kernel", "abc")
+    assert content["provenance"]["commit"] == "abc"
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    (tmp_path / "results.md").unlink()
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "results.md").is_file()
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,x"])
-def test_wrong_numbers_are_refused(text: str) -> None:
+@pytest.mark.parametrize("name", ["gpu-kernel", "gpu-step", "gpu-end-to-end"])
+def test_wrong_numbers_are_refused(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Red when a list that makes no sense is measured as something else."""
-    with pytest.raises(ValueError, match="--nodes"):
-        kernel.numbers(text, "--nodes")
+    monkeypatch.setattr(card, "require_card", lambda: None)
+    given = ["--nodes", text, "--only", "speed"][: 4 if "end" in name else 2]
+    done = CliRunner().invoke(app, [name, *given, "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "--nodes" in done.output

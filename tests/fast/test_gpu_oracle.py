@@ -10,10 +10,10 @@ import torch
 from benchmarks.gpu.oracle import (
     OracleProposer,
     accept_by_coins,
-    default_depth,
     fixed_parents,
     last_path,
 )
+from benchmarks.gpu.step import default_depth
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents

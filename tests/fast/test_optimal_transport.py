@@ -6,12 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.paper.acceptance_rate import acceptance_rate
-from benchmarks.paper.optimal_transport import judge, optimal_transport
+from benchmarks.rsd.toy import two_token_transport_rate
 from tests.fast.drawn_trees import drawn_trees, independent, paths
 from tests.fast.enumeration import Scorer, law_error
 from tests.fast.languages import random_tables
 from tests.fast.wrong_scorers import judged, rest_is_target, rest_of_one_draw
+from tests.reference.optimal_transport import (
+    judge,
+    optimal_transport,
+    optimal_transport_rate,
+)
 from vllm_treespec.scorers.independent_draws import Judge
 
 EXACT = 1e-12
@@ -63,14 +67,14 @@ def test_wrong_rules_are_noticed(name: str) -> None:
 @pytest.mark.parametrize("q", [0.1, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("num_draws", [1, 2, 3])
 def test_two_tokens_have_a_closed_form(p: float, q: float, num_draws: int) -> None:
-    """Red when the linear programme loses mass it could accept.
+    """Red when the linear programme loses mass it could accept, or the toy figure's
+    formula is another optimum.
 
     Of two tokens, y cannot be emitted where it was not drawn; nothing else forbids
     acceptance, so each token's accepted mass is bounded by that of being drawn.
     """
     draft = torch.tensor([p, 1 - p], dtype=torch.float64)
     target = torch.tensor([q, 1 - q], dtype=torch.float64)
-    drawn = 1 - (1 - draft) ** num_draws
-    expected = float(torch.minimum(target, drawn).sum())
-    rate = acceptance_rate("optimal_transport", draft, target, num_draws)
+    expected = two_token_transport_rate(draft, target, num_draws)
+    rate = optimal_transport_rate(draft, target, num_draws)
     assert rate == pytest.approx(expected, abs=1e-12)

@@ -1,41 +1,49 @@
 """The paper's experiments: trees, metrics, tests of the law, resuming. No engine."""
 
-import dataclasses
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import tasks
-from benchmarks.paper import __main__ as command
-from benchmarks.paper import experiments, references, toy
-from benchmarks.paper.experiments import Plan, Run, StoredRun, Task
-from benchmarks.paper.law import comparisons, samples_of, smallest_p_value
-from benchmarks.paper.metrics import (
-    best_of,
-    mbsu,
-    num_parameters,
-    rows_of,
-    standard_error,
+from benchmarks.__main__ import app
+from benchmarks.harness import plot, report
+from benchmarks.harness.models import num_parameters
+from benchmarks.harness.plan import Engine, Plan, base_job, execute, make_plan
+from benchmarks.harness.rescoring import name_of, split_scores
+from benchmarks.rsd import experiment, references, toy
+from benchmarks.rsd.experiment import engines_of
+from benchmarks.rsd.law import comparisons
+from benchmarks.rsd.metrics import best_of, mbsu, rows_of, standard_error
+from benchmarks.rsd.report import smallest_p_value
+from benchmarks.rsd.trees import (
+    LENGTH_TREES,
+    METHODS,
+    Tree,
+    all_trees,
+    tree_of,
+    trees_of,
 )
-from benchmarks.paper.trees import LENGTH_TREES, METHODS, Tree, trees_of
-from benchmarks.tasks import Scores, store
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
+from vllm_treespec.tools.assets import shipped_drafter
 from vllm_treespec.tools.launch import EngineError
-from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, shipped_drafter
+from vllm_treespec.tools.sides import (
+    PLAIN,
+    Acceptance,
+    Cell,
+    CellResult,
+    Job,
+    plain_side,
+)
 
 SD_2 = Tree("sd", (2,))
 RSD_S = Tree("rsd_s", (3, 2))
 RSD_C = Tree("rsd_c", (2, 2))
-
-
-def all_trees() -> list[Tree]:
-    """Every tree of both experiments."""
-    return command.all_trees(["lengths", "budgets"])
 
 
 @pytest.mark.parametrize("tree", all_trees(), ids=lambda tree: tree.name)
@@ -43,6 +51,7 @@ def test_size_of_a_tree_is_what_its_proposer_draws(tree: Tree) -> None:
     """Red when a method's keys or the size of its trees change."""
     max_nodes = PROPOSERS[tree.method](**tree.shape).sizes.max_nodes
     assert max_nodes - 1 == tree.num_drafts
+    assert tree_of(tree.method, tree.shape) == tree
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -106,123 +115,162 @@ def test_standard_error_is_that_of_the_accepted_counts() -> None:
     assert standard_error(acceptance) == pytest.approx(expected)
 
 
-def plan(out: Path, trees: list[Tree], models: str = "weights") -> Plan:
+def plan(out: Path, trees: list[Tree], weights: str = "weights") -> Plan:
     """Make a plan with two prompts."""
-    return Plan(
-        trees=trees,
-        temperatures=[0.3, 1.0],
-        rounds=1,
-        plain_rounds=2,
-        prompts=["hello", "good morning"],
-        target="target",
-        draft="draft",
-        max_tokens=4,
-        batch_size=1,
-        out=out,
-        models=models,
-        commit="abc",
-    )
+    plain = [Cell(batch_size=1, temperature=t) for t in (0.3, 1.0)]
+    engines = [
+        Engine(plain_side(PLAIN, eager=True), plain, rounds=2),
+        *engines_of(trees, "draft", plain, rounds=1),
+    ]
+    job = base_job("target", ["hello", "good morning"], max_tokens=4)
+    return make_plan(job, engines, out, weights)
 
 
-def finish(mine: Plan, run: Run, seconds: float = 1.0, emitted: int = 3) -> None:
-    """Store a run of two answers of three tokens, and its scores."""
+def finish(
+    mine: Plan, engine: Engine, cell: Cell, seconds: float = 1.0, emitted: int = 3
+) -> None:
+    """Store all rounds of a cell of two answers of three tokens."""
     drafted = Acceptance(trees=2, nodes=6, at_least=[emitted - 2])
     result = CellResult(
-        cell=Cell(batch_size=1, temperature=run.temperature),
+        cell=cell,
         seconds=seconds,
         num_tokens=[3, 3],
         tpot_ms=[None, None],
         token_ids=[[1, 2, 3], [1, 2, 4]],
-        acceptance=drafted if run.tree else None,
+        acceptance=drafted if cell.tree else None,
     )
-    stored = StoredRun(
-        run=run, settings=mine.settings, commit="abc", seed=1, result=result
-    )
-    store(mine.file(run), stored)
-    scores = Scores(mean_logprobs=[-1.0 - run.temperature, -2.0 - run.temperature])
-    store(mine.scores_file(run), scores)
+    job = mine.job.model_copy(update={"side": engine.side})
+    for round_ in range(engine.rounds):
+        mine.keep(job, round_, result)
 
 
 def test_one_engine_runs_all_trees_of_a_method(tmp_path: Path) -> None:
-    """Red when a method needs more than one engine, or one too small for its trees."""
+    """Red when a method needs more than one engine a round, or one too small."""
     mine = plan(tmp_path, [SD_2, RSD_C, Tree("rsd_c", (3, 1))])
-    engines = mine.todo()
-    assert [(e[0].method, len(e)) for e in engines] == [
-        ("plain", 4),
-        ("sd", 2),
-        ("rsd_c", 4),
+    todo = mine.todo()
+    assert [(round_, job.side.name, len(job.cells)) for round_, job in todo] == [
+        (0, "plain", 2),
+        (0, "sd", 2),
+        (0, "rsd_c", 4),
+        (1, "plain", 2),
     ]
-    spec = mine.side(engines[2]).engine["speculative_config"]
-    assert [entry["branching_factors"] for entry in spec["schedule"]] == [
-        [2, 2],
-        [3, 1],
+    spec = todo[2][1].side.engine["speculative_config"]
+    scheduled = [entry["branching_factors"] for entry in spec["schedule"]]
+    assert [cell.tree for cell in todo[2][1].cells[::2]] == [
+        {"branching_factors": [2, 2]},
+        {"branching_factors": [3, 1]},
     ]
-    assert parse_spec_config(spec).proposer().sizes.max_nodes == 1 + 6
+    assert [2, 2] in scheduled
+    assert [3, 1] in scheduled
+    assert parse_spec_config(spec).proposer().sizes.max_nodes == 1 + 62
 
 
 def test_finished_trees_are_skipped_and_draw_other_numbers(tmp_path: Path) -> None:
     """Red when a broken-off run starts over, or repeats its random numbers."""
     mine = plan(tmp_path, [SD_2])
-    first = mine.task(mine.todo()[0])
-    finish(mine, first.runs[0])
-    (mine.out / "runs" / "sd-2.t1.0.partial").write_text("cut off")
-    later = mine.task(mine.todo()[0])
-    assert later.runs == first.runs[1:]
-    assert later.job.seed != first.job.seed
-    assert not mine.unscored()
+    first = mine.todo()[1][1]
+    engine = mine.engines[1]
+    finish(mine, engine, engine.cells[0])
+    partial = mine.file(engine.side, engine.cells[1], 0).with_suffix(".partial")
+    partial.write_text("cut off")
+    later = mine.todo()[1][1]
+    assert later.cells == first.cells[1:]
+    assert later.seed != first.seed
+
+
+def test_finished_answers_are_scored_once(tmp_path: Path) -> None:
+    """Red when answers stay without scores, or get them twice."""
+    mine = finished_plan(tmp_path)
+    rescoring = experiment.scoring(mine, mine.finished())
+    [(_, job)] = rescoring.todo()
+    assert len(job.cells) == 2 * 2 + 2 * 4
+    assert all(Path(cell.options["file"]).is_file() for cell in job.cells)
+    score(mine)
+    assert not experiment.scoring(mine, mine.finished()).todo()
 
 
 def test_results_of_other_weights_are_refused(tmp_path: Path) -> None:
     """Red when results of different models can be mixed in one folder."""
     mine = plan(tmp_path, [SD_2])
-    finish(mine, mine.runs()[0])
-    assert len(experiments.finished_runs(mine)) == 1
+    finish(mine, mine.engines[1], mine.engines[1].cells[0])
+    assert len(split_scores(mine, mine.finished())[0]) == 1
     with pytest.raises(ValueError, match="another --out"):
-        experiments.finished_runs(plan(tmp_path, [SD_2], models="others"))
+        plan(tmp_path, [SD_2], weights="others")
 
 
 def test_an_engine_that_fails_does_not_stop_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    """Red when one failing method ends the whole command."""
+    """Red when one failing method ends the whole command, or is tried again."""
     mine = plan(tmp_path, [SD_2, RSD_S])
     done: list[str] = []
 
-    def run_task(task: Task, module: str) -> None:
-        name = task.job.side.name
-        if name == "sd":
+    def run_side(job: Job, log: Path, on_event: Callable[..., None]) -> None:
+        if job.side.name == "sd":
             raise EngineError("sd: no luck")
-        done.append(name)
+        done.append(job.side.name)
 
-    monkeypatch.setattr(tasks, "run_task", run_task)
-    failed = experiments.execute(mine)
-    assert done == ["plain", "rsd_s"]
+    failed = execute(mine, lambda failed: None, run_side)
+    assert done == ["plain", "rsd_s", "plain"]
     assert failed == {"sd": "sd: no luck"}
 
 
 def finished_plan(out: Path) -> Plan:
-    """Make a plan whose runs are all stored; RSD-S emits most and is slowest."""
+    """Make a plan whose cells are all stored; RSD-S emits most and is slowest."""
     mine = plan(out, [SD_2, RSD_C, Tree("rsd_c", (3, 1)), RSD_S])
-    for run in mine.runs():
-        slow = run.tree == RSD_S
-        finish(mine, run, seconds=4.0 if slow else 2.0, emitted=4 if slow else 3)
+    for engine in mine.engines:
+        for cell in engine.cells:
+            slow = engine.side.name == "rsd_s"
+            finish(mine, engine, cell, 4.0 if slow else 2.0, 4 if slow else 3)
     return mine
+
+
+def evidence(mine: Plan) -> report.Content:
+    """What is written about a plan."""
+    finished = mine.finished()
+    origin = report.header({"commit": "abc"}, {"spectr": "no luck"}, finished)
+    parts = ["lengths", "budgets"]
+    return origin | experiment.evidence(mine, parts, 0.1, [], finished)
+
+
+def score(mine: Plan) -> None:
+    """Store scores of all answers, lower the warmer they are."""
+    rescoring = experiment.scoring(mine, mine.finished())
+    warmth = {
+        name_of(c): c.result.cell.temperature
+        for c in split_scores(mine, mine.finished())[0]
+    }
+    for _, job in rescoring.todo():
+        for cell in job.cells:
+            means = [-1.0 - warmth[cell.label], -2.0 - warmth[cell.label]]
+            result = CellResult(
+                cell=cell,
+                seconds=0.0,
+                num_tokens=[],
+                tpot_ms=[],
+                token_ids=[],
+                details={"mean_logprobs": means},
+            )
+            rescoring.keep(job, 0, result)
 
 
 def test_rows_are_relative_to_plain_and_the_best_tree_is_found(tmp_path: Path) -> None:
     """Red when a metric is not normalised, or another than the best tree is shown."""
     mine = finished_plan(tmp_path)
-    rows = rows_of(experiments.finished_runs(mine), size_ratio=0.1)
+    cells, _ = split_scores(mine, mine.finished())
+    rows = rows_of(cells, size_ratio=0.1)
     plain, *_, last = rows
-    assert (plain.block_efficiency, plain.mbsu, plain.token_rate_ratio) == (1, 1, 1)
-    assert last.name == "rsd_s-3x2"
-    assert last.block_efficiency == pytest.approx(2.0)
-    assert last.mbsu == pytest.approx(2.0 / 1.2)
-    assert last.token_rate_ratio == pytest.approx(0.5)
-    [other] = [r for r in rows if r.name == "rsd_c-3.1" and r.temperature == 1]
-    other.token_rate_ratio = 3.0
-    best = best_of(rows, "budgets", trees_of("budgets"))
-    found = {(p.temperature, p.method, p.size, p.metric): p.tree for p in best}
+    relative = ("block_efficiency", "mbsu", "token_rate_ratio")
+    assert [plain[name] for name in relative] == [1, 1, 1]
+    assert last["name"] == "rsd_s-3x2"
+    assert last["block_efficiency"] == pytest.approx(2.0)
+    assert last["mbsu"] == pytest.approx(2.0 / 1.2)
+    assert last["token_rate_ratio"] == pytest.approx(0.5)
+    [other] = [r for r in rows if r["name"] == "rsd_c-3.1" and r["temperature"] == 1]
+    other["token_rate_ratio"] = 3.0
+    best = best_of(rows, "budgets")
+    keys = ("temperature", "method", "size", "metric")
+    found = {tuple(p[key] for key in keys): p["tree"] for p in best}
     assert found[1.0, "rsd_c", 6, "token_rate_ratio"] == "rsd_c-3.1"
     assert (1.0, "sd", 6, "mbsu") not in found
 
@@ -230,36 +278,43 @@ def test_rows_are_relative_to_plain_and_the_best_tree_is_found(tmp_path: Path) -
 def test_law_is_compared_per_method_with_plain(tmp_path: Path) -> None:
     """Red when methods are not pooled over trees, or the control is forgotten."""
     mine = finished_plan(tmp_path)
-    runs = experiments.finished_runs(mine)
-    found = comparisons(samples_of(runs, experiments.finished_scores(mine)))
-    assert [(c.first, c.num_answers) for c in found if not c.control] == [
-        ("rsd_c, temperature 0.3", (4, 4)),
-        ("rsd_c, temperature 1", (4, 4)),
+    score(mine)
+    found = comparisons(*split_scores(mine, mine.finished()))
+    assert [(c["first"], c["num_answers"]) for c in found if not c["control"]] == [
+        ("rsd_c, temperature 0.3", [4, 4]),
+        ("rsd_c, temperature 1", [4, 4]),
     ]
-    assert found[-1].control
-    assert found[-1].difference.interval.mean == pytest.approx(0.7)
+    assert found[-1]["control"]
+    assert found[-1]["difference"]["interval"]["mean"] == pytest.approx(0.7)
     assert smallest_p_value(found) == 1.0
 
 
-def test_reports_are_written(tmp_path: Path) -> None:
-    """Red when a table, plot or the provenance is left out of the results."""
+def test_reports_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a table, plot or the provenance is left out of the results, or cannot
+    be made again from results.json."""
     mine = finished_plan(tmp_path)
-    parts = ["lengths", "budgets"]
-    origin = {"commit": "abc"}
-    command.write_reports(mine, parts, origin, 0.1, [], {"spectr": "no luck"})
+    score(mine)
+    report.write_json(tmp_path, evidence(mine))
+    content = report.read_json(tmp_path)
+    with monkeypatch.context() as without_plots:
+        without_plots.setattr(plot, "line_panels", lambda *args, **options: None)
+        experiment.render(content, tmp_path)
     text = (tmp_path / "results.md").read_text()
     assert "| rsd_s-3x2 | 1 | 2 | 6 | 6 | 2.000 ± 0.000 | 1.667 |" in text
+    assert "| rsd_c, temperature 1; plain, temperature 1 | 4 4 |" in text
     assert "- spectr: no luck" in text
     assert "- commit: abc" in text
-    content = json.loads((tmp_path / "results.json").read_text())
     assert content["runs"][0]["result"]["token_ids"] == [[1, 2, 3], [1, 2, 4]]
+    (tmp_path / "results.md").unlink()
+    experiment.render(content, tmp_path)
+    assert (tmp_path / "results.md").read_text() == text
     assert (tmp_path / "lengths.png").stat().st_size > 0
     assert (tmp_path / "budgets.png").stat().st_size > 0
 
 
 def test_rules_are_ordered_and_recursive_rejection_always_accepts() -> None:
     """Red when a rule's acceptance rate is wrong on two tokens."""
-    rates = [np.array(rule) for rule in toy.compute(grid=5).rates.values()]
+    rates = [np.array(rule) for rule in toy.compute(grid=5)["rates"].values()]
     for lower, higher in itertools.pairwise(rates):
         assert (lower <= higher + 1e-9).all()
     assert rates[-1] == pytest.approx(1.0)
@@ -271,7 +326,7 @@ def test_toy_is_written(tmp_path: Path) -> None:
     """Red when the figure or its table is left out."""
     small = toy.compute(grid=3)
     toy.write(small, tmp_path)
-    assert json.loads((tmp_path / "toy.json").read_text())["rates"] == small.rates
+    assert json.loads((tmp_path / "toy.json").read_text()) == small
     assert "| 0.5 | 0.9 | 0.8000 |" in (tmp_path / "toy.md").read_text()
     assert (tmp_path / "toy.png").stat().st_size > 0
 
@@ -280,23 +335,21 @@ def test_references_are_read_or_refused_by_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when prompts and references can fall out of step."""
+    monkeypatch.setattr(references, "NEEDED", {})
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a", "r": "x"}\n\n{"prompt": "b", "r": "y"}\n')
     assert references.load_references(path, "r") == ["x", "y"]
     with pytest.raises(ValueError, match="line 1 holds no text under 'q'"):
         references.load_references(path, "q")
-    assert references.repeated(["x", "y"], 4) == ["x", "y", "x", "y"]
     monkeypatch.setattr(references, "NEEDED", {"no_such_module": "no-such-module"})
     with pytest.raises(ValueError, match="pip install"):
-        references.check_packages()
+        references.load_references(path, "r")
 
 
 def cli(*arguments: str) -> tuple[int, str]:
     """Run the command with the shipped draft model in both places."""
-    app = command.typer.Typer()
-    app.command()(command.paper)
     models = ["--target", shipped_drafter(), "--draft", shipped_drafter()]
-    done = CliRunner().invoke(app, [*models, *arguments])
+    done = CliRunner().invoke(app, ["rsd", *models, *arguments])
     return done.exit_code, done.output
 
 
@@ -304,7 +357,7 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     """Red when --dry-run starts engines or touches the output folder."""
     code, output = cli("--dry-run", "--out", str(tmp_path / "out"))
     assert code == 0
-    assert "142 runs to do in 5 engines" in output
+    assert "142 cells to measure in 12 engines" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -315,6 +368,7 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
         (["--sides", "rsd_x"], "there is no tree 'rsd_x'"),
         (["--temperatures", "0.3;1"], "no list of numbers"),
         (["--draft", "no/such/folder"], "holds no *.safetensors"),
+        (["--draft", "none"], "need a draft model"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
@@ -326,6 +380,50 @@ def test_wrong_options_are_refused_in_one_line(
     assert message in output
 
 
-def test_no_trees_no_runs(tmp_path: Path) -> None:
+def test_no_trees_no_engines() -> None:
     """Red when the toy alone starts an engine."""
-    assert dataclasses.replace(plan(tmp_path, [SD_2]), trees=[]).runs() == []
+    code, output = cli("--dry-run", "--parts", "toy")
+    assert code == 0, output
+    assert "engines" not in output
+
+
+class FakeTokenizer:
+    """Writes an answer as its numbers."""
+
+    @classmethod
+    def from_pretrained(cls, folder: str) -> "FakeTokenizer":
+        return cls()
+
+    def batch_decode(self, answers: list[list[int]], **options: bool) -> list[str]:
+        return [" ".join(map(str, answer)) for answer in answers]
+
+
+def test_answers_are_scored_against_their_own_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when answers and references fall out of step, or rounds are left out."""
+    seen: list[tuple[str, str]] = []
+
+    class Rouge:
+        def __init__(self, kinds: list[str], use_stemmer: bool) -> None:
+            """As rouge_score.rouge_scorer.RougeScorer."""
+
+        def score(self, reference: str, text: str) -> dict[str, SimpleNamespace]:
+            seen.append((reference, text))
+            return {"rouge2": SimpleNamespace(fmeasure=0.5)}
+
+    def corpus_bleu(texts: list[str], expected: list[list[str]]) -> SimpleNamespace:
+        return SimpleNamespace(score=float(len(texts) == len(expected[0])))
+
+    modules = {
+        "sacrebleu": SimpleNamespace(corpus_bleu=corpus_bleu),
+        "rouge_score.rouge_scorer": SimpleNamespace(RougeScorer=Rouge),
+    }
+    monkeypatch.setattr(references, "import_module", modules.__getitem__)
+    monkeypatch.setattr("transformers.AutoTokenizer", FakeTokenizer)
+    mine = finished_plan(tmp_path)
+    cells, _ = split_scores(mine, mine.finished())
+    first = references.text_scores(cells, ["x", "y"], "target")[0]
+    assert (first["method"], first["num_answers"]) == ("plain", 4)
+    assert (first["rouge_2"], first["bleu"]) == (50.0, 1.0)
+    assert seen[:4] == [("x", "1 2 3"), ("y", "1 2 4")] * 2

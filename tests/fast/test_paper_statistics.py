@@ -4,28 +4,30 @@ import numpy as np
 import pytest
 from scipy.stats import chi2_contingency
 
-from benchmarks.paper.statistics import (
+from benchmarks.rsd.law import (
     chi_square,
     indicator,
+    interval,
     mean_difference,
-    stratified_mean,
     token_chi_square,
 )
 
 PERMUTATIONS = 499
 
 
-def normal(shift: float, count: int, seed: int) -> list[np.ndarray]:
+def normal(shift: float, count: int, seed: int) -> np.ndarray:
     """Values around a mean that differs between prompts."""
-    draws = np.random.default_rng(seed)
-    return [draws.normal(10 * prompt + shift, 1, count) for prompt in range(8)]
+    means = 10 * np.arange(8)[:, None] + shift
+    return np.random.default_rng(seed).normal(means, 1, (8, count))
 
 
 def p_of_means(shift: float, seed: int) -> float:
     """p-value for a sample that is shifted against the other."""
     first, second = normal(shift, 20, 2 * seed), normal(0, 8, 2 * seed + 1)
     draws = np.random.default_rng(seed)
-    return mean_difference(first, second, draws, PERMUTATIONS).p_value
+    return float(
+        mean_difference(first, second, draws, permutations=PERMUTATIONS)["p_value"]
+    )
 
 
 def test_shifted_likelihoods_are_noticed_and_equal_ones_are_not() -> None:
@@ -41,9 +43,10 @@ def test_interval_covers_the_true_difference() -> None:
     """Red when the spread between prompts widens the interval, or it is too narrow."""
     covered = 0
     for seed in range(100):
-        interval = stratified_mean(normal(0, 6, seed))
-        covered += interval.low < 35 < interval.high
-        assert interval.high - interval.low < 1
+        values = normal(0, 6, seed)
+        found = interval(float(values.mean()), values)
+        covered += found["low"] < 35 < found["high"]
+        assert found["high"] - found["low"] < 1
     assert covered >= 85
 
 
@@ -58,7 +61,7 @@ def p_of_tokens(law: list[float], seed: int) -> float:
     """p-value for a sample of this law against one of a fixed law."""
     first, second = tokens(law, 30, 2 * seed), tokens([0.5, 0.3, 0.2], 10, 2 * seed + 1)
     draws = np.random.default_rng(seed)
-    p_value = token_chi_square(first, second, draws, PERMUTATIONS)
+    p_value = token_chi_square(first, second, draws, permutations=PERMUTATIONS)
     assert p_value is not None
     return p_value
 
@@ -83,3 +86,14 @@ def test_too_few_tokens_give_no_p_value() -> None:
     """Red when tokens seen once or twice are taken for evidence."""
     draws = np.random.default_rng(0)
     assert token_chi_square([[[1], [1]]], [[[1], [2]]], draws) is None
+
+
+def test_small_samples_are_permuted_in_all_ways_within_their_prompts() -> None:
+    """Red when p-values are not exact, or labels move between prompts.
+
+    Of the 6 x 6 labellings of two answers each, the one seen and its mirror image
+    differ most. The prompts' own means are far apart.
+    """
+    first, second = np.array([[3.0, 4], [103, 104]]), np.array([[1.0, 2], [101, 102]])
+    draws = np.random.default_rng(0)
+    assert mean_difference(first, second, draws)["p_value"] == pytest.approx(2 / 36)

@@ -1,19 +1,21 @@
 """The ReDrafter paper's evidence: runs, numbers, resuming, reports. No engine."""
 
-import dataclasses
-import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
+from vllm.outputs import RequestOutput
 
-from benchmarks import tasks
-from benchmarks.redrafter import __main__ as command
-from benchmarks.redrafter import experiments
+from benchmarks.__main__ import app
+from benchmarks.harness import plot, report
+from benchmarks.harness.plan import Engine, Plan, base_job, execute, make_plan
+from benchmarks.harness.rescoring import name_of, split_scores
 from benchmarks.redrafter.chains import (
     FILLER_TOKEN,
     Chains,
@@ -21,23 +23,19 @@ from benchmarks.redrafter.chains import (
     use_chains,
     without_sharing,
 )
-from benchmarks.redrafter.experiments import Plan, StoredRun, Task
+from benchmarks.redrafter.engine import chains as measure_chains
+from benchmarks.redrafter.engine import traced
+from benchmarks.redrafter.experiment import engines_of, evidence, scoring
 from benchmarks.redrafter.parts import (
     PARTS,
     SIDES,
     TABLE2_TEMPERATURES,
+    TRACED,
     Beams,
-    Run,
     Sizes,
-    distinct,
 )
-from benchmarks.redrafter.rows import (
-    Evidence,
-    compression_of,
-    percentile,
-    stretches_of,
-)
-from benchmarks.tasks import Scores, store
+from benchmarks.redrafter.report import render
+from benchmarks.redrafter.rows import Evidence, compression_of, stretches_of
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import TreeBatch, ancestor_mask, preorder
@@ -51,9 +49,10 @@ from vllm_treespec.heads import (
 from vllm_treespec.proposers import Proposer
 from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.tools.launch import EngineError
-from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
+from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job
 
-BEAMS = Beams(beam_width=4, length=4, num_drafts=15)
+SIZES = Sizes(Beams(beam_width=4, length=4, num_drafts=15), 8, num_prompts=2)
+WEIGHTS = {name: {"sha256": name} for name in ("target", "redrafter", "medusa")}
 
 
 def head_folders(folder: Path) -> dict[str, str]:
@@ -75,93 +74,124 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return head_folders(tmp_path_factory.mktemp("heads"))
 
 
-def plan(out: Path, heads: dict[str, str], parts: tuple[str, ...] = PARTS) -> Plan:
+def plan(
+    out: Path,
+    heads: dict[str, str],
+    parts: tuple[str, ...] = PARTS,
+    rounds: int = 1,
+    **deciding: object,
+) -> Plan:
     """Make a plan with two prompts and short answers."""
-    return Plan(
-        entries=Sizes(BEAMS, max_tokens=8).entries(parts),
-        rounds=1,
-        prompts=["hello", "good morning"],
-        target="target",
-        heads=heads,
-        eager=True,
-        out=out,
-        models={name: {"sha256": name} for name in ("target", "redrafter", "medusa")},
-        commit="abc",
-    )
+    entries = SIZES.entries(parts)
+    engines = engines_of(SIZES, entries, heads, eager=True, rounds=rounds)
+    job = base_job("target", ["hello", "good morning"], max_tokens=2)
+    return make_plan(job, engines, out, {**WEIGHTS, **deciding})
 
 
-def finish(mine: Plan, run: Run, round_: int = 0, seconds: float = 1.0) -> None:
-    """Store a run of two answers of 8 tokens, and its scores."""
+def finish(
+    mine: Plan, engine: Engine, cell: Cell, round_: int = 0, seconds: float = 1.0
+) -> None:
+    """Store a cell of two answers of 8 tokens."""
     drafted = Acceptance(trees=4, nodes=24, at_least=[3, 1])
+    steps = {"step_tokens": [[1, 2, 3, 2], [1, 4, 3]], "node_counts": {5: 1, 7: 3}}
     result = CellResult(
-        cell=Cell(batch_size=run.batch_size, temperature=run.temperature),
+        cell=cell,
         seconds=seconds,
         num_tokens=[8, 8],
         tpot_ms=[1.0, 1.0],
         token_ids=[[1] * 8, [2] * 8],
-        acceptance=drafted if run.tree else None,
+        acceptance=drafted if cell.tree else None,
+        details=steps if cell.measure == TRACED else {},
     )
-    stored = StoredRun(
-        run=run,
-        round=round_,
-        settings=mine.settings(run.side),
-        commit="abc",
-        seed=1,
-        result=result,
-        node_counts={5: 1, 7: 3} if run.tree else {},
-        step_tokens=[[1, 2, 3, 2], [1, 4, 3]] if run.traced else [],
-    )
-    store(mine.file(run, round_), stored)
-    if run in mine.scored:
-        means = [-1.0 - run.temperature, -2.0 - run.temperature]
-        store(mine.scores_file(run, round_), Scores(mean_logprobs=means))
+    job = mine.job.model_copy(update={"side": engine.side})
+    mine.keep(job, round_, result)
+
+
+def score(mine: Plan) -> None:
+    """Store scores of the tables' answers, lower the warmer they are."""
+    rescoring = scoring(mine, SIZES.entries(), mine.finished())
+    warmth = {
+        name_of(c): c.result.cell.temperature
+        for c in split_scores(mine, mine.finished())[0]
+    }
+    for _, job in rescoring.todo():
+        for cell in job.cells:
+            means = [-1.0 - warmth[cell.label], -2.0 - warmth[cell.label]]
+            result = CellResult(
+                cell=cell,
+                seconds=0.0,
+                num_tokens=[],
+                tpot_ms=[],
+                token_ids=[],
+                details={"mean_logprobs": means},
+            )
+            rescoring.keep(job, 0, result)
 
 
 def finished_plan(out: Path, heads: dict[str, str]) -> Plan:
-    """Make a plan whose runs are all stored; ours take half as long as plain."""
+    """Make a plan whose cells are all stored; ours take half as long as plain."""
     mine = plan(out, heads)
-    for run in mine.runs:
-        finish(mine, run, seconds=1.0 if run.tree else 2.0)
+    for engine in mine.engines:
+        for cell in engine.cells:
+            finish(mine, engine, cell, seconds=1.0 if cell.tree else 2.0)
+    score(mine)
     return mine
 
 
-def evidence(mine: Plan) -> Evidence:
-    """Read what is stored."""
-    runs = experiments.finished_runs(mine)
-    return Evidence(runs, experiments.finished_scores(mine, runs))
+def rows_of(mine: Plan, parts: tuple[str, ...] = PARTS) -> list[dict[str, Any]]:
+    """Make rows of what is stored."""
+    cells, scores = split_scores(mine, mine.finished())
+    return Evidence(cells, scores).rows(SIZES.entries(parts))["rows"]
 
 
 def test_every_side_has_one_valid_engine_for_all_its_trees(
     tmp_path: Path, heads: dict[str, str]
 ) -> None:
     """Red when a side needs two engines, or the spec-config's keys change."""
-    mine = plan(tmp_path, heads)
-    tasks = mine.todo()
-    assert [runs[0].side for _, runs in tasks] == list(SIDES)
-    for _, runs in tasks[1:]:
-        side = mine.side(runs[0].side)
-        config = parse_spec_config(side.engine["speculative_config"])
-        trees = [tree.config for tree in config.scheduled()]
-        for run in runs:
-            assert run.tree is not None
-            assert any(tree == tree.with_shape(run.tree) for tree in trees), run.name
+    jobs = [job for _, job in plan(tmp_path, heads).todo()]
+    assert [job.side.name for job in jobs] == list(SIDES)
+    for job in jobs[1:]:
+        config = parse_spec_config(job.side.engine["speculative_config"])
+        trees = [tree.config for tree in config.scheduled_trees()]
+        for cell in job.cells:
+            assert cell.tree is not None
+            assert any(tree == tree.with_shape(cell.tree) for tree in trees), cell.name
+
+
+def test_engines_are_the_same_whatever_parts_are_chosen(
+    tmp_path: Path, heads: dict[str, str]
+) -> None:
+    """Red when a part that is added later is measured with another engine."""
+    all_sides = {
+        engine.side.name: engine.side for engine in plan(tmp_path, heads).engines
+    }
+    for engine in plan(tmp_path, heads, ("figure5",)).engines:
+        assert engine.side == all_sides[engine.side.name]
 
 
 def test_runs_of_several_parts_are_run_once(
     tmp_path: Path, heads: dict[str, str]
 ) -> None:
     """Red when a run gets two names, or two runs one name."""
-    mine = plan(tmp_path, heads)
-    names = [run.name for run in mine.runs]
+    engines = plan(tmp_path, heads).engines
+    names = [(engine.side.name, c.name) for engine in engines for c in engine.cells]
     assert len(set(names)) == len(names) == 54
-    assert len(mine.entries) == 58
-    assert not [run for run in mine.scored if run.traced or run.batch_size > 1]
+    entries = SIZES.entries()
+    assert len(entries) == 58
+    fields = {(e.key, e.cell.model_dump_json()) for e in entries}
+    assert len(fields) == 54
+
+
+def test_a_batch_repeats_prompts_where_there_are_too_few() -> None:
+    """Red when a large batch of figure 6 is not full, or prompts are left out."""
+    found = {e.cell.batch_size: e.cell.num_prompts for e in SIZES.entries(["figure6"])}
+    assert found == {1: None, 2: None, 4: 4, 8: 8, 16: 16}
 
 
 def test_table_2_compares_all_sides_at_all_temperatures() -> None:
     """Red when a way of acceptance or a temperature is dropped."""
-    rows = Sizes(BEAMS, 8).entries(["table2"])
-    found = {(e.run.side, e.run.temperature) for e in rows if e.run.temperature}
+    rows = SIZES.entries(["table2"])
+    found = {(e.side, e.cell.temperature) for e in rows if e.cell.temperature}
     assert len(found) == 4 * len(TABLE2_TEMPERATURES)
 
 
@@ -170,20 +200,16 @@ def test_finished_runs_are_skipped_and_other_heads_refused(
 ) -> None:
     """Red when a cut run starts over, or results of other weights are mixed in."""
     mine = plan(tmp_path, heads, ("figure5",))
-    [(_, runs)] = mine.todo()
-    first = mine.task(0, runs)
-    finish(mine, runs[0])
-    [(_, left)] = mine.todo()
-    assert left == runs[1:]
-    later = mine.task(0, left)
-    assert later.job.seed != first.job.seed
-    assert later.job.side == first.job.side
-    others = {**mine.models, "redrafter": {"sha256": "other"}}
+    [(_, first)] = mine.todo()
+    finish(mine, mine.engines[0], first.cells[0])
+    [(_, later)] = mine.todo()
+    assert later.cells == first.cells[1:]
+    assert later.seed != first.seed
+    assert later.side == first.side
     with pytest.raises(ValueError, match="another --out"):
-        experiments.finished_runs(dataclasses.replace(mine, models=others))
-    no_matter = {**mine.models, "medusa": {"sha256": "other"}}
-    kept = experiments.finished_runs(dataclasses.replace(mine, models=no_matter))
-    assert len(kept) == 1
+        plan(tmp_path, heads, redrafter={"sha256": "other"})
+    with pytest.raises(ValueError, match="another --out"):
+        plan(tmp_path, heads, eager=False)
 
 
 def test_only_answers_of_the_tables_are_scored(
@@ -191,26 +217,29 @@ def test_only_answers_of_the_tables_are_scored(
 ) -> None:
     """Red when figures are scored, too, or scores are computed twice."""
     mine = finished_plan(tmp_path, heads)
-    assert not mine.unscored()
-    mine.scores_file(mine.scored[0], 0).unlink()
-    task = mine.rescoring()
-    assert (task.runs, task.rounds, task.rescore) == (mine.scored[:1], [0], True)
+    entries = SIZES.entries()
+    rescoring = scoring(mine, entries, mine.finished())
+    assert not rescoring.todo()
+    [engine] = rescoring.engines
+    assert len(engine.cells) == len({e.key for e in SIZES.entries(PARTS[:2])})
+    rescoring.file(engine.side, engine.cells[0], 0).unlink()
+    [(_, job)] = scoring(mine, entries, mine.finished()).todo()
+    assert job.cells == engine.cells[:1]
 
 
 def test_a_side_that_fails_does_not_stop_the_others(
-    tmp_path: Path, heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, heads: dict[str, str]
 ) -> None:
     """Red when one failing engine ends the command, or is tried in every round."""
-    mine = dataclasses.replace(plan(tmp_path, heads), rounds=2)
+    mine = plan(tmp_path, heads, rounds=2)
     started: list[str] = []
 
-    def run_task(task: Task, module: str) -> None:
-        started.append(task.job.side.name)
-        if task.job.side.name == "medusa":
+    def run_side(job: Job, log: Path, on_event: Callable[..., None]) -> None:
+        started.append(job.side.name)
+        if job.side.name == "medusa":
             raise EngineError("medusa: no luck")
 
-    monkeypatch.setattr(tasks, "run_task", run_task)
-    failed = experiments.execute(mine, after_task=lambda failed: None)
+    failed = execute(mine, lambda failed: None, run_side)
     assert failed == {"medusa": "medusa: no luck"}
     assert started == [*SIDES, *(side for side in SIDES if side != "medusa")]
 
@@ -219,68 +248,138 @@ def test_speed_ups_are_medians_of_ratios_within_a_round(
     tmp_path: Path, heads: dict[str, str]
 ) -> None:
     """Red when speeds of different rounds are compared, or another plain run."""
-    parts = ("table1",)
-    mine = dataclasses.replace(plan(tmp_path, heads, parts), rounds=3)
-    for run in mine.runs:
-        for round_, load in enumerate((1.0, 3.0, 10.0)):
-            fast = 2.0 if run.tree else 1.0
-            finish(mine, run, round_, seconds=load / fast * (1 + run.temperature))
-    rows = {row.label: row for row in evidence(mine).rows(mine.entries)}
+    mine = plan(tmp_path, heads, ("table1",), rounds=3)
+    for engine in mine.engines:
+        for cell in engine.cells:
+            for round_, load in enumerate((1.0, 3.0, 10.0)):
+                fast = 2.0 if cell.tree else 1.0
+                seconds = load / fast * (1 + cell.temperature)
+                finish(mine, engine, cell, round_, seconds=seconds)
+    rows = {row["label"]: row for row in rows_of(mine, ("table1",))}
     typical = rows["ReDrafter, typical (lossy)"]
-    assert typical.rounds == 3
-    assert typical.speedup == pytest.approx(2.0)
-    assert typical.speedup_over_greedy == pytest.approx(2.0 / 1.7)
-    assert rows["plain, greedy"].speedup == 1
-    assert typical.tokens_per_step is not None
-    assert typical.tokens_per_step.mean == pytest.approx(2.0)
-    assert typical.mean_drafts == pytest.approx(5.0)
+    assert typical["rounds"] == 3
+    assert typical["speedup"] == pytest.approx(2.0)
+    assert typical["speedup_over_greedy"] == pytest.approx(2.0 / 1.7)
+    assert rows["plain, greedy"]["speedup"] == 1
+    assert rows["plain, greedy"]["tokens_per_step"] is None
+    assert typical["tokens_per_step"]["mean"] == pytest.approx(2.0)
+    assert typical["mean_drafts"] == pytest.approx(5.0)
 
 
 def test_quality_is_per_prompt_and_against_greedy_plain(
     tmp_path: Path, heads: dict[str, str]
 ) -> None:
     """Red when the errors are not over prompts, or the gain is not paired."""
-    mine = finished_plan(tmp_path, heads)
-    rows = evidence(mine).rows(mine.entries)
-    [row] = [r for r in rows if (r.label, r.temperature) == ("rejection", 0.3)]
-    assert row.quality is not None
-    assert row.quality.mean == pytest.approx(-1.8)
-    assert row.quality.error == pytest.approx(0.5)
-    assert row.quality_gain is not None
-    assert row.quality_gain.mean == pytest.approx(-0.3)
-    assert row.quality_gain.error == pytest.approx(0.0, abs=1e-9)
-    assert not [r for r in rows if r.part == "figure6" and r.quality]
+    rows = rows_of(finished_plan(tmp_path, heads))
+    [row] = [r for r in rows if (r["label"], r["temperature"]) == ("rejection", 0.3)]
+    assert row["quality"]["mean"] == pytest.approx(-1.8)
+    assert row["quality"]["error"] == pytest.approx(0.5)
+    assert row["quality_gain"]["mean"] == pytest.approx(-0.3)
+    assert row["quality_gain"]["error"] == pytest.approx(0.0, abs=1e-9)
+    assert not [r for r in rows if r["part"] == "figure6" and r["quality"]]
 
 
 def test_stretches_leave_out_the_prompt_and_the_cut_end() -> None:
     """Red when a step counts in another stretch than the one it begins in."""
-    [run, *_] = distinct(Sizes(BEAMS, max_tokens=4).entries(["figure5"]))
-    assert run.max_tokens == 8
-    found = stretches_of(run, [[1, 2, 3, 2], [1, 4, 3]])
+    tree = {"beam_width": 4, "length": 5}
+    cell = Cell(batch_size=1, temperature=0.0, tree=tree, max_tokens=8)
+    found = stretches_of(cell, [[1, 2, 3, 2], [1, 4, 3]])
     # steps begin after 1 and 3 tokens, and after 1; stretches are of two tokens
-    assert [(s.first, s.last, s.num_steps) for s in found] == [(1, 2, 2), (3, 4, 1)]
-    assert [s.tokens_per_step.mean for s in found] == [3.0, 3.0]
-    assert found[0].tokens_per_step.error == pytest.approx(1.0)
+    keys = ("first", "last", "num_steps")
+    assert [tuple(s[key] for key in keys) for s in found] == [(1, 2, 2), (3, 4, 1)]
+    assert [s["tokens_per_step"]["mean"] for s in found] == [3.0, 3.0]
+    assert found[0]["tokens_per_step"]["error"] == pytest.approx(1.0)
+
+
+def figure5_cell() -> Cell:
+    """The first beam width."""
+    return SIZES.entries(["figure5"])[0].cell
+
+
+class FakeEngine:
+    """An engine whose answers take steps of 1, 2 and 1 tokens."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.num_requests = 0
+        self.job = SimpleNamespace(max_tokens=2)
+        self.llm = SimpleNamespace(collective_rpc=self.collective_rpc, llm_engine=self)
+        self.left: list[list[int]] = []
+
+    def collective_rpc(self, call: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((call, args))
+        return [{"node_counts": {5: 3}}]
+
+    def prompts_of(self, cell: Cell) -> list[str]:
+        return ["hello", "good morning"]
+
+    def params(self, temperature: float, max_tokens: int) -> SimpleNamespace:
+        assert max_tokens == 16
+        return SimpleNamespace()
+
+    def read_counters(self) -> list[int]:
+        return []
+
+    def add_acceptance(self, result: CellResult, before: list[int]) -> None:
+        result.steps = 2
+
+    def add_request(self, name: str, prompt: str, params: SimpleNamespace) -> None:
+        self.left = [[1], [2, 3], [4]]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        output = RequestOutput.__new__(RequestOutput)
+        output.outputs = [SimpleNamespace(token_ids=self.left.pop(0))]
+        return [output]
+
+    def time_answers(self, cell: Cell) -> str:
+        self.calls.append("time")
+        return "result"
+
+
+def test_steps_are_traced_with_their_trees() -> None:
+    """Red when figure 5 loses its steps, its nodes or the answers."""
+    engine: Any = FakeEngine()
+    result = traced(engine, figure5_cell())
+    assert result.details["step_tokens"] == [[1, 2, 1], [1, 2, 1]]
+    assert result.details["node_counts"] == {5: 3}
+    assert result.token_ids == [[1, 2, 3, 4]] * 2
+    assert (result.num_tokens, result.steps) == ([4, 4], 2)
+
+
+def test_chains_are_timed_and_then_put_away() -> None:
+    """Red when beams without tree attention are not measured, or stay."""
+    engine: Any = FakeEngine()
+    assert measure_chains(engine, figure5_cell()) == "result"
+    assert engine.calls == [
+        (use_chains, (True,)),
+        "time",
+        (use_chains, (False,)),
+    ]
 
 
 def test_compression_holds_mean_and_percentiles() -> None:
     """Red when roots are counted, or a percentile is not of the trees."""
-    run = Run(side="redrafter", tree={"beam_width": 4, "length": 5}, max_tokens=8)
+    tree = {"beam_width": 4, "length": 5}
+    cell = Cell(batch_size=1, temperature=0.0, tree=tree, max_tokens=8)
     values = np.random.default_rng(0).integers(5, 20, size=500)
     counts = Counter(values.tolist())
-    found = compression_of(run, counts)
-    assert (found.num_candidates, found.num_trees) == (20, 500)
-    assert found.mean == pytest.approx(values.mean())
+    found = compression_of(cell, counts)
+    assert (found["num_candidates"], found["num_trees"]) == (20, 500)
+    assert found["mean"] == pytest.approx(values.mean())
     low, high = np.percentile(values, [1, 99], method="inverted_cdf")
-    assert (found.low, found.high) == (low, high)
-    assert percentile(Counter({7: 1}), 0.5) == 7
+    assert (found["low"], found["high"]) == (low, high)
+    one = compression_of(cell, Counter({7: 1}))
+    assert (one["low"], one["high"]) == (7, 7)
 
 
 def test_workers_count_trees_by_their_nodes() -> None:
     """Red when figure 5b has nothing to be made of."""
     stats = StepStats()
-    stats.observe([5, 7], [0, 2])
-    stats.observe([7], [1])
+    stats.count_trees([5, 7], [0, 2])
+    stats.count_trees([7], [1])
     assert stats.as_dict()["node_counts"] == {5: 1, 7: 2}
     stats.reset()
     assert stats.as_dict()["node_counts"] == {}
@@ -329,7 +428,7 @@ def test_a_worker_goes_from_tree_to_chains_and_back() -> None:
     """Red when a worker's proposers or a beam's sizes are kept elsewhere."""
     beams = ReDrafter(beam_width=2, length=4, num_drafts=8)
     proposers: list[Proposer | None] = [None, beams]
-    schedule = SimpleNamespace(always=1)
+    schedule = SimpleNamespace(forced_index=1)
     method = SimpleNamespace(schedule=schedule, proposers=proposers)
     decoder = SimpleNamespace(method=method)
     worker = SimpleNamespace(model_runner=SimpleNamespace(decoder=decoder))
@@ -343,21 +442,35 @@ def test_a_worker_goes_from_tree_to_chains_and_back() -> None:
     assert method.proposers == [None, beams]
 
 
-def test_reports_hold_all_parts(tmp_path: Path, heads: dict[str, str]) -> None:
-    """Red when a table, a picture or the provenance is left out of the results."""
-    mine = finished_plan(tmp_path, heads)
-    origin = {"commit": "abc"}
-    command.write_reports(mine, origin, {"medusa-typical": "no luck"})
-    text = (tmp_path / "results.md").read_text()
+def written(mine: Plan, heads: dict[str, str], **failed: str) -> str:
+    """Write reports and return results.md."""
+    finished = mine.finished()
+    content = report.header({"commit": "abc"}, failed, finished)
+    content |= evidence(mine, SIZES.entries(), heads, finished)
+    report.write_json(mine.out, content)
+    render(report.read_json(mine.out), mine.out)
+    return (mine.out / "results.md").read_text()
+
+
+def test_reports_hold_all_parts(
+    tmp_path: Path, heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a table, a picture or the provenance is left out of the results, or
+    cannot be made again from results.json."""
+    text = written(finished_plan(tmp_path, heads), heads, medusa="no luck")
     assert "| ReDrafter, greedy | 0.00 M | 0 | 16.0 | 2.00 ± 0.35 | 2.00× |" in text
     assert "| 12 × 5 | 60 | 5.5 | 4 | 6 | 10.91 | 4 |" in text
     assert "| ReDrafter, 8 beams, no tree attention | 16 | 1.0 | 16.0 |" in text
-    assert "- medusa-typical: no luck" in text
+    assert "- medusa: no luck" in text
     assert "- commit: abc" in text
-    content = json.loads((tmp_path / "results.json").read_text())
+    content = report.read_json(tmp_path)
     assert {row["part"] for row in content["rows"]} == {"table1", "table2", "figure6"}
     for name in PARTS:
         assert (tmp_path / f"{name}.png").stat().st_size > 0
+    for name in ("line_panels", "bar_panels", "side_by_side"):
+        monkeypatch.setattr(plot, name, lambda *args, **options: None)
+    render(content, tmp_path)
+    assert (tmp_path / "results.md").read_text() == text
 
 
 def test_reports_are_written_of_what_is_finished(
@@ -365,20 +478,18 @@ def test_reports_are_written_of_what_is_finished(
 ) -> None:
     """Red when a cut run leaves no results, as while plain decoding is missing."""
     mine = plan(tmp_path, heads)
-    [run] = [r for r in mine.runs if r.side == "redrafter-typical"][:1]
-    finish(mine, run)
-    command.write_reports(mine, {}, {})
-    assert "ReDrafter, typical (lossy)" in (tmp_path / "results.md").read_text()
+    [engine] = [e for e in mine.engines if e.side.name == "redrafter-typical"]
+    warm = [cell for cell in engine.cells if cell.temperature == 0.7]
+    finish(mine, engine, warm[0])
+    assert "ReDrafter, typical (lossy)" in written(mine, heads)
     assert (tmp_path / "table1.png").stat().st_size > 0
 
 
 def cli(heads: dict[str, str], *arguments: str) -> tuple[int, str]:
     """Run the command with tiny heads."""
-    app = command.typer.Typer()
-    app.command()(command.redrafter)
     models = [f"--{method}={folder}" for method, folder in heads.items()]
     target = ["--target", heads["redrafter"]]
-    done = CliRunner().invoke(app, [*target, *models, *arguments])
+    done = CliRunner().invoke(app, ["redrafter", *target, *models, *arguments])
     return done.exit_code, done.output
 
 
@@ -388,7 +499,7 @@ def test_dry_run_starts_and_writes_nothing(
     """Red when --dry-run starts engines or touches the output folder."""
     code, output = cli(heads, "--dry-run", "--out", str(tmp_path / "out"))
     assert code == 0, output
-    assert "54 runs to do in 6 engines" in output
+    assert "54 cells to measure in 6 engines" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -410,12 +521,10 @@ def test_wrong_options_are_refused_in_one_line(
 
 
 def test_a_head_of_the_wrong_kind_is_refused(
-    heads: dict[str, str], tmp_path: Path
+    heads: dict[str, str],
 ) -> None:
-    """Red when heads can be mixed up; only heads that are needed are looked at."""
+    """Red when heads can be mixed up."""
     mixed = {**heads, "medusa": heads["redrafter"]}
     code, output = cli(mixed, "--dry-run")
     assert code == 1
     assert "holds a redrafter head" in output
-    out = str(tmp_path / "out")
-    assert cli(mixed, "--dry-run", "--only", "figure5", "--out", out)[0] == 0

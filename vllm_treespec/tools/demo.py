@@ -14,20 +14,24 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_treespec.tools.assets import AssetError, ensure_target
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.tools.assets import (
+    REDRAFTER,
+    AssetError,
+    ensure_target,
+    shipped_drafter,
+)
 from vllm_treespec.tools.launch import EngineError
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, load_workloads
-from vllm_treespec.tools.rows import WORTH_IT, Row, summarise, with_speedups
+from vllm_treespec.tools.rows import MIN_SPEEDUP, Row, summarise, with_speedups
 from vllm_treespec.tools.sides import (
     PLAIN,
-    REDRAFTER,
     Cell,
     Job,
     Side,
     SideResult,
     plain_side,
     run_side,
-    shipped_drafter,
     tree_side,
 )
 
@@ -61,11 +65,11 @@ def main(
     """
     console = Console(soft_wrap=True)
     try:
+        # The head first: getting the target takes a download.
+        sides = sides_of(head or shipped_drafter(REDRAFTER))
         target = target or str(ensure_target())
-        head = head or shipped_drafter(REDRAFTER)
-    except AssetError as error:
+    except (AssetError, SpecConfigError) as error:
         raise SystemExit(f"treespec demo: {error}") from None
-    sides = sides_of(head)
     plain, suffix = sides[1], sides[2]
     found = load_workloads(prompts)
     asked = {name: found[name][:NUM_PROMPTS] for name in WORKLOADS if name in found}
@@ -319,7 +323,7 @@ def advice(rows: Sequence[Row], sides: Sequence[Side]) -> list[str]:
             for row in ours
             if row.side == best.side
         )
-        if (best.speedup or 0.0) < WORTH_IT:
+        if (best.speedup or 0.0) < MIN_SPEEDUP:
             lines.append(
                 f"{workload}: use plain vLLM on this small target; the best method, "
                 f"{best.family}, runs at {speedups}."

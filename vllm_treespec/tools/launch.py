@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,9 @@ def launch(
                 event = json.loads(line)
                 done = event["event"] == "done"
                 on_event(event)
+            # a process that ends by itself has a status that says why
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
         except BrokenPipeError:
             done = False
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ def load_prompts(path: Path) -> list[str]:
 
     """
     prompts = []
-    for number, row in _rows(path):
+    for number, row in read_jsonl(path):
         prompt = _prompt_of(row)
         if not prompt:
             raise PromptError(
@@ -49,7 +50,7 @@ def load_workloads(path: Path) -> dict[str, list[str]]:
 
     """
     found: dict[str, list[str]] = {}
-    for number, row in _rows(path):
+    for number, row in read_jsonl(path):
         fields = row if isinstance(row, dict) else {}
         name, prompt = fields.get("workload"), fields.get("prompt")
         if not (isinstance(name, str) and name and isinstance(prompt, str) and prompt):
@@ -60,12 +61,22 @@ def load_workloads(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def _rows(path: Path) -> list[tuple[int, Any]]:
-    """Lines of a JSONL file with their numbers; there is at least one."""
+def read_jsonl(path: Path) -> list[tuple[int, Any]]:
+    """Read a JSONL file, compressed by gzip if its name ends in ``.gz``.
+
+    Returns:
+        lines with their numbers; there is at least one.
+
+    Raises:
+        PromptError: naming the file that is missing or empty, or the line.
+
+    """
     if not path.is_file():
-        raise PromptError(f"there is no prompt file {path}")
+        raise PromptError(f"there is no file {path}")
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -12,7 +12,7 @@ from vllm_treespec.core.stats import STAGES
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Side
 
 # A speed-up below this is not worth a method.
-WORTH_IT = 1.05
+MIN_SPEEDUP = 1.05
 
 
 class Row(BaseModel):

@@ -35,18 +35,16 @@ class SideEngine:
         self.job = job
         cached = {"enable_prefix_caching": True, "block_size": CACHED_BLOCK_SIZE}
         engine = {
+            "model": job.target,
+            "dtype": job.dtype,
+            "max_model_len": job.max_model_len,
+            "seed": job.seed,
+            "disable_log_stats": False,
             **(cached if job.workloads else {"enable_prefix_caching": False}),
             "max_num_seqs": max(cell.batch_size for cell in job.cells),
             **job.side.engine,
         }
-        self.llm = LLM(
-            model=job.target,
-            dtype=job.dtype,
-            max_model_len=job.max_model_len,
-            seed=job.seed,
-            disable_log_stats=False,
-            **engine,
-        )
+        self.llm = LLM(**engine)
         self.prompts = [self.tokenise(prompt) for prompt in job.prompts]
         self.workloads = {
             name: [self.tokenise(prompt) for prompt in prompts]

@@ -8,20 +8,21 @@ this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_treespec.config import parse_spec_config
+from vllm_treespec.config import METHODS, parse_spec_config
+from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
-from vllm_treespec.tools.assets import AssetError, drafters
+from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.tools.launch import EngineError, Event, OnEvent, launch
 
-DRAFTER = "smollm2-135m-draft"
-REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"
 PLAIN = "plain"
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 ENGINE = "vllm_treespec.tools.side_engine"
 
 
@@ -38,7 +39,7 @@ class Side(BaseModel):
     name: str
     # "plain", "ngram", "draft_model" or one of our methods
     family: str
-    # arguments of vllm.LLM besides model, dtype, max_model_len and seed
+    # arguments of vllm.LLM; they win over those that the job gives to all sides
     engine: dict[str, Any]
     # draft tokens per tree at most, 0 for plain
     budget: int = 0
@@ -70,6 +71,8 @@ class Cell(BaseModel):
     measure: str = Field(default="", exclude_if=_is_unset)
     # what that function needs to know
     options: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+    # name of its file; "": made from the other fields
+    label: str = Field(default="", exclude_if=_is_unset)
 
     def __hash__(self) -> int:
         """Trees and options are not hashable; equal cells have one name."""
@@ -78,6 +81,8 @@ class Cell(BaseModel):
     @property
     def name(self) -> str:
         """Name of its file: what tells it from the other cells of a side."""
+        if self.label:
+            return self.label
         tree = ["x".join(_words(value)) for value in (self.tree or {}).values()]
         parts = [self.workload, "x".join(tree), f"t{self.temperature:g}"]
         parts += [f"b{self.batch_size}", self.measure.rpartition(":")[2]]
@@ -178,19 +183,6 @@ class SideResult(BaseModel):
     cells: list[CellResult]
 
 
-def shipped_drafter(name: str = DRAFTER) -> str:
-    """Folder of a shipped draft model or head for the demo's target.
-
-    Raises:
-        AssetError: when the package holds none of that name.
-
-    """
-    found = drafters()
-    if name not in found:
-        raise AssetError(f"this package holds no {name}; name your own")
-    return str(found[name])
-
-
 def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:
     """Make a side of stock vLLM without speculative decoding."""
     return Side(
@@ -228,7 +220,7 @@ def tree_side(spec: dict[str, Any], eager: bool) -> Side:
     spec = {"schedule": "fixed", **spec}
     config = parse_spec_config(spec)
     check_head_files(config)
-    (tree, *_) = config.scheduled()
+    (tree, *_) = config.scheduled_trees()
     name = tree.name.replace(" ", "-")
     return Side(
         name=name if config.schedule == "fixed" else f"{name}-adaptive",
@@ -273,3 +265,78 @@ def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideRes
     except EngineError as error:
         raise EngineError(f"{job.side.name}: {error}") from None
     return result
+
+
+def plain_sides() -> list[Side]:
+    """Make the sides of vLLM without speculative decoding."""
+    return [
+        plain_side("plain-eager", eager=True),
+        plain_side("plain-compiled", eager=False),
+        plain_side("plain-default", eager=False, one_process=False),
+    ]
+
+
+def stock_sides(
+    specs: Sequence[dict[str, Any]], depth: int, eager: Sequence[bool]
+) -> list[Side]:
+    """Make sides of stock speculative decoding with ``depth`` draft tokens."""
+    return [
+        named(spec_side({**spec, "num_speculative_tokens": depth}, mode))
+        for mode in eager
+        for spec in specs
+    ]
+
+
+def named(side: Side) -> Side:
+    """Mark a compiled speculative side by its name."""
+    if side.engine["enforce_eager"]:
+        return side
+    return side.model_copy(update={"name": f"{side.name}-compiled"})
+
+
+def tree_sides(
+    specs: Sequence[dict[str, Any]],
+    draft: str | None,
+    eager: Sequence[bool],
+    heads: Mapping[str, str] | None = None,
+) -> list[Side]:
+    """Make the sides of spec-configs, with the draft model or head filled in.
+
+    A side named twice is kept once. ValueError when a spec-config cannot work.
+    """
+    sides = [
+        named(tree_side(with_model(spec, draft, heads or {}), mode))
+        for mode in eager
+        for spec in specs
+    ]
+    return list({side.name: side for side in sides}.values())
+
+
+def with_model(
+    spec: dict[str, Any], draft: str | None, heads: Mapping[str, str]
+) -> dict[str, Any]:
+    """Fill in the draft model or the head; ValueError names the missing option."""
+    config = METHODS.get(str(spec.get("method")))
+    if config is None or "model" in spec:
+        return spec
+    model, option = None, ""
+    if issubclass(config, DraftModelConfig):
+        model, option = draft, "--draft"
+    elif issubclass(config, HeadMethodConfig):
+        model, option = heads.get(config.HEAD), "--head"
+    else:
+        return spec
+    if model is None:
+        raise ValueError(f"{json.dumps(spec)} needs a model; name one with {option}")
+    return {"model": model, **spec}
+
+
+def choose_sides(sides: Sequence[Side], names: Sequence[str]) -> list[Side]:
+    """Keep the sides whose name or family is named; all when nothing is named."""
+    for name in names:
+        if not any(name in (side.name, side.family) for side in sides):
+            known = ", ".join(dict.fromkeys(side.name for side in sides))
+            raise ValueError(f"--sides: there is no side {name!r}; there are {known}")
+    if not names:
+        return list(sides)
+    return [side for side in sides if side.name in names or side.family in names]

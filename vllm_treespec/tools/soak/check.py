@@ -22,7 +22,7 @@ MAX_GROWTH_MIB = 64.0
 MIN_SAMPLES = 200
 
 ANSWERED = "every request answered once"
-PROMISES = "answers are what was asked for"
+PARAMETERS = "answers are what was asked for"
 GREEDY = "greedy answers equal plain vLLM's"
 LOGPROBS = "log probabilities equal plain vLLM's"
 BLOCKS = "every KV block free"
@@ -31,7 +31,7 @@ MEMORY = f"memory grew less than {MAX_GROWTH_MIB:.0f} MiB more than plain vLLM's
 PREEMPTED = "preemption happened"
 DRAFTED = "trees were drafted all the time"
 CHECKS = (
-    *(ANSWERED, PROMISES, GREEDY, LOGPROBS),
+    *(ANSWERED, PARAMETERS, GREEDY, LOGPROBS),
     *(BLOCKS, LEFTOVERS, MEMORY, PREEMPTED, DRAFTED),
 )
 
@@ -69,7 +69,7 @@ def check_engine(requests: Sequence[SoakRequest], run: EngineRun) -> list[Proble
     """Check one engine's run on its own."""
     found = [
         *check_answered(requests, run.answers),
-        *check_promises(requests, run),
+        *check_parameters(requests, run),
         *check_end(run.end),
         *check_drafted(requests, run.end),
     ]
@@ -91,7 +91,7 @@ def check_answered(
         yield {"check": ANSWERED, "request": unknown, "detail": detail}
 
 
-def check_promises(
+def check_parameters(
     requests: Sequence[SoakRequest], run: EngineRun
 ) -> Iterator[dict[str, Any]]:
     """Find answers that are not what the request's parameters ask for."""
@@ -103,11 +103,11 @@ def check_promises(
         request = wanted[answer.id]
         room = min(request.params["max_tokens"], max_model_len - len(request.prompt))
         for part in answer.completions:
-            for detail in broken_promises(request, part, answer.aborted, room):
-                yield {"check": PROMISES, "request": request.id, "detail": detail}
+            for detail in parameter_problems(request, part, answer.aborted, room):
+                yield {"check": PARAMETERS, "request": request.id, "detail": detail}
 
 
-def broken_promises(
+def parameter_problems(
     request: SoakRequest, part: Completion, aborted: bool, room: int
 ) -> Iterator[str]:
     """Say what is wrong with one answer.

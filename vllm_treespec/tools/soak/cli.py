@@ -56,9 +56,8 @@ def soak(
         read_spec_file,
     )
     from vllm_treespec.config.checks import check_head_files
-    from vllm_treespec.tools.assets import AssetError, ensure_target
+    from vllm_treespec.tools.assets import AssetError, ensure_target, shipped_drafter
     from vllm_treespec.tools.prompts import SHIPPED, load_prompts
-    from vllm_treespec.tools.sides import shipped_drafter
     from vllm_treespec.tools.soak import run
     from vllm_treespec.tools.soak.requests import make_requests
 

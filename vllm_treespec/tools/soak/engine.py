@@ -40,7 +40,7 @@ class SoakEngine:
         self.requests = {request.id: request for request in job.requests}
         self.open: dict[str, Answer] = {}
         # vLLM's own ids of the open requests
-        self.inner_ids: dict[str, str] = {}
+        self.engine_ids: dict[str, str] = {}
         self.num_finished = 0
         self.steps = 0
         self.memory: list[float] = []
@@ -51,7 +51,7 @@ class SoakEngine:
         waiting = list(reversed(self.job.requests))
         pause = 0
         while waiting or self.open:
-            while waiting and not pause and len(self.open) < self.job.at_once:
+            while waiting and not pause and len(self.open) < self.job.max_in_flight:
                 self.add(waiting.pop())
                 pause = waiting[-1].wait_steps if waiting else 0
             pause = max(0, pause - 1)
@@ -72,7 +72,7 @@ class SoakEngine:
             completions=[Completion() for _ in range(request.params.get("n", 1))],
         )
         prompt = tokens_input(request.prompt)
-        self.inner_ids[request.id] = self.engine.add_request(
+        self.engine_ids[request.id] = self.engine.add_request(
             request.id, prompt, sampling_params(request)
         )
 
@@ -116,7 +116,7 @@ class SoakEngine:
         emitted = sum(len(part.token_ids) for part in answer.completions)
         if after is not None and emitted >= after:
             # as vLLM's server does it; by our id, a request with n > 1 leaves a trace
-            self.engine.abort_request([self.inner_ids[answer.id]], internal=True)
+            self.engine.abort_request([self.engine_ids[answer.id]], internal=True)
             answer.aborted = True
             self.close(self.open.pop(answer.id))
 

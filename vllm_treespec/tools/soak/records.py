@@ -18,7 +18,7 @@ class SoakJob(BaseModel):
     engine: dict[str, Any]
     requests: list[SoakRequest]
     # unfinished requests in the engine at most
-    at_once: int
+    max_in_flight: int
     timeout_s: float = 7200.0
 
     @property

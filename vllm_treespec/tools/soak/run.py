@@ -130,29 +130,29 @@ def soak(
         report_file.unlink()
     shared = engine_arguments(settings)
     crowd = 2 * settings.max_num_seqs
-    plain = kept_run(
+    plain = run_or_reuse(
         SoakJob(
             side="plain",
             engine=shared,
             requests=[without_seed(request) for request in requests],
-            at_once=crowd,
+            max_in_flight=crowd,
         ),
         out,
         on_event,
     )
-    trees = kept_run(
+    trees = run_or_reuse(
         SoakJob(
             side="trees",
             engine={**shared, "speculative_config": settings.spec},
             requests=requests,
-            at_once=crowd,
+            max_in_flight=crowd,
         ),
         out,
         on_event,
     )
     found = check.differences(requests, plain, trees)
     if found:
-        again = kept_run(second_look(requests, found, shared), out, on_event)
+        again = run_or_reuse(tie_job(requests, found, shared), out, on_event)
         found = check.with_gaps(found, plain, again)
     report = make_report(settings, requests, plain, trees, found)
     report_file.write_text(report.model_dump_json(indent=2) + "\n")
@@ -169,7 +169,7 @@ def without_seed(request: SoakRequest) -> SoakRequest:
     return request.model_copy(update={"params": params})
 
 
-def second_look(
+def tie_job(
     requests: Sequence[SoakRequest],
     found: Sequence[check.Difference],
     shared: dict[str, Any],
@@ -189,7 +189,7 @@ def second_look(
             for request in requests
             if request.id in ids
         ],
-        at_once=1,
+        max_in_flight=1,
     )
 
 
@@ -252,7 +252,7 @@ def summarise(run: EngineRun) -> EngineSummary:
     )
 
 
-def kept_run(job: SoakJob, out: Path, on_event: OnEvent) -> EngineRun:
+def run_or_reuse(job: SoakJob, out: Path, on_event: OnEvent) -> EngineRun:
     """Run an engine, or take the run of the same job that ``out`` holds."""
     kept = out / f"{job.side}.json"
     if kept.is_file():

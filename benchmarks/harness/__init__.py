@@ -1,0 +1,1 @@
+"""What all experiments share: options, models, plan, store, tables, plots, origin."""

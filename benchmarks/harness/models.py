@@ -1,0 +1,88 @@
+"""The models and prompts of an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from benchmarks.harness.provenance import model, sha256
+from vllm_treespec.heads import read_head_config
+from vllm_treespec.tools.assets import (
+    MEDUSA,
+    REDRAFTER,
+    ensure_target,
+    shipped_drafter,
+)
+from vllm_treespec.tools.prompts import load_prompts, spread
+
+SHIPPED_HEADS = {"redrafter": REDRAFTER, "medusa": MEDUSA}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders of the target and of what drafts for it."""
+
+    target: str
+    # None: no draft model
+    draft: str | None = None
+    # by kind of head
+    heads: dict[str, str] = field(default_factory=dict)
+
+    def named(self) -> dict[str, dict[str, str]]:
+        """Names and SHA-256 of the weights."""
+        folders = {"target": self.target, "draft": self.draft, **self.heads}
+        return {key: model(folder) for key, folder in folders.items() if folder}
+
+
+def find_models(
+    target: str = "",
+    draft: str = "",
+    heads: Sequence[str] = (),
+    shipped_heads: Sequence[str] = (),
+) -> Models:
+    """Find the models; the shipped ones serve the demo's target only.
+
+    Args:
+        target: folder; empty: the demo's target, which is fetched if it is missing.
+        draft: folder, or ``none``; empty: the shipped draft model.
+        heads: folders.
+        shipped_heads: kinds of which the shipped head is taken if none is named.
+
+    """
+    named: dict[str, str] = {
+        read_head_config(Path(folder)).method: folder for folder in heads
+    }
+    if target and not draft:
+        raise ValueError(
+            f"--draft: the shipped draft model is not for {target}; name one that is, "
+            "or write --draft none"
+        )
+    if not target:
+        target = str(ensure_target())
+        draft = draft or shipped_drafter()
+        shipped = {kind: SHIPPED_HEADS[kind] for kind in shipped_heads}
+        named = {kind: shipped_drafter(name) for kind, name in shipped.items()} | named
+    return Models(target, None if draft == "none" else draft, named)
+
+
+def take_prompts(file: Path, count: int) -> tuple[list[str], str]:
+    """Take prompts of a file at even distances; returns them and what they are."""
+    prompts = spread(load_prompts(file), count)
+    return prompts, f"{len(prompts)} of {file.name} ({sha256(file)})"
+
+
+def num_parameters(folder: str) -> int:
+    """Count a model's parameters in its safetensors files, integers left out.
+
+    Raises:
+        ValueError: when the folder holds none.
+
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors; name a model's folder")
+    weights = (tensor for file in files for tensor in load_file(file).values())
+    return sum(tensor.numel() for tensor in weights if tensor.is_floating_point())

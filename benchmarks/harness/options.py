@@ -1,0 +1,112 @@
+"""Options that experiments share, and how their texts are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from vllm_treespec.tools.assets import AssetError
+
+console = Console(stderr=True, soft_wrap=True)
+Number = TypeVar("Number", int, float)
+
+PromptsFile = Annotated[
+    Path, typer.Option(help="JSONL with prompt, question, instruction or turns.")
+]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Taken at even distances.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Per answer.")]
+BatchSizes = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
+Temperatures = Annotated[str, typer.Option(help="Comma-separated.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Runs of every engine, in turn.")]
+Names = Annotated[
+    str, typer.Option(help="Only these names or methods, comma-separated.")
+]
+Specs = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A spec-config as JSON; its model is filled in. May be repeated."
+    ),
+]
+Engines = Annotated[
+    str, typer.Option(help="How speculative sides run: eager, compiled or both.")
+]
+StockDepth = Annotated[
+    int, typer.Option(min=1, help="Draft tokens of stock ngram and draft_model.")
+]
+Target = Annotated[str, typer.Option(help="Folder. Default: the demo's target model.")]
+Draft = Annotated[
+    str,
+    typer.Option(
+        help="Folder; none: no draft model. Default: the shipped one, for the demo's "
+        "target only."
+    ),
+]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option(help="Folder of a head. May be repeated. Default: the shipped ones."),
+]
+Out = Annotated[
+    Path, typer.Option(help="For results; what is finished there is not run again.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Forget what is finished.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")]
+
+
+@contextmanager
+def one_line_errors(experiment: str) -> Iterator[None]:
+    """Print an error that the user can mend as one line, and exit with status 1."""
+    try:
+        yield
+    except (AssetError, ValueError) as error:
+        console.print(f"{experiment}: {error}", markup=False)
+        raise typer.Exit(1) from None
+
+
+def words(text: str, option: str = "", choices: Sequence[str] = ()) -> list[str]:
+    """Read comma-separated words; ValueError for one that is not a choice."""
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    for word in found:
+        if choices and word not in choices:
+            raise ValueError(
+                f"{option}: there is no {word!r}; there are {', '.join(choices)}"
+            )
+    return found
+
+
+def numbers(
+    text: str, option: str, kind: type[Number], least: float = float("-inf")
+) -> list[Number]:
+    """Read comma-separated numbers; ValueError when there is none or one too small."""
+    try:
+        found = [kind(word) for word in words(text)]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        bound = f" from {least:g} on" if least > float("-inf") else ""
+        raise ValueError(f"{option}: {text!r} is no list of numbers{bound}")
+    return found
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """Read one JSON object; ValueError names the option."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option} {text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {text!r} must be one JSON object")
+    return found
+
+
+def eager_modes(text: str) -> list[bool]:
+    """Read ``--engines``: which values of enforce_eager to run."""
+    modes = {"eager": [True], "compiled": [False], "both": [True, False]}
+    if text not in modes:
+        raise ValueError(f"--engines is {text!r}; write eager, compiled or both")
+    return modes[text]

@@ -1,0 +1,299 @@
+"""Speed under load: ``vllm serve``, and vLLM's own benchmark client beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.compare import engines_of
+from benchmarks.harness import options, plot, report
+from benchmarks.harness.models import find_models, take_prompts
+from benchmarks.harness.plan import StoredCell, base_job, make_plan, run_plan
+from benchmarks.harness.provenance import provenance
+from benchmarks.harness.report import Content
+from benchmarks.workload_prompts import find_workloads
+from vllm_treespec.tools.launch import EngineError, OnEvent, engine_environment, failure
+from vllm_treespec.tools.prompts import SHIPPED
+from vllm_treespec.tools.sides import (
+    PLAIN,
+    Cell,
+    CellResult,
+    Job,
+    choose_sides,
+    plain_sides,
+    tree_sides,
+)
+
+START_TIMEOUT_S = 600.0
+POLL_S = 1.0
+VLLM = str(Path(sys.executable).with_name("vllm"))
+KEYS = ("workload", "clients", "temperature", "side")
+# Columns of a row, and what vLLM's client calls them.
+MEASURED = {
+    "tokens_per_s": "output_throughput",
+    "ttft_ms": "median_ttft_ms",
+    "ttft_p99_ms": "p99_ttft_ms",
+    "tpot_ms": "median_tpot_ms",
+    "tpot_p99_ms": "p99_tpot_ms",
+    "acceptance_length": "spec_decode_acceptance_length",
+}
+NOTES = (
+    "Load of `vllm bench serve`: so many clients, each with one chat request at a "
+    "time. TTFT: time to the first token; TPOT: time per token after it; of all "
+    "requests median and 99th percentile, then median of the rounds."
+)
+Clients = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
+Workloads = Annotated[
+    str, typer.Option(help="With --data: all, or some of them, comma-separated.")
+]
+Data = Annotated[
+    Path | None, typer.Option(help="Prompts by workload, as of `workloads`.")
+]
+Arguments = Annotated[str, typer.Option(help="More arguments of vllm serve.")]
+
+
+def served(
+    spec: options.Specs = None,
+    clients: Clients = "1,4",
+    temperatures: options.Temperatures = "0",
+    prompts: options.PromptsFile = SHIPPED,
+    data: Data = None,
+    workloads: Workloads = "all",
+    num_prompts: options.NumPrompts = 16,
+    max_tokens: options.MaxTokens = 64,
+    sides: options.Names = "",
+    rounds: options.Rounds = 1,
+    engines: options.Engines = "compiled",
+    serve_arguments: Arguments = "",
+    target: options.Target = "",
+    draft: options.Draft = "",
+    head: options.Heads = None,
+    out: options.Out = Path("runs/served"),
+    fresh: options.Fresh = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Load servers with and without draft trees by vLLM's own client.
+
+    Without --spec: the suffix tree with its default schedule, and in every step.
+    """
+    with options.one_line_errors("served"):
+        models = find_models(target, draft, head or [])
+        specs = [options.json_object(text, "--spec") for text in spec or []]
+        suffix = {"method": "suffix_tree"}
+        specs = specs or [{**suffix, "schedule": "default"}, suffix]
+        modes = options.eager_modes(engines)
+        plain = [s for s in plain_sides()[:2] if s.engine["enforce_eager"] in modes]
+        ours = tree_sides(specs, models.draft, modes, models.heads)
+        if data is None:
+            asked, source = take_prompts(prompts, num_prompts)
+            work = {"prompts": asked}
+        else:
+            names = [] if workloads == "all" else options.words(workloads)
+            work = find_workloads(data, names, num_prompts)
+            source = f"{num_prompts} of each workload of {data.name}"
+        cells = [
+            Cell(batch_size=count, temperature=temperature, workload=name)
+            for name in work
+            for count in options.numbers(clients, "--clients", int, 1)
+            for temperature in options.numbers(temperatures, "--temperatures", float, 0)
+        ]
+        chosen = choose_sides([*plain, *ours], options.words(sides))
+        job = base_job(models.target, [], max_tokens, workloads=work)
+        servers = engines_of(chosen, cells, rounds)
+        deciding = [models.named(), serve_arguments]
+        plan = make_plan(job, servers, out, deciding, fresh)
+    origin = provenance("served", models=models.named(), prompts=source)
+    runner = partial(serve_side, serve_arguments.split(), out / "client")
+    run_plan(plan, origin, contents, render, dry_run, runner)
+
+
+def serve_side(
+    arguments: Sequence[str], folder: Path, job: Job, log: Path, on_event: OnEvent
+) -> None:
+    """Serve one side, and let the client put it under the load of each cell.
+
+    Raises:
+        EngineError: one line that says why server or client failed.
+
+    """
+    with serving(job, arguments, log) as url:
+        for cell in job.cells:
+            measured = put_under_load(cell, job, url, folder)
+            result = CellResult(
+                cell=cell,
+                seconds=measured["duration"],
+                num_tokens=[],
+                tpot_ms=[],
+                token_ids=[],
+                details=measured,
+            )
+            on_event({"event": "cell", "result": result.model_dump(mode="json")})
+
+
+@contextmanager
+def serving(job: Job, arguments: Sequence[str], log: Path) -> Iterator[str]:
+    """Run ``vllm serve`` while the body runs; yields the server's address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [VLLM, "serve", job.target, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", job.dtype, "--max-model-len", str(job.max_model_len)]
+    command += ["--max-num-seqs", str(max(cell.batch_size for cell in job.cells))]
+    if job.side.engine["enforce_eager"]:
+        command.append("--enforce-eager")
+    if job.side.family != PLAIN:
+        spec = json.dumps(job.side.engine["speculative_config"])
+        command += ["--speculative-config", spec]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    url = f"http://127.0.0.1:{port}"
+    with (
+        log.open("w", encoding="utf-8") as stream,
+        subprocess.Popen(
+            [*command, *arguments],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=engine_environment(one_process=False),
+        ) as server,
+    ):
+        try:
+            wait_until_healthy(url, server, log)
+            yield url
+        finally:
+            server.terminate()
+
+
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the server answers; EngineError when it ends or takes too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise EngineError(failure(server.returncode, log))
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(POLL_S)
+    raise EngineError(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
+
+
+def put_under_load(cell: Cell, job: Job, url: str, folder: Path) -> dict[str, Any]:
+    """Run vLLM's client; returns what it measured, without its lists.
+
+    Raises:
+        EngineError: when the client fails or a request is not answered.
+
+    """
+    asked = job.workloads[cell.workload]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{cell.workload}.jsonl"
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in asked]
+    file.write_text("".join(lines), encoding="utf-8")
+    arguments: dict[str, Any] = {
+        "backend": "openai-chat",
+        "base-url": url,
+        "endpoint": "/v1/chat/completions",
+        "model": job.target,
+        "dataset-name": "custom",
+        "dataset-path": file,
+        "custom-output-len": job.max_tokens,
+        "num-prompts": len(asked),
+        "max-concurrency": cell.batch_size,
+        "num-warmups": cell.batch_size,
+        "seed": job.seed,
+        "temperature": cell.temperature,
+        "result-dir": folder,
+        "result-filename": "result.json",
+    }
+    flags = ["--skip-chat-template", "--disable-shuffle", "--disable-tqdm"]
+    command = [VLLM, "bench", "serve", *flags, "--save-result"]
+    command += [text for k, v in arguments.items() for text in (f"--{k}", str(v))]
+    env = engine_environment(one_process=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise EngineError(f"vllm bench serve ended early: {reason}")
+    measured: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    if measured["completed"] != len(asked):
+        raise EngineError(f"{measured['completed']} of {len(asked)} requests answered")
+    return {key: v for key, v in measured.items() if not isinstance(v, list)}
+
+
+def contents(finished: Sequence[StoredCell]) -> Content:
+    """Make a row for each side under each load: medians of the rounds."""
+    groups: dict[tuple[str, int, float, str], list[StoredCell]] = {}
+    for stored in finished:
+        cell = stored.result.cell
+        key = (cell.workload, cell.batch_size, cell.temperature, stored.side.name)
+        groups.setdefault(key, []).append(stored)
+    rows: list[dict[str, Any]] = []
+    fastest: dict[tuple[str, int, float], float] = {}
+    for key, group in sorted(groups.items()):
+        row: dict[str, Any] = dict(zip(KEYS, key, strict=True))
+        rows.append({**row, "rounds": len(group), **medians(group)})
+        if group[0].side.family == PLAIN:
+            speed = rows[-1]["tokens_per_s"]
+            fastest[key[:3]] = max(speed, fastest.get(key[:3], 0.0))
+    for row in rows:
+        base = fastest.get((row["workload"], row["clients"], row["temperature"]))
+        row["speedup"] = row["tokens_per_s"] / base if base else None
+    runs = [stored.model_dump(mode="json") for stored in finished]
+    return {"rows": rows, "runs": runs}
+
+
+def medians(group: Sequence[StoredCell]) -> dict[str, float | None]:
+    """Take what the client measured in the rounds of one side under one load."""
+    row: dict[str, float | None] = {}
+    for column, name in MEASURED.items():
+        values = [stored.result.details.get(name) for stored in group]
+        present = [value for value in values if value is not None]
+        row[column] = statistics.median(present) if present else None
+    return row
+
+
+COLUMNS = {
+    "side": lambda row: row["side"],
+    "tokens/s": report.column("tokens_per_s", "{:.1f}"),
+    "speed-up": report.column("speedup", "{:.2f}×"),
+    "TTFT ms": report.column("ttft_ms", "{:.0f}"),
+    "TTFT p99": report.column("ttft_p99_ms", "{:.0f}"),
+    "TPOT ms": report.column("tpot_ms", "{:.1f}"),
+    "TPOT p99": report.column("tpot_p99_ms", "{:.1f}"),
+    "acceptance length": report.column("acceptance_length", "{:.2f}"),
+    "rounds": lambda row: str(row["rounds"]),
+}
+
+
+def render(content: Content, out: Path) -> None:
+    """Write one table per load, and the plot."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in content["rows"]:
+        title = f"## {row['workload']}, {row['clients']} clients, temperature"
+        groups.setdefault(f"{title} {row['temperature']:g}", []).append(row)
+    parts = []
+    for title, rows in groups.items():
+        parts += [title, report.table_of(rows, COLUMNS)]
+    report.write_markdown(out, "Served", [*parts, "## Reading it", NOTES], content)
+    plot.bar_panels(
+        content["rows"],
+        out / "results.png",
+        x="clients",
+        y="speedup",
+        hue="side",
+        col="workload",
+        row="temperature",
+        level=1,
+        aspect=1.3,
+    )
