@@ -1,5 +1,5 @@
 # `make demo` and `make test` are the two commands of the README; both set everything up.
-PYTHON ?= python3.11
+PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v))) python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treespec-setup
@@ -25,12 +25,12 @@ demo: $(STAMP)  ## generate with and without draft trees and print the table
 
 test: test-fast  ## fast tier, then the engine tier on a real model
 	@$(BIN)/treespec assets
-	@echo "engine tier: a real vLLM engine on the CPU"
-	@$(BIN)/python -m pytest tests/engine
+	@echo "engine tier: real vLLM engines on the CPU, two at a time"
+	@$(BIN)/python -m pytest tests/engine --numprocesses 2
 
 test-fast: $(STAMP)  ## fast tier only: no vLLM engine, no download after setup
 	@echo "fast tier"
-	@$(BIN)/python -m pytest tests/fast --numprocesses 2
+	@$(BIN)/python -m pytest tests/fast --numprocesses 2 --dist worksteal
 
 quality: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .

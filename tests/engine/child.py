@@ -1,6 +1,6 @@
-"""Runs one vLLM engine in a process of its own: jobs in as JSON, results out as JSON.
+"""Runs one vLLM engine: jobs in as JSON, results out as JSON.
 
-Used as ``python child.py REQUEST.json RESULT.json``. A job holds prompts (token ids),
+``main`` is called in a process of the engine's own. A job holds prompts (token ids),
 sampling parameters (one dict, or one per prompt) and how many run at once. It may
 also say, per prompt: ``priorities``, ``lora`` (whether the adapter of the request file
 is on) and ``abort_after`` (tokens after which the request is aborted, or null); and
@@ -9,11 +9,12 @@ how its prompts run: ``"run": "generate"`` (the default), ``"stream"``, ``"beams
 """
 
 import json
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config.reasoning import ReasoningConfig
 from vllm.exceptions import VLLMValidationError
@@ -25,6 +26,7 @@ from vllm.sampling_params import (
     RequestOutputKind,
     StructuredOutputsParams,
 )
+from vllm.v1.metrics.reader import Counter
 
 # Parameters that JSON cannot hold as they are.
 FROM_JSON: dict[str, Callable[[dict], object]] = {
@@ -105,14 +107,14 @@ def per_prompt(job: dict, key: str, default: Any) -> list:
 
 
 def generate(llm: LLM, job: dict, adapter: LoRARequest | None) -> list[dict]:
-    """Generate for every prompt of a job, ``at_once`` at a time."""
+    """Generate for every prompt of a job, ``max_in_flight`` at a time."""
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in job["prompts"]]
     params = sampling_params(job)
     priorities = per_prompt(job, "priorities", 0)
     lora = [adapter if on else None for on in per_prompt(job, "lora", False)]
     results = []
-    for start in range(0, len(prompts), job["at_once"]):
-        part = slice(start, start + job["at_once"])
+    for start in range(0, len(prompts), job["max_in_flight"]):
+        part = slice(start, start + job["max_in_flight"])
         outputs = llm.generate(
             prompts[part],
             params[part],
@@ -186,51 +188,41 @@ def run_job(llm: LLM, job: dict, adapter: LoRARequest | None) -> list[dict]:
     return {"stream": stream, "beams": beams, "refused": refused}[how](llm, job)
 
 
-def count_preemptions(llm: LLM) -> list[str]:
-    """Note the id of each request that the scheduler preempts from now on."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempt = scheduler._preempt_request
-    found: list[str] = []
-
-    def noting(request: Any, *args: Any, **options: Any) -> Any:
-        found.append(request.request_id)
-        return preempt(request, *args, **options)
-
-    scheduler._preempt_request = noting
-    return found
+def count_preemptions(llm: LLM) -> int:
+    """How often the scheduler has preempted a request."""
+    (counter,) = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    assert isinstance(counter, Counter)
+    return int(counter.value)
 
 
-def main() -> None:
+def main(request_file: str, result_file: str) -> None:
     """Run the jobs of the request file."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(request_file).read_text())
     arguments = request["llm"]
     if "reasoning_config" in arguments:
         arguments["reasoning_config"] = ReasoningConfig(**arguments["reasoning_config"])
-    llm = LLM(**arguments)
+    start = time.perf_counter()
+    llm = LLM(**arguments, disable_log_stats=False)
     adapter = None
     if "adapter" in request:
         adapter = LoRARequest("adapter", 1, request["adapter"])
     result: dict[str, Any] = {"jobs": [], "trees": [], "nodes": [], "preemptions": []}
+    result["seconds"] = [time.perf_counter() - start]
     trees = bool(arguments.get("speculative_config"))
     if "capture_kv" in request:
-        import torch
-
-        found = capture_kv(runner_of(llm), request["capture_kv"]["num_blocks"])
-    preempted = count_preemptions(llm)
+        found = capture_kv(runner_of(llm), request["capture_kv"])
     before = {"trees": 0, "nodes": 0}
     for job in request["jobs"]:
-        preempted.clear()
+        preemptions = count_preemptions(llm)
+        start = time.perf_counter()
         result["jobs"].append(run_job(llm, job, adapter))
-        result["preemptions"].append(len(preempted))
+        result["seconds"].append(time.perf_counter() - start)
+        result["preemptions"].append(count_preemptions(llm) - preemptions)
         if trees:
             result["stats"] = stats = llm.collective_rpc("treespec_stats")[0]
             for name in before:
                 result[name].append(stats[name] - before[name])
                 before[name] = stats[name]
     if "capture_kv" in request:
-        torch.save(found, request["capture_kv"]["file"])
-    Path(sys.argv[2]).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+        torch.save(found, Path(result_file).with_name("kv.pt"))
+    Path(result_file).write_text(json.dumps(result))

@@ -1,20 +1,39 @@
 """Engines for the engine tier: each in its own process, each started once."""
 
+import hashlib
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
+from xdist.scheduler import LoadScopeScheduling
 
+from tests.engine import processes
+from tests.engine.processes import ENVIRONMENT, call
+from tests.engine.times import where_the_time_went
+from tests.engine.tiny_models import SIZES, write_pair
 from tests.heads import HEADS, write_head
 from vllm_treespec.tools.assets import AssetError, drafters, ensure_target
 
+# For every engine, also those that tests start in their own way.
+os.environ.update(ENVIRONMENT)
 MAX_MODEL_LEN = 320
+# Files whose tests of one parameter share engines, and those of two do not.
+BY_PARAMETER = ("test_greedy.py", "test_sampling_law.py", "test_schedule.py")
+# These start first, so that no pytest process has a long one left at the end.
+FIRST = (
+    "test_support_matrix.py",
+    "test_interpreted_kernel.py",
+    "test_soak.py",
+    "test_tensor_parallel.py",
+    "test_sampling_law.py",
+    "test_server.py",
+    "test_metrics.py",
+)
 SPECS: dict[str, dict[str, object]] = {
     "sd": {"method": "sd", "depth": 4},
     "rsd_c": {"method": "rsd_c", "branching_factors": [3, 2, 1]},
@@ -37,12 +56,62 @@ SPECS: dict[str, dict[str, object]] = {
     "medusa_tree": {"method": "medusa_tree", "num_drafts": 7},
 }
 
+# An engine of a small target, for ``run_engine``.
+TINY: dict[str, object] = {
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 2**28,
+}
+
+
+class EngineScheduling(LoadScopeScheduling):
+    """Gives tests that share engines to one process, one after the other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """Return the name of the tests that stay together: a file, or part of it."""
+        file, _, name = nodeid.partition("::")
+        if file.endswith(BY_PARAMETER):
+            return f"{file}[{name.partition('[')[2]}"
+        return file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> EngineScheduling:
+    """With ``--numprocesses``: keep engines together, and the order of the tests."""
+    config.option.loadscopereorder = False
+    return EngineScheduling(config, log)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder belongs to the engine tier."""
+    """Everything in this folder belongs to the engine tier; long files come first."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+    order = {name: position for position, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[
+    None, pytest.TestReport, pytest.TestReport
+]:
+    """Note in a test's reports which engines ended meanwhile."""
+    report = yield
+    report.user_properties += [("engines", usage) for usage in processes.ended]
+    processes.ended.clear()
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print where the time went: the table of docs/tests.md."""
+    reports = [
+        report
+        for group in terminalreporter.stats.values()
+        for report in group
+        if isinstance(report, pytest.TestReport) and "/engine/" in report.nodeid
+    ]
+    table = where_the_time_went(reports)
+    if len(table) > 2:
+        terminalreporter.section("where the time went")
+        terminalreporter.write_line("\n".join(table))
 
 
 @pytest.fixture(scope="session")
@@ -116,15 +185,37 @@ def spec_of(
 
 
 @pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all of pytest's processes share, new in every run."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def tiny(shared_folder: Path) -> dict[str, str]:
+    """Folders of a small target, of a draft model that often agrees, and of a head.
+
+    All have random weights.
+    """
+    folder = shared_folder / "tiny"
+    with FileLock(shared_folder / "tiny.lock"):
+        if not folder.exists():
+            write_pair(folder)
+            sizes = {name: SIZES[name] for name in ("hidden_size", "vocab_size")}
+            write_head(folder / "redrafter", "redrafter", **sizes)
+    return {name: str(folder / name) for name in ("target", "draft", "redrafter")}
+
+
+@pytest.fixture(scope="session")
 def run_engine(
-    target: str,
-    spec_of: Callable[[str], dict[str, object]],
-    tmp_path_factory: pytest.TempPathFactory,
+    target: str, spec_of: Callable[[str], dict[str, object]], shared_folder: Path
 ) -> Callable[..., dict]:
-    """Return a function that runs jobs through a fresh float32 engine."""
+    """Return a function that runs jobs through a fresh float32 engine.
+
+    Tests that ask for the same engine and the same jobs share one run of it.
+    """
 
     def run(method: str | None, jobs: list[dict], **options: object) -> dict:
-        folder = tmp_path_factory.mktemp("engine")
         llm: dict[str, object] = {
             "model": target,
             "dtype": "float32",
@@ -139,24 +230,23 @@ def run_engine(
         if method is not None:
             llm["speculative_config"] = spec_of(method)
         request: dict = {"llm": {**llm, **options}, "jobs": jobs}
-        if "capture_kv" in request["llm"]:
-            request["capture_kv"] = {
-                "num_blocks": request["llm"].pop("capture_kv"),
-                "file": str(folder / "kv.pt"),
-            }
-        if "adapter" in request["llm"]:
-            request["adapter"] = request["llm"].pop("adapter")
-        (folder / "request.json").write_text(json.dumps(request))
-        child = Path(__file__).parent / "child.py"
-        done = subprocess.run(
-            [sys.executable, child, folder / "request.json", folder / "result.json"],
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            capture_output=True,
-            text=True,
-            timeout=1200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        for name in ("capture_kv", "adapter", "at_import"):
+            if name in request["llm"]:
+                request[name] = request["llm"].pop(name)
+        text = json.dumps(request)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        folder = shared_folder / "engines" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            if not (folder / "result.json").exists():
+                (folder / "request.json").write_text(text)
+                call(
+                    "tests.engine.child:main",
+                    *(str(folder / file) for file in ("request.json", "result.json")),
+                    log=folder / "log",
+                    environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                    at_import=request.get("at_import"),
+                )
         result = json.loads((folder / "result.json").read_text())
         result["kv_file"] = str(folder / "kv.pt")
         return result

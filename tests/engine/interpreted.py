@@ -49,7 +49,7 @@ class InterpretedBuilder(TreeAttentionMetadataBuilder):
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         self.add_masks(metadata)
         num_reqs = common_attn_metadata.num_reqs
-        if common_attn_metadata.num_actual_tokens != num_reqs * self.whole_tree:
+        if common_attn_metadata.num_actual_tokens != num_reqs * self.max_tree_nodes:
             return metadata
         if num_reqs in self.captured:
             InterpretedBuilder.num_replays += 1

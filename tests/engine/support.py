@@ -23,20 +23,20 @@ ROWS = tuple(row for rows in SECTIONS.values() for row in rows)
 
 INTRODUCTION = """# Support matrix
 
-What vLLM's features do together with draft trees. Each row is a test: the table is
-written from the one that `tests/engine/test_support_matrix.py` runs, by
-`python -m tests.engine.support`.
+What each vLLM feature does together with draft trees. Nothing is ignored silently.
 
-* **drafts trees**: the request speculates.
-* **decodes plainly**: the request gets no drafts and runs token by token, beside
-  requests that do get drafts.
-* **refused at start-up**: the engine does not start; one message names the argument or
-  the model, and the remedy.
-* **refused by vLLM**: vLLM answers such a request with an error whatever the kind of
-  speculative decoding.
+| outcome | meaning |
+|---|---|
+| **drafts trees** | the request speculates |
+| **decodes plainly** | the request gets no drafts; others in its batch do |
+| **refused at start-up** | the engine does not start; one message names the remedy |
+| **refused by vLLM** | vLLM answers with an error, also without our package |
 
-"Same answers as without trees" means greedy decoding in float32, token for token, in
-batches that mix the rows. Nothing is ever ignored silently.
+"Same answers as without trees": greedy decoding in float32 gives the same tokens, in
+batches that mix the rows.
+
+Each row is a test (`tests/engine/test_support_matrix.py`). This page is written from
+these rows by `python -m tests.engine.support`.
 """
 
 

@@ -20,7 +20,7 @@ def job_of(check: Same, encode: Callable[[str | int], list[int]]) -> dict:
     params: Any = [{**base, **p} for p in check.params]
     if check.job.get("run") == "beams":
         (params,) = params
-    return {"prompts": prompts, "params": params, "at_once": 64, **check.job}
+    return {"prompts": prompts, "params": params, "max_in_flight": 64, **check.job}
 
 
 def usual_jobs(encode: Callable[[str | int], list[int]]) -> dict[str, dict]:
@@ -33,12 +33,12 @@ def usual_jobs(encode: Callable[[str | int], list[int]]) -> dict[str, dict]:
     }
     streams = [encode(t) for t in (*TEXTS, TEXTS[0])]
     return {
-        "seeds alone": {**seeded, "at_once": 1},
-        "seeds together": {**seeded, "at_once": 8},
+        "seeds alone": {**seeded, "max_in_flight": 1},
+        "seeds together": {**seeded, "max_in_flight": 8},
         "n": {
             "prompts": [prompt, encode(TEXTS[1])],
             "params": [{**sampled, "seed": SEEDS[0], "n": 3}, FREE],
-            "at_once": 2,
+            "max_in_flight": 2,
         },
         "abort": {
             "prompts": streams,
@@ -49,7 +49,7 @@ def usual_jobs(encode: Callable[[str | int], list[int]]) -> dict[str, dict]:
         "prefix": {
             "prompts": [encode(200), encode(200) + encode(" And then")],
             "params": FREE,
-            "at_once": 1,
+            "max_in_flight": 1,
         },
         "grammars": {
             "prompts": [encode(ASK)] * 4,
@@ -57,7 +57,7 @@ def usual_jobs(encode: Callable[[str | int], list[int]]) -> dict[str, dict]:
                 {"temperature": t, "seed": 1 + i, **STRUCTURED}
                 for i, t in enumerate((0.0, 1.0, 1.0, 0.7))
             ],
-            "at_once": 4,
+            "max_in_flight": 4,
         },
         "at the limit": {
             "prompts": [encode(MAX_MODEL_LEN), encode(MAX_MODEL_LEN + 1)],
@@ -75,13 +75,13 @@ def tight_jobs(encode: Callable[[str | int], list[int]]) -> dict[str, dict]:
         "preemption": {
             "prompts": prompts,
             "params": {**FREE, "max_tokens": 60},
-            "at_once": 8,
+            "max_in_flight": 8,
         },
         "lora": {
             "prompts": texts * 2,
             "params": FREE,
             "lora": [True] * 3 + [False] * 3,
-            "at_once": 8,
+            "max_in_flight": 8,
         },
     }
 

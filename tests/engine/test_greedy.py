@@ -38,12 +38,16 @@ def prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def jobs(prompts: list[list[int]]) -> list[dict]:
-    """The same prompts one by one, eight at once, and again from the prefix cache."""
+    """The same prompts one by one, eight at once, and again from the prefix cache.
+
+    36 tokens end in another block than the prompt; log probabilities need fewer.
+    """
     greedy = {"temperature": 0.0, "max_tokens": 36, "ignore_eos": True}
+    logprobs = {**greedy, "max_tokens": 20, "logprobs": 2}
     return [
-        {"prompts": prompts, "params": greedy, "at_once": 1},
-        {"prompts": prompts, "params": greedy, "at_once": 8},
-        {"prompts": prompts, "params": {**greedy, "logprobs": 2}, "at_once": 8},
+        {"prompts": prompts, "params": greedy, "max_in_flight": 1},
+        {"prompts": prompts, "params": greedy, "max_in_flight": 8},
+        {"prompts": prompts, "params": logprobs, "max_in_flight": 8},
     ]
 
 

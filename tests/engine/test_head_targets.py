@@ -1,15 +1,12 @@
-"""A head finds the weights that it shares in targets of several architectures.
-
-As a script, ``python test_head_targets.py FOLDER``, this file builds the targets.
-"""
+"""A head finds the weights that it shares in targets of several architectures."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.engine.processes import call
 
 SIZES = {
     "hidden_size": 64,
@@ -48,8 +45,8 @@ def build(folder: Path) -> Any:
         return initialize_model(vllm_config=config)
 
 
-def main() -> None:
-    """Write for every target whether the right weights were found."""
+def find_weights(work: Path) -> dict[str, Any]:
+    """Build every target in a process of its own; say what was found in it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         ensure_model_parallel_initialized,
@@ -58,7 +55,6 @@ def main() -> None:
 
     from vllm_treespec.engine.head_source import shared_weights
 
-    work = Path(sys.argv[1])
     store = f"file://{work}/store"
     init_distributed_environment(1, 0, store, 0, backend="gloo")
     with set_current_vllm_config(VllmConfig()):
@@ -78,7 +74,7 @@ def main() -> None:
         shared_weights(inner.layers)
     except ValueError as error:
         found["nothing"] = str(error)
-    (work / "found.json").write_text(json.dumps(found))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +86,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder.mkdir()
         config = {**TARGETS[name], "model_type": name, "tie_word_embeddings": tied}
         (folder / "config.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [sys.executable, __file__, work],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads((work / "found.json").read_text())
+    function = f"{__name__}:{find_weights.__name__}"
+    return call(function, work, log=work / "log", engines=0)
 
 
 @pytest.mark.parametrize("name", [f"{name}-{tied}" for name, tied in CASES])
@@ -110,7 +99,3 @@ def test_weights_are_the_targets_own(name: str, found: dict[str, Any]) -> None:
 def test_targets_without_such_layers_are_named(found: dict[str, Any]) -> None:
     """Red when a head that shares weights starts without them."""
     assert "has 0 and 0 of them; train a head with --own-embedding" in found["nothing"]
-
-
-if __name__ == "__main__":
-    main()

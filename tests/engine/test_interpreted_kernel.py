@@ -9,7 +9,6 @@ from tests.engine.tiny_models import SIZES, write_pair, write_windowed
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.plugin import stock_arguments
 
-ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 SAMPLED = {"temperature": 0.8, "max_tokens": 12, "ignore_eos": True, "seed": 5}
 # Draws without replacement, and independent ones that repeat.
@@ -30,17 +29,20 @@ ENGINE: dict[str, object] = {
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a small target and of a draft model that often agrees."""
+    return write_pair(tmp_path_factory.mktemp("pair"), **HEADS)
+
+
 @pytest.fixture
-def interpreted(
-    run_engine: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict]:
+def interpreted(run_engine: Callable[..., dict]) -> Callable[..., dict]:
     """Return a function that runs jobs on the GPU path, from stock arguments."""
 
     def run(jobs: list[dict], arguments: dict, **options: object) -> dict:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
         ours = {
             "worker_cls": "tests.engine.interpreted.InterpretedWorker",
+            "at_import": {"TRITON_INTERPRET": "1"},
         }
         return run_engine(None, jobs, **{**ENGINE, **arguments, **ours, **options})
 
@@ -52,7 +54,7 @@ def test_gpu_path_equals_plain_and_cpu_path(
     method: str,
     run_engine: Callable[..., dict],
     interpreted: Callable[..., dict],
-    tmp_path: Path,
+    pair: tuple[str, str],
 ) -> None:
     """Red when kernel, masks, moves or rules of the GPU path are wrong anywhere.
 
@@ -62,12 +64,12 @@ def test_gpu_path_equals_plain_and_cpu_path(
     are those of the CPU path, which draws the same numbers: branches and masks are one
     method.
     """
-    target, draft = write_pair(tmp_path, **HEADS)
+    target, draft = pair
     prompts = [
         [(7 * i + 13 * j) % SIZES["vocab_size"] for i in range(length)]
         for j, length in enumerate(LENGTHS)
     ]
-    job = {"prompts": prompts, "params": [GREEDY, SAMPLED, GREEDY], "at_once": 3}
+    job = {"prompts": prompts, "params": [GREEDY, SAMPLED, GREEDY], "max_in_flight": 3}
     spec = {**SPECS[method], "model": draft, "schedule": "fixed"}
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
     plain = run_engine(None, [job], model=target, **ENGINE)
@@ -93,7 +95,7 @@ def test_window_goes_by_position(
     sizes = {**HEADS, "vocab_size": 64}
     target = write_windowed(tmp_path / "target", window=12, **sizes)
     prompts = [[(3 * i * i + j) % 11 for i in range(n)] for j, n in enumerate((20, 45))]
-    job = {"prompts": prompts, "params": GREEDY, "at_once": 2}
+    job = {"prompts": prompts, "params": GREEDY, "max_in_flight": 2}
     spec = {"method": "suffix_tree", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
     plain = run_engine(None, [job], model=target, **ENGINE)

@@ -1,25 +1,21 @@
 """vLLM's counters, ours and the worker's own, in an engine with a process of its own.
 
-As a script, ``python test_metrics.py REQUEST.json RESULT.json``, this file runs that
-engine: ``AsyncLLM``, which is what ``vllm serve`` runs.
+The engine is ``AsyncLLM``, which is what ``vllm serve`` runs.
 """
 
 import asyncio
-import json
 import logging
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import prometheus_client
 import pytest
 
+from tests.engine.processes import call
 from vllm_treespec.metrics import counter_file
 
 
-async def run_engine(request: dict) -> dict[str, Any]:
+async def generate_all(request: dict) -> dict[str, Any]:
     """Generate all prompts at once; return what was counted and logged."""
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,7 +28,9 @@ async def run_engine(request: dict) -> dict[str, Any]:
 
     async def generate(number: int, prompt: list[int], params: dict) -> None:
         async for _ in engine.generate(
-            {"prompt_token_ids": prompt}, SamplingParams(**params), str(number)
+            {"prompt_token_ids": prompt},
+            SamplingParams(**params, detokenize=False),
+            str(number),
         ):
             pass
 
@@ -52,9 +50,14 @@ async def run_engine(request: dict) -> dict[str, Any]:
         engine.shutdown()
 
 
+def run_engine(request: dict) -> dict[str, Any]:
+    """Run the engine of a request, in the process that it is called in."""
+    return asyncio.run(generate_all(request))
+
+
 @pytest.fixture(scope="module")
 def counted(
-    target: str, draft: str, tmp_path_factory: pytest.TempPathFactory
+    tiny: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What an engine counted in which trees differ and not every request has one."""
     folder = tmp_path_factory.mktemp("metrics")
@@ -68,7 +71,7 @@ def counted(
             {"batch_size": 5, "beam_width": 2, "depth": 2},
         ],
     }
-    prompts = [[504, 3575, 282, 4649, 314], [1, 9690, 198], [28, 339, 416] * 20]
+    prompts = [[504, 75, 282, 49, 314], [1, 90, 198], [28, 339, 416] * 20]
     params: list[dict] = [
         {"temperature": 0.8, "max_tokens": 17, "ignore_eos": True},
         {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True},
@@ -78,7 +81,8 @@ def counted(
     ]
     request = {
         "engine": {
-            "model": target,
+            "model": tiny["target"],
+            "skip_tokenizer_init": True,
             "dtype": "float32",
             # Reached by the longest prompt: its last trees do not fit.
             "max_model_len": 80,
@@ -86,22 +90,14 @@ def counted(
             # Prompts and trees do not always fit: the scheduler cuts trees.
             "max_num_batched_tokens": 44,
             "enforce_eager": True,
-            "kv_cache_memory_bytes": 2**29,
+            "kv_cache_memory_bytes": 2**26,
             "disable_log_stats": False,
-            "speculative_config": {**spec, "model": draft},
+            "speculative_config": {**spec, "model": tiny["draft"]},
         },
         "jobs": [(prompt, p) for p in params for prompt in prompts],
     }
-    (folder / "request.json").write_text(json.dumps(request))
-    done = subprocess.run(
-        [sys.executable, __file__, folder / "request.json", folder / "result.json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads((folder / "result.json").read_text())
+    function = f"{__name__}:{run_engine.__name__}"
+    return call(function, request, log=folder / "log")
 
 
 def samples(counted: dict[str, Any], name: str, label: str = "engine") -> dict:
@@ -163,14 +159,3 @@ def test_stock_line_agrees(counted: dict[str, Any]) -> None:
 def test_no_file_has_a_name(counted: dict[str, Any]) -> None:
     """Red when the counters' file keeps its name, and so may outlive the engine."""
     assert not counted["left"]
-
-
-def main() -> None:
-    """Run the engine of the request file."""
-    request = json.loads(Path(sys.argv[1]).read_text())
-    result = asyncio.run(run_engine(request))
-    Path(sys.argv[2]).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-vllm = pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-
-from tests.heads import HEADS, write_head  # noqa: E402
-from vllm_treespec.config import SpecConfigError  # noqa: E402
-from vllm_treespec.plugin import register  # noqa: E402
+from tests.heads import HEADS, write_head
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.plugin import register
 
 
 @pytest.fixture
 def configure(target: str, draft: str) -> Callable[..., object]:
     """Return a function that makes the engine's config as ``vllm serve`` would."""
+    from vllm.engine.arg_utils import EngineArgs
+
     register()
 
     def make(spec: dict, **options: object) -> object:
@@ -126,7 +124,7 @@ def test_other_vllm_is_refused(
     configure: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns red when an unsupported vLLM is only found out by a crash."""
-    monkeypatch.setattr(vllm, "__version__", "0.40.0")
+    monkeypatch.setattr("vllm.__version__", "0.40.0")
     with pytest.raises(RuntimeError) as error:
         configure(CHAIN)
     assert "vLLM 0.40.0 is not supported" in one_line(error.value)
@@ -146,6 +144,8 @@ def test_missing_seam_is_named(
 
 def test_others_notice_nothing(target: str) -> None:
     """Turns red when our plugin touches a vLLM that does not name our methods."""
+    from vllm.engine.arg_utils import EngineArgs
+
     register()
     for spec in (None, {"method": "ngram", "num_speculative_tokens": 3}):
         args = EngineArgs(model=target, speculative_config=spec, max_model_len=256)

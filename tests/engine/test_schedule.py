@@ -1,8 +1,11 @@
 """Trees that come and go with the batch size: same tokens, and drafts catch up."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+
+from tests.engine.conftest import TINY
 
 SPECS: dict[str, dict] = {
     "rsd_c": {
@@ -19,25 +22,32 @@ MODES = {
     "rsd_c": {"plain", "rsd_c 3.2", "rsd_c 2"},
     "redrafter": {"plain", "redrafter 3x2x5", "redrafter 2x2x5"},
 }
-TEXT = "The old lighthouse keeper climbed the stairs every evening. " * 9
 
 
 @pytest.fixture(scope="module")
-def jobs(tokenize: Callable[[str], list[int]]) -> list[dict]:
+def jobs() -> list[dict]:
     """Eight requests at once (plain), then the same one by one, then three at once."""
-    tokens = tokenize(TEXT)
+    tokens = [(7 * i * i + 3) % 509 for i in range(100)]
     prompts = [tokens[: 8 + 11 * i] for i in range(8)]
     greedy = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
     return [
-        {"prompts": prompts, "params": greedy, "at_once": at_once}
-        for at_once in (8, 1, 3)
+        {"prompts": prompts, "params": greedy, "max_in_flight": max_in_flight}
+        for max_in_flight in (8, 1, 3)
     ]
 
 
 @pytest.fixture(scope="module")
-def plain(run_engine: Callable[..., dict], jobs: list[dict]) -> dict:
+def run_tiny(
+    run_engine: Callable[..., dict], tiny: dict[str, str]
+) -> Callable[..., dict]:
+    """Return a function that runs jobs through an engine of a small target."""
+    return partial(run_engine, None, model=tiny["target"], **TINY)
+
+
+@pytest.fixture(scope="module")
+def plain(run_tiny: Callable[..., dict], jobs: list[dict]) -> dict:
     """What stock vLLM answers."""
-    return run_engine(None, jobs)
+    return run_tiny(jobs)
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -47,16 +57,16 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def spec(method: str, spec_of: Callable[[str], dict]) -> dict:
+def spec(method: str, tiny: dict[str, str]) -> dict:
     """The spec-config of a method, with a schedule."""
-    model = spec_of(method)["model"]
+    model = tiny.get(method, tiny["draft"])
     return {**SPECS[method], "method": method, "model": model}
 
 
 @pytest.fixture(scope="module")
-def adaptive(run_engine: Callable[..., dict], spec: dict, jobs: list[dict]) -> dict:
+def adaptive(run_tiny: Callable[..., dict], spec: dict, jobs: list[dict]) -> dict:
     """What an engine answers whose trees follow the batch size."""
-    return run_engine(None, jobs, speculative_config=spec)
+    return run_tiny(jobs, speculative_config=spec)
 
 
 def test_tokens_equal_plain(plain: dict, adaptive: dict) -> None:
@@ -73,7 +83,7 @@ def test_batch_size_chose_the_tree(adaptive: dict, method: str) -> None:
 
 
 def test_draft_models_catch_up(
-    run_engine: Callable[..., dict],
+    run_tiny: Callable[..., dict],
     jobs: list[dict],
     adaptive: dict,
     method: str,
@@ -87,5 +97,5 @@ def test_draft_models_catch_up(
     if method == "redrafter":
         pytest.skip("a head reads no context")
     fixed = {**spec, "schedule": "fixed"}
-    always = run_engine(None, jobs[1:2], speculative_config=fixed)
+    always = run_tiny(jobs[1:2], speculative_config=fixed)
     assert adaptive["trees"][1] == always["trees"][0]

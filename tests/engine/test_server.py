@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.processes import Usage, note
+
 START_SECONDS = 300
 
 
@@ -44,6 +46,7 @@ def server(
             command, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ)
         )
     url = f"http://127.0.0.1:{port}"
+    start = time.perf_counter()
     try:
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -58,6 +61,7 @@ def server(
     finally:
         process.terminate()
         process.wait(timeout=60)
+        note(Usage(1, time.perf_counter() - start))
 
 
 def post(url: str, body: dict) -> str:

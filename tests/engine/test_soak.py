@@ -1,16 +1,25 @@
 """The soak in its short form: every check of the long one on 48 requests."""
 
+import time
 from pathlib import Path
 
+import pytest
+
+from tests.engine.processes import Usage, note
+from vllm_treespec.tools.assets import shipped_drafter
 from vllm_treespec.tools.prompts import SHIPPED, load_prompts
-from vllm_treespec.tools.sides import shipped_drafter
 from vllm_treespec.tools.soak import run
 from vllm_treespec.tools.soak.cli import DEFAULT_TREE
 from vllm_treespec.tools.soak.requests import make_requests
 
 
-def test_short_soak_passes(target: str, tmp_path: Path) -> None:
-    """Red when trees lose a request, change a greedy answer or keep a KV block."""
+def test_short_soak_passes(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when trees lose a request, change a greedy answer or keep a KV block, or do
+    so with as many threads as vLLM takes by itself: the other engines have one."""
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
+        monkeypatch.delenv(name)
     settings = run.Settings(
         target=target,
         spec={**DEFAULT_TREE, "model": shipped_drafter()},
@@ -20,7 +29,9 @@ def test_short_soak_passes(target: str, tmp_path: Path) -> None:
     length = settings.max_model_len
     material = run.material(target, load_prompts(SHIPPED), length)
     requests = make_requests(settings.requests, settings.seed, material, length)
+    start = time.perf_counter()
     report = run.soak(settings, requests, tmp_path, lambda side, event: None)
+    note(Usage(2, time.perf_counter() - start))
     assert not report.problems
     assert report.passed
     for side in (report.plain, report.trees):

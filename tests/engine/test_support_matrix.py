@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 
-vllm = pytest.importorskip("vllm", reason="needs vLLM")
-
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-
-from tests.engine.child import sampling_params  # noqa: E402
-from tests.engine.conftest import SPECS  # noqa: E402
-from tests.engine.support import ROWS  # noqa: E402
-from tests.engine.support_checks import (  # noqa: E402
+from tests.engine.conftest import SPECS
+from tests.engine.support import ROWS
+from tests.engine.support_checks import (
     DEPTH,
     LONG_TEXT,
     Arguments,
@@ -25,16 +20,15 @@ from tests.engine.support_checks import (  # noqa: E402
     Row,
     Same,
 )
-from tests.engine.support_jobs import (  # noqa: E402
+from tests.engine.support_jobs import (
     SEEDS,
     job_of,
     refused_job,
     tight_jobs,
     usual_jobs,
 )
-from vllm_treespec.config import SpecConfigError  # noqa: E402
-from vllm_treespec.engine.v1.views import drafts_tree  # noqa: E402
-from vllm_treespec.plugin import register  # noqa: E402
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.plugin import register
 
 METHOD = "rsd_s"
 # with a draft model, and with a head
@@ -122,7 +116,7 @@ def run(
     run_engine: Callable[..., dict],
 ) -> Engine:
     """Run the rows of an engine, those that may share batches in one job."""
-    shared: dict = {"prompts": [], "params": [], "at_once": 64}
+    shared: dict = {"prompts": [], "params": [], "max_in_flight": 64}
     parts: dict[str, slice] = {}
     for row in same(engine):
         check = row.check
@@ -203,10 +197,13 @@ def test_same_answers(row: Row, request: pytest.FixtureRequest) -> None:
 )
 def test_requests_draft_what_the_page_says(row: Row) -> None:
     """Turns red when requests draft more or less than the page says."""
+    from tests.engine.child import sampling_params
+    from vllm_treespec.engine.v1.views import may_draft_trees
+
     assert isinstance(row.check, Same)
     first = {"prompts": [[1]], "params": row.check.params[0]}
     (params,) = sampling_params(first)
-    assert drafts_tree(params) == (row.outcome is Outcome.TREE)
+    assert may_draft_trees(params) == (row.outcome is Outcome.TREE)
 
 
 def test_trees_were_really_used(usual: dict, tight: dict) -> None:
@@ -322,6 +319,8 @@ def test_requests_refused_by_vllm(usual: dict) -> None:
 
 def refusal(**arguments: object) -> str:
     """The message with which an engine refuses to start."""
+    from vllm.engine.arg_utils import EngineArgs
+
     register()
     with pytest.raises(SpecConfigError, match=r".") as error:
         EngineArgs(max_model_len=256, **arguments).create_engine_config()

@@ -1,20 +1,19 @@
-"""Two tensor-parallel ranks answer as one does, and draw the same trees.
-
-As a script, ``python test_tensor_parallel.py FOLDER RANKS NAMES...``, this file runs
-engines one after the other and writes what they answered. After the last of several
-ranks' engines it lets the ranks draw different numbers.
-"""
+"""Two tensor-parallel ranks answer as one does, and draw the same trees."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.engine.processes import EngineProcessError, call
+from tests.engine.tiny_models import write_pair
+from tests.heads import write_head
 
 # No multiple of what vLLM pads to, so that the last rank's part has padding.
 VOCAB_SIZE = 100
@@ -61,14 +60,6 @@ def start(name: str, folder: Path, ranks: int) -> Any:
     )
 
 
-def stop(llm: Any) -> None:
-    """Stop an engine, so that the next one can start in this process."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm.llm_engine.engine_core.shutdown()
-    cleanup_dist_env_and_memory()
-
-
 def answer(llm: Any, num_requests: int, **params: Any) -> list[list[int]]:
     """Token ids that the engine answers a few prompts with."""
     from vllm import SamplingParams
@@ -92,53 +83,25 @@ def reseed(worker: Any) -> None:
     worker.model_runner.decoder.uniforms = UniformSource(worker.rank)
 
 
-def main() -> None:
-    """Run the engines of one number of ranks."""
-    folder, ranks, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    results: dict[str, Any] = {}
-    for name in names:
-        llm = start(name, folder, ranks)
-        results[name] = {job: answer(llm, **params) for job, params in JOBS.items()}
-        if name != PLAIN:
-            results[name]["stats"] = llm.collective_rpc("treespec_stats")
-        (folder / f"{ranks}.json").write_text(json.dumps(results))
-        if ranks > 1 and name == names[-1]:
-            llm.collective_rpc(reseed)
-            answer(llm, **JOBS["unseeded"])
-        stop(llm)
+def run_jobs(name: str, folder: Path, ranks: int) -> None:
+    """Run all jobs through an engine of this process; write what it answered.
 
-
-def run_script(folder: Path, ranks: int, *names: str) -> tuple[dict[str, Any], str]:
-    """Run this file; what the engines answered, and what the processes said."""
-    cores = sorted(os.sched_getaffinity(0))[:ranks]
-    if len(cores) < ranks:
-        pytest.skip(f"{ranks} ranks need {ranks} cores")
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, folder, str(ranks), *names],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    file = folder / f"{ranks}.json"
-    results = json.loads(file.read_text()) if file.is_file() else {}
-    assert tuple(results) == names, done.stdout[-4000:]
-    return results, done.stdout
+    Two ranks then get numbers of their own, which is to end the process.
+    """
+    llm = start(name, folder, ranks)
+    result: dict[str, Any] = {n: answer(llm, **job) for n, job in JOBS.items()}
+    if name != PLAIN:
+        result["stats"] = llm.collective_rpc("treespec_stats")
+    (folder / f"{name}-{ranks}.json").write_text(json.dumps(result))
+    if (name, ranks) == (RSD_S, 2):
+        llm.collective_rpc(reseed)
+        answer(llm, **JOBS["unseeded"])
+    llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a small target, a draft model that often agrees, and a head."""
-    from tests.engine.tiny_models import write_pair
-    from tests.heads import write_head
-
     folder = tmp_path_factory.mktemp("tensor_parallel")
     _, draft = write_pair(folder, vocab_size=VOCAB_SIZE)
     Path(draft).rename(folder / RSD_S)
@@ -147,51 +110,66 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
-    """Answers of engines on one rank.
+def run(folder: Path) -> Callable[[str, int], dict[str, Any]]:
+    """Return a function that runs an engine, once for a name and a number of ranks."""
 
-    Plain vLLM is last: a process remembers the attention backend it chose first.
-    """
-    return run_script(folder, 1, RSD_S, REDRAFTER, PLAIN)[0]
+    @cache
+    def run(name: str, ranks: int) -> dict[str, Any]:
+        cores = sorted(os.sched_getaffinity(0))[:ranks]
+        if len(cores) < ranks:
+            pytest.skip(f"{ranks} ranks need {ranks} cores")
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if ranks > 1:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
+        file = folder / f"{name}-{ranks}.json"
+        try:
+            call(
+                f"{__name__}:{run_jobs.__name__}",
+                *(name, folder, ranks),
+                log=file.with_suffix(".log"),
+                environment=environment,
+            )
+        except EngineProcessError:
+            if not file.exists():
+                raise
+        return json.loads(file.read_text())
 
-
-@pytest.fixture(scope="module")
-def two(folder: Path) -> tuple[dict[str, Any], str]:
-    """Answers of engines on two ranks, and what their processes said."""
-    return run_script(folder, 2, REDRAFTER, RSD_S)
+    return run
 
 
 @pytest.mark.parametrize("method", [RSD_S, REDRAFTER])
 def test_two_ranks_answer_as_one(
-    method: str, one: dict[str, Any], two: tuple[dict[str, Any], str]
+    method: str, run: Callable[[str, int], dict[str, Any]]
 ) -> None:
     """Red when a part of a model, a draw or a commit depends on the rank."""
+    one, two, plain = run(method, 1), run(method, 2), run(PLAIN, 1)
     for job in JOBS:
-        assert two[0][method][job] == one[method][job], job
+        assert two[job] == one[job], job
     for job in GREEDY:
-        assert two[0][method][job] == one[PLAIN][job], job
+        assert two[job] == plain[job], job
 
 
 @pytest.mark.parametrize("method", [RSD_S, REDRAFTER])
 def test_ranks_draw_the_same_trees(
-    method: str, one: dict[str, Any], two: tuple[dict[str, Any], str]
+    method: str, run: Callable[[str, int], dict[str, Any]]
 ) -> None:
     """Red when ranks draw or accept different trees, or none are drawn at all."""
-    (alone,) = one[method]["stats"]
-    ranks = two[0][method]["stats"]
-    assert len(ranks) == 2
-    for stats in (alone, *ranks):
-        del stats["seconds"]
-    assert ranks == [alone, alone]
+    (alone,) = without_seconds(run(method, 1)["stats"])
+    assert without_seconds(run(method, 2)["stats"]) == [alone, alone]
     assert alone["trees"] > 50
     assert sum(n for length, n in alone["accepted"].items() if int(length)) > 5
     assert ("plain" in alone["modes"]) == (method == RSD_S)
 
 
-def test_ranks_that_differ_stop_the_engine(two: tuple[dict[str, Any], str]) -> None:
+def without_seconds(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ranks counted, without the times they took."""
+    return [{k: v for k, v in stats.items() if k != "seconds"} for stats in ranks]
+
+
+def test_ranks_that_differ_stop_the_engine(
+    folder: Path, run: Callable[[str, int], dict[str, Any]]
+) -> None:
     """Red when a rank that draws other numbers goes on with a text of its own."""
-    assert "tensor-parallel rank 1 drew other drafts than rank 0" in two[1]
-
-
-if __name__ == "__main__":
-    main()
+    run(RSD_S, 2)
+    log = (folder / f"{RSD_S}-2.log").read_text()
+    assert "tensor-parallel rank 1 drew other drafts than rank 0" in log

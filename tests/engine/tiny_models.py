@@ -25,12 +25,15 @@ SIZES = {
 }
 
 
-def write_pair(folder: Path, noise: float = 0.1, **sizes: Any) -> tuple[str, str]:
+def write_pair(
+    folder: Path, noise: float = 0.1, sharpness: float = 1.0, **sizes: Any
+) -> tuple[str, str]:
     """Write a target, and a draft model that has its weights with noise on them.
 
     Args:
         folder: gets two folders.
         noise: of a weight matrix, relative to its own deviation.
+        sharpness: factor of the target's logits.
         sizes: other sizes than ``SIZES``.
 
     Returns:
@@ -39,7 +42,7 @@ def write_pair(folder: Path, noise: float = 0.1, **sizes: Any) -> tuple[str, str
     """
     target, draft = folder / "target", folder / "draft"
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
-    write_random(model, target)
+    write_random(model, target, sharpness)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
@@ -55,11 +58,12 @@ def write_windowed(folder: Path, window: int, **sizes: Any) -> str:
     return str(folder)
 
 
-def write_random(model: PreTrainedModel, folder: Path) -> None:
+def write_random(model: PreTrainedModel, folder: Path, sharpness: float = 1.0) -> None:
     """Give a model random weights under which tokens depend on tokens; write it."""
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
                 weight.normal_(std=2 * weight.shape[1] ** -0.5)
+        model.lm_head.weight *= sharpness
     model.save_pretrained(folder)
