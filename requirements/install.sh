@@ -24,15 +24,15 @@ install() { # what pip arguments...
         fail "could not download or install $what; check the network and run make setup again"
 }
 
-is_python_311='import sys; sys.exit(sys.version_info[:2] != (3, 11))'
+is_supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
 is_cpu_build='import importlib.metadata as m; import sys
 sys.exit(not m.version("torch").endswith("+cpu"))'
 
-"$python" -c "$is_python_311" 2>/dev/null ||
-    fail "$python is not there or not Python 3.11; run make setup PYTHON=/path/to/python3.11"
+"$python" -c "$is_supported" 2>/dev/null ||
+    fail "$python is not there or not Python 3.11 to 3.13; run make setup PYTHON=/path/to/python3"
 
 echo "[1/5] virtual environment $venv"
-"$python" -m venv "$venv" || fail "could not make $venv; install the venv module of Python 3.11"
+"$python" -m venv "$venv" || fail "could not make $venv; install the venv module of $python"
 
 echo "[2/5] $torch, CPU build"
 install "$torch" --retries 2 --timeout 20 --extra-index-url "$torch_index" "$torch"

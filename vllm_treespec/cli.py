@@ -61,6 +61,8 @@ def assets(
     typer.echo(f"target   {target}")
     for path in paths.values():
         typer.echo(f"drafter  {path}")
+    if not paths:
+        typer.echo("drafter  none in a wheel; they lie in a checkout of the project")
 
 
 @app.command()
@@ -109,8 +111,21 @@ app.command()(soak)
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="The target; without one, SmolLM2-135M-Instruct."
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Its ReDrafter head; without one, the shipped head."
+        ),
+    ] = None,
+) -> None:
     """Measure chat, code and editing on a small model; say which method to use."""
     from vllm_treespec.tools.demo import main
 
-    main()
+    main(target, head)

