@@ -31,7 +31,7 @@ class ProposerInputs:
     uniforms: Tensor
     # as many as Proposer.num_draft_models
     draft_models: Sequence[DraftModel] = ()
-    # of each index of texts
+    # of each suffix index
     continuations: Sequence[Continuations] = ()
 
 
@@ -42,14 +42,14 @@ class Proposer(ABC):
         name: the spec-config's ``method``.
         num_draft_models: how many draft models it drives.
         sizes: how large its trees become.
-        num_candidates: tokens that a tree is made of before equal ones are merged;
+        num_beam_tokens: tokens that a tree is made of before equal ones are merged;
             None: its nodes are all there is.
 
     """
 
     name: ClassVar[str]
     num_draft_models: int = 1
-    num_candidates: int | None = None
+    num_beam_tokens: int | None = None
     sizes: TreeSizes
 
     @abstractmethod

@@ -43,8 +43,8 @@ class ReDrafter(Proposer):
         """Take the number of beams, tokens of each, and draft nodes at most."""
         self.beam_width = beam_width
         self.length = length
-        self.num_candidates = beam_width * length
-        self.num_drafts = min(num_drafts, self.num_candidates)
+        self.num_beam_tokens = beam_width * length
+        self.num_drafts = min(num_drafts, self.num_beam_tokens)
         self.sizes = sizes(beam_width, length, num_drafts)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
@@ -87,10 +87,10 @@ def beam_search(
         tokens.append(tokens_of(columns, draft_model.vocabulary))
         if level + 1 < length:
             logits = draft_model.extend(tokens[-1], parents[-1])
-    places = [torch.arange(width, device=logits.device).expand_as(parents[-1])]
+    beam_rows = [torch.arange(width, device=logits.device).expand_as(parents[-1])]
     for parent in reversed(parents[1:]):
-        places.append(parent.gather(1, places[-1]))
-    beams = torch.stack(places[::-1], dim=1)
+        beam_rows.append(parent.gather(1, beam_rows[-1]))
+    beams = torch.stack(beam_rows[::-1], dim=1)
     return (
         torch.stack(tokens, dim=1).gather(2, beams).transpose(1, 2),
         torch.stack(log_probs[1:], dim=1).gather(2, beams).transpose(1, 2),
@@ -154,14 +154,14 @@ def tree_of_beams(
     max_nodes = 1 + min(num_drafts, width * length)
     column = torch.where(kept, nodes, max_nodes)
 
-    def placed(values: Tensor, unused: int) -> Tensor:
+    def by_node(values: Tensor, unused: int) -> Tensor:
         row = values.new_full((len(values), max_nodes + 1), unused)
         return row.scatter_(1, column, values)[:, :max_nodes]
 
-    tokens = placed(token_ids, 0)
+    tokens = by_node(token_ids, 0)
     tokens[:, 0] = root_token_ids
     return TreeBatch(
-        tokens, placed(parents, NO_NODE), placed(depths, 0), 1 + nodes[:, -1]
+        tokens, by_node(parents, NO_NODE), by_node(depths, 0), 1 + nodes[:, -1]
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_treespec.core.sampling import SamplingTensors, draw
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import first_alike, from_draws
+from vllm_treespec.core.tree_builders import first_equal, from_draws
 from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
@@ -140,7 +140,7 @@ def draw_levels(
         rows = same.gather(1, parents)
         levels.append(DrawnLevel(token_ids, parents, rows, probs))
         if depth + 1 < len(branching_factors):
-            same = first_alike(rows, token_ids)
+            same = first_equal(rows, token_ids)
             logits = draft_model.extend(token_ids, parents)
     return levels
 
@@ -163,8 +163,8 @@ def draw_independently(
     if sampling.all_greedy:
         return top_tokens(probs, count)
     rows = probs.flatten(0, 1)
-    places = uniforms.reshape(-1, count)
-    tokens = torch.stack([draw(rows, places[:, k]) for k in range(count)], dim=1)
+    columns = uniforms.reshape(-1, count)
+    tokens = torch.stack([draw(rows, columns[:, k]) for k in range(count)], dim=1)
     tokens = tokens.view_as(uniforms)
     if sampling.all_random:
         return tokens

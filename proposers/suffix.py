@@ -110,8 +110,8 @@ def grow_tree(
         children.setdefault(parents[node], []).append(node)
     drafts: list[tuple[int, int, int]] = []
     level_order = [0]
-    for place, node in enumerate(level_order):
+    for index, node in enumerate(level_order):
         for child in children.get(node, ()):
             level_order.append(child)
-            drafts.append((tokens[child], place, depths[child]))
+            drafts.append((tokens[child], index, depths[child]))
     return drafts

@@ -1,6 +1,6 @@
 """Scorers: from a draft tree and the target's distributions to emitted tokens."""
 
-from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.greedy import greedy_matching
 from vllm_treespec.scorers.k_seq import k_seq
 from vllm_treespec.scorers.multi_round import multi_round
@@ -14,7 +14,6 @@ __all__ = [
     "Rule",
     "ScorerOutput",
     "TargetLogits",
-    "TreeShape",
     "TypicalAcceptance",
     "greedy_matching",
     "k_seq",

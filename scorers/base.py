@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 
 
@@ -19,17 +20,17 @@ class TargetLogits:
     # [total_num_nodes, vocab_size]
     logits: Tensor
     # int64 [num_reqs], row of each request's root
-    first_row: Tensor
+    root_rows: Tensor
     sampling: SamplingTensors
 
     def probs(self, reqs: Tensor, nodes: Tensor) -> Tensor:
         """Target distributions after the given nodes, float32 [n, vocab_size]."""
-        rows = self.logits[self.first_row[reqs] + nodes]
+        rows = self.logits[self.root_rows[reqs] + nodes]
         return self.sampling.select(reqs).probs(rows)
 
     def argmax(self, reqs: Tensor, nodes: Tensor) -> Tensor:
         """Most likely next tokens after the given nodes, int64 [n]."""
-        rows = self.logits[self.first_row[reqs] + nodes]
+        rows = self.logits[self.root_rows[reqs] + nodes]
         return rows.to(torch.float32).argmax(dim=-1)
 
 
@@ -64,23 +65,12 @@ class ScorerOutput:
         )
 
 
-@dataclass(frozen=True)
-class TreeShape:
-    """Bounds of a batch's trees, known on the host; too large ones only cost time."""
-
-    # levels below the root
-    max_depth: int
-    # draws below one node, repeats included
-    max_siblings: int
-    # nodes with draws below them
-    max_parents: int
-
-
 # From trees, the target's logits at their nodes and uniform numbers, float64
 # [num_reqs, as many as the rule asks for], to accepted paths and one more token each.
 Walk = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
-# The same from the trees' bounds besides; paths are int64 [num_reqs, max_depth].
-Batched = Callable[[TreeBatch, TargetLogits, Tensor, TreeShape], ScorerOutput]
+# The same from the trees' bounds besides, known on the host: too large ones only cost
+# time. Paths are int64 [num_reqs, max_depth].
+Batched = Callable[[TreeBatch, TargetLogits, Tensor, TreeSizes], ScorerOutput]
 
 
 @dataclass(frozen=True)
@@ -103,20 +93,20 @@ class Rule:
         tree: TreeBatch,
         target: TargetLogits,
         uniforms: Tensor,
-        shape: TreeShape | None,
+        sizes: TreeSizes | None,
     ) -> ScorerOutput:
-        """Score trees in the batched form if there is one and ``shape`` is given.
+        """Score trees in the batched form if there is one and ``sizes`` are given.
 
         Args:
             tree: the trees.
             target: the target's logits at the nodes.
             uniforms: float64 [num_reqs, as many as the rule asks for] in [0, 1).
-            shape: the trees' bounds; None: walk.
+            sizes: the trees' bounds; None: walk.
 
         """
-        if shape is None or self.batched is None:
+        if sizes is None or self.batched is None:
             return self.walk(tree, target, uniforms)
-        return self.batched(tree, target, uniforms, shape)
+        return self.batched(tree, target, uniforms, sizes)
 
 
 def empty_path(tree: TreeBatch) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
-from vllm_treespec.scorers.base import TreeShape
 
 # Distributions that are held side by side: 256 of 128 k tokens take 128 MiB in
 # float32, and are enough work to fill a device.
@@ -35,7 +35,7 @@ def node_numbers(tree: TreeBatch) -> Tensor:
 
 
 def accepted_path(
-    ancestors: Tensor, depths: Tensor, kept_bits: Tensor, shape: TreeShape
+    ancestors: Tensor, depths: Tensor, kept_bits: Tensor, sizes: TreeSizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the path along which every node was kept below its parent.
 
@@ -44,7 +44,7 @@ def accepted_path(
         depths: int64 [num_reqs, max_nodes], 0 in unused entries.
         kept_bits: int64 [num_reqs], bit i is set iff node i was kept; at most one
             child of a node is, and the root need not be.
-        shape: the trees' bounds.
+        sizes: the trees' bounds.
 
     Returns:
         path int64 [num_reqs, max_depth], its length and its last node, int64
@@ -55,7 +55,7 @@ def accepted_path(
     places = depths * accepted
     columns = torch.arange(depths.shape[1], device=depths.device)
     path = torch.full(
-        (len(depths), max(shape.max_depth, 1) + 1), NO_NODE, device=depths.device
+        (len(depths), max(sizes.max_depth, 1) + 1), NO_NODE, device=depths.device
     )
     # Column 0 takes the root and all that was not accepted.
     path.scatter_(1, places, columns.expand_as(places))

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch, ancestor_bits, node_bits
-from vllm_treespec.scorers.base import ScorerOutput, TreeShape, empty_path
+from vllm_treespec.scorers.base import ScorerOutput, empty_path
 from vllm_treespec.scorers.batched import accepted_path
 
 # From requests int64 [n] and nodes int64 [n] to the tokens after them, int64 [n].
@@ -37,22 +38,22 @@ def follow_path(tree: TreeBatch, next_token: NextToken) -> ScorerOutput:
 
 
 def follow_path_batched(
-    tree: TreeBatch, next_tokens: Tensor, shape: TreeShape
+    tree: TreeBatch, next_tokens: Tensor, sizes: TreeSizes
 ) -> ScorerOutput:
     """Accept the longest path along which every token is the one chosen before it.
 
     Args:
         tree: drafts.
         next_tokens: int64 [num_reqs, max_nodes], the token chosen after each node.
-        shape: the trees' bounds; only the depth is used.
+        sizes: the trees' bounds; only the depth is used.
 
     """
     wanted = next_tokens.gather(1, tree.parents.clamp(min=0))
     kept = (tree.parents >= 0) & (tree.token_ids == wanted)
     path, num_accepted, last = accepted_path(
-        ancestor_bits(tree, shape.max_depth),
+        ancestor_bits(tree, sizes.max_depth),
         tree.depths,
         (node_bits(tree) * kept).sum(dim=1),
-        shape,
+        sizes,
     )
     return ScorerOutput(path, num_accepted, next_tokens.gather(1, last[:, None])[:, 0])

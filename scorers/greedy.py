@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.batched import node_numbers
 from vllm_treespec.scorers.follow_path import follow_path, follow_path_batched
 
@@ -28,7 +29,7 @@ def greedy_matching(
 
 
 def greedy_matching_batched(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, sizes: TreeSizes
 ) -> ScorerOutput:
     """Do what ``greedy_matching`` does, for all nodes together.
 
@@ -36,12 +37,12 @@ def greedy_matching_batched(
         tree: drafts; ``draws`` is not used.
         target: the target's logits at the nodes.
         uniforms: not used; part of every rule's signature.
-        shape: the trees' bounds; only the depth is used.
+        sizes: the trees' bounds; only the depth is used.
 
     """
     likeliest = target.logits.to(torch.float32).argmax(dim=-1)
-    next_tokens = likeliest[target.first_row[:, None] + node_numbers(tree)]
-    return follow_path_batched(tree, next_tokens, shape)
+    next_tokens = likeliest[target.root_rows[:, None] + node_numbers(tree)]
+    return follow_path_batched(tree, next_tokens, sizes)
 
 
 GREEDY_MATCHING = Rule("greedy_matching", greedy_matching, greedy_matching_batched)

@@ -78,7 +78,7 @@ def check_independent_draws(tree: TreeBatch) -> None:
     assert draws is not None
     together = (parents[:, 1:] == parents[:, :-1]) & (parents[:, 1:] >= 0)
     differ = draws.rows[:, 1:] != draws.rows[:, :-1]
-    if bool((together & (differ | draws.from_rest[:, 1:])).any()):
+    if bool((together & (differ | draws.without_replacement[:, 1:])).any()):
         raise ValueError(
             "this rule needs independent draws from one distribution at every node; "
             "use multi_round or recursive_rejection"

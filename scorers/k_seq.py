@@ -83,10 +83,10 @@ def k_seq(
             distributions.
 
     """
-    return walk_independent_draws(tree, target, uniforms, judge_with(division_factor))
+    return walk_independent_draws(tree, target, uniforms, make_judge(division_factor))
 
 
-def judge_with(division_factor: DivisionFactor) -> Judge:
+def make_judge(division_factor: DivisionFactor) -> Judge:
     """Make the judge of ``walk_independent_draws`` for a choice of division factor."""
 
     def judge(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.recursive_rejection import (
     recursive_rejection,
     recursive_rejection_batched,
@@ -33,7 +34,7 @@ def multi_round(
 
 
 def multi_round_batched(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, sizes: TreeSizes
 ) -> ScorerOutput:
     """Do what ``multi_round`` does, for all nodes together.
 
@@ -41,10 +42,10 @@ def multi_round_batched(
         tree: drafts with ``draws``.
         target: the target's logits at the nodes.
         uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1).
-        shape: the trees' bounds.
+        sizes: the trees' bounds.
 
     """
-    return recursive_rejection_batched(tree, target, uniforms, shape)
+    return recursive_rejection_batched(tree, target, uniforms, sizes)
 
 
 MULTI_ROUND = Rule("multi_round", multi_round, multi_round_batched)

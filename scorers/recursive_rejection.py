@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import draw
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import (
     TreeBatch,
     ancestor_bits,
@@ -17,7 +18,6 @@ from vllm_treespec.scorers.base import (
     Rule,
     ScorerOutput,
     TargetLogits,
-    TreeShape,
     empty_path,
     normalised,
 )
@@ -45,7 +45,7 @@ def recursive_rejection(
     """
     draws = tree.draws
     assert draws is not None
-    first, following = first_draw(tree), next_draw(tree)
+    first, next_draws = first_draw(tree), next_draw(tree)
     reqs = torch.arange(tree.num_reqs, device=tree.token_ids.device)
     node = torch.zeros_like(reqs)
     path, num_accepted = empty_path(tree), torch.zeros_like(reqs)
@@ -71,10 +71,10 @@ def recursive_rejection(
 
         lost, token = trying[~accept], token[~accept]
         residual[lost] = subtract(residual[lost], draft[lost])
-        candidate[lost] = following[lost, tried[~accept]]
+        candidate[lost] = next_draws[lost, tried[~accept]]
 
         goes_on = candidate[lost] >= 0
-        rest = goes_on & draws.from_rest[lost, candidate[lost].clamp(min=0)]
+        rest = goes_on & draws.without_replacement[lost, candidate[lost].clamp(min=0)]
         draft[lost[rest]] = drop(draft[lost[rest]], token[rest])
         fresh = torch.cat([won[candidate[won] >= 0], lost[goes_on & ~rest]])
         row = draws.rows[fresh, candidate[fresh]]
@@ -85,7 +85,7 @@ def recursive_rejection(
 
 
 def recursive_rejection_batched(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, sizes: TreeSizes
 ) -> ScorerOutput:
     """Do what ``recursive_rejection`` does, for all nodes together.
 
@@ -97,13 +97,13 @@ def recursive_rejection_batched(
         target: the target's logits at the nodes.
         uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1): column 0 for
             the last token, column 1 + i for draw i.
-        shape: the trees' bounds.
+        sizes: the trees' bounds.
 
     """
-    parents = parents_with_draws(tree, shape)
+    parents = parents_with_draws(tree, sizes)
     reqs = torch.arange(tree.num_reqs, device=parents.device)
     parts = [
-        score_group(tree, target, uniforms, shape, group, parents[group])
+        score_group(tree, target, uniforms, sizes, group, parents[group])
         for group in groups(reqs, width=parents.shape[1])
     ]
     return ScorerOutput(
@@ -113,7 +113,7 @@ def recursive_rejection_batched(
     )
 
 
-def parents_with_draws(tree: TreeBatch, shape: TreeShape) -> Tensor:
+def parents_with_draws(tree: TreeBatch, sizes: TreeSizes) -> Tensor:
     """Each request's nodes with draws, those with the most first, int64.
 
     Returns:
@@ -121,9 +121,9 @@ def parents_with_draws(tree: TreeBatch, shape: TreeShape) -> Tensor:
 
     """
     assert tree.draws is not None
-    width = max(min(shape.max_parents, tree.draws.nodes.shape[1]), 1)
+    width = max(min(sizes.max_parents, tree.draws.nodes.shape[1]), 1)
     order = num_draws(tree).argsort(dim=1, descending=True, stable=True)
-    # The last node is a leaf: it stands in for entries that hold no node.
+    # The last node is a leaf, without draws: entries that hold no node become it.
     leaf = (tree.num_nodes - 1).clamp(min=0)
     return torch.minimum(order[:, :width], leaf[:, None])
 
@@ -132,17 +132,17 @@ def score_group(
     tree: TreeBatch,
     target: TargetLogits,
     uniforms: Tensor,
-    shape: TreeShape,
+    sizes: TreeSizes,
     reqs: Tensor,
     parents: Tensor,
 ) -> ScorerOutput:
     """Score the trees of the requests ``reqs``; arguments as for ``try_draws``."""
-    below, residual = try_draws(tree, target, uniforms, shape, reqs, parents)
+    below, residual = try_draws(tree, target, uniforms, sizes, reqs, parents)
     # Bit 0 is no child's: it is set where none was accepted.
     bits = (torch.ones_like(below) << below) & ~1
-    ancestors = ancestor_bits(tree, shape.max_depth)[reqs]
+    ancestors = ancestor_bits(tree, sizes.max_depth)[reqs]
     path, num_accepted, last = accepted_path(
-        ancestors, tree.depths[reqs], bits.sum(dim=1), shape
+        ancestors, tree.depths[reqs], bits.sum(dim=1), sizes
     )
     is_last = parents == last[:, None]
     place = is_last.int().argmax(dim=1)
@@ -159,7 +159,7 @@ def try_draws(
     tree: TreeBatch,
     target: TargetLogits,
     uniforms: Tensor,
-    shape: TreeShape,
+    sizes: TreeSizes,
     reqs: Tensor,
     parents: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def try_draws(
         tree: drafts with ``draws``.
         target: the target's logits at the nodes.
         uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1).
-        shape: the trees' bounds.
+        sizes: the trees' bounds.
         reqs: int64 [n].
         parents: int64 [n, width], nodes of these requests, those with the most draws
             first.
@@ -183,12 +183,15 @@ def try_draws(
     assert draws is not None
     num_reqs, width = parents.shape
     max_draws = draws.nodes.shape[1]
-    max_tries = min(shape.max_siblings, max_draws)
+    max_tries = min(sizes.max_siblings, max_draws)
     reqs, nodes = reqs.repeat(width), parents.t().flatten()
     tries = torch.arange(max_tries, device=reqs.device)[:, None]
     is_tried = tries < num_draws(tree)[reqs, nodes]
     tried = (first_draw(tree)[reqs, nodes] + tries).clamp(0, max_draws - 1)
-    rows, from_rest = draws.rows[reqs, tried], draws.from_rest[reqs, tried]
+    rows, without_replacement = (
+        draws.rows[reqs, tried],
+        draws.without_replacement[reqs, tried],
+    )
     children = draws.nodes[reqs, tried]
     tokens, numbers = tree.token_ids[reqs, children], uniforms[reqs, 1 + tried]
     accepts = torch.zeros_like(is_tried)
@@ -200,7 +203,7 @@ def try_draws(
         fresh = draws.probs_of(reqs[:n], rows[k, :n], residual.shape[1])
         if k:
             rest = drop(draft[:n], tokens[k - 1, :n])
-            fresh = torch.where(from_rest[k, :n, None], rest, fresh)
+            fresh = torch.where(without_replacement[k, :n, None], rest, fresh)
         draft, token = fresh, tokens[k, :n, None]
         draft_prob = numbers[k, :n, None] * draft.gather(1, token).double()
         accepts[k, :n, None] = draft_prob < residual[:n].gather(1, token)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
-from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.k_seq import K_SEQ
 from vllm_treespec.scorers.multi_round import MULTI_ROUND
@@ -26,7 +27,7 @@ def score(
     target: TargetLogits,
     uniforms: Tensor,
     rule: Rule,
-    shape: TreeShape | None = None,
+    sizes: TreeSizes | None = None,
 ) -> ScorerOutput:
     """Score greedy requests by greedy matching and sampled ones by a rule.
 
@@ -35,22 +36,22 @@ def score(
         target: the target's logits at the nodes.
         uniforms: float64 [num_reqs, as many as the rule asks for] in [0, 1).
         rule: for sampled requests.
-        shape: the trees' bounds. With them the batched forms run, where the rule has
+        sizes: the trees' bounds. With them the batched forms run, where the rule has
             one; without them the walks run.
 
     """
     if rule.batched is None:
         # The rule's walk waits for the device, so greedy requests may walk as well.
-        shape = None
+        sizes = None
     if target.sampling.all_greedy:
-        return GREEDY_MATCHING.apply(tree, target, uniforms, shape)
+        return GREEDY_MATCHING.apply(tree, target, uniforms, sizes)
     if target.sampling.all_random:
-        return rule.apply(tree, target, uniforms, shape)
-    if shape is None:
+        return rule.apply(tree, target, uniforms, sizes)
+    if sizes is None:
         return walk_mixed(tree, target, uniforms, rule)
     greedy = target.sampling.greedy
-    sampled = rule.apply(tree, target, uniforms, shape)
-    matched = GREEDY_MATCHING.apply(tree, target, uniforms, shape)
+    sampled = rule.apply(tree, target, uniforms, sizes)
+    matched = GREEDY_MATCHING.apply(tree, target, uniforms, sizes)
     return ScorerOutput(
         torch.where(greedy[:, None], matched.path, sampled.path),
         torch.where(greedy, matched.num_accepted, sampled.num_accepted),
@@ -81,7 +82,7 @@ def walk_mixed(
             all_greedy=is_greedy,
             all_random=not is_greedy,
         )
-        part = replace(target, first_row=target.first_row[rows], sampling=sampling)
+        part = replace(target, root_rows=target.root_rows[rows], sampling=sampling)
         own_rule = GREEDY_MATCHING if is_greedy else rule
         scored = own_rule.walk(tree.select(rows), part, uniforms[rows])
         path[rows, : scored.path.shape[1]] = scored.path

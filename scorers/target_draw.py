@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import draw
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, TreeShape
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.batched import groups, node_numbers
 from vllm_treespec.scorers.follow_path import follow_path, follow_path_batched
 
@@ -37,7 +38,7 @@ def target_draw(
 
 
 def target_draw_batched(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, shape: TreeShape
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, sizes: TreeSizes
 ) -> ScorerOutput:
     """Do what ``target_draw`` does, for all nodes together.
 
@@ -46,7 +47,7 @@ def target_draw_batched(
         target: the target's logits at the nodes.
         uniforms: float64 [num_reqs, at least max_nodes] in [0, 1): column i draws the
             token after node i.
-        shape: the trees' bounds; only the depth is used.
+        sizes: the trees' bounds; only the depth is used.
 
     """
     nodes = node_numbers(tree)
@@ -57,7 +58,7 @@ def target_draw_batched(
             groups(reqs.flatten()), groups(nodes.flatten()), strict=True
         )
     ]
-    return follow_path_batched(tree, torch.cat(drawn).view_as(nodes), shape)
+    return follow_path_batched(tree, torch.cat(drawn).view_as(nodes), sizes)
 
 
 TARGET_DRAW = Rule("target_draw", target_draw, target_draw_batched)

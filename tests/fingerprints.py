@@ -16,7 +16,7 @@ from pathlib import Path
 
 from vllm_treespec.engine.seams import SEAMS, fingerprints
 from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS
-from vllm_treespec.engine.seams.sources import Sources
+from vllm_treespec.engine.seams.source_files import SourceFiles
 
 HEADER = '''"""Fingerprints of the vLLM functions that we replace, by supported release.
 
@@ -28,7 +28,7 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = '''
 
 
 def with_release(
-    release: str, sources: Sources
+    release: str, sources: SourceFiles
 ) -> dict[str, dict[str, dict[str, str]]]:
     """The table of fingerprints with those of one release made anew.
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("release", help="for example 0.33")
     parser.add_argument("folder", type=Path, help="in which the package vllm lies")
     arguments = parser.parse_args()
-    sources = Sources(arguments.folder)
+    sources = SourceFiles(arguments.folder)
     for seam in SEAMS:
         if not sources.has(seam.module, seam.attribute):
             print(f"vLLM {arguments.release} has no {seam.name}")

@@ -64,7 +64,7 @@ COUNTERS = {
 logger = logging.getLogger("vllm.treespec")
 
 
-def gathering_folder() -> Path | None:
+def multiprocess_folder() -> Path | None:
     """Folder in which Prometheus gathers the files of several processes, if any.
 
     vLLM sets it for several API servers, before it starts other processes.
@@ -83,7 +83,7 @@ def counter_file(vllm_config: VllmConfig) -> Path:
         OSError: there is no temporary folder.
 
     """
-    folder = gathering_folder()
+    folder = multiprocess_folder()
     if folder is not None:
         return folder / f"counter_treespec-{vllm_config.instance_id}.db"
     return Path(tempfile.gettempdir()) / f"treespec_{vllm_config.instance_id}"
@@ -114,7 +114,7 @@ class SharedCounters:
     """
 
     def __init__(self, file: Path, model_name: str, engine_index: int) -> None:
-        """Open a file of ``make_counter_file``; what has no open labels starts at 0.
+        """Open a file of ``make_counter_file``; counters of known labels start at 0.
 
         Raises:
             OSError: the file cannot be opened.
@@ -171,7 +171,7 @@ def open_counters(vllm_config: VllmConfig) -> SharedCounters | None:
         counters = SharedCounters(file, model_name, parallel.data_parallel_index)
         # The front-end has it open. Without a name nothing stays behind, whichever
         # process ends first and however.
-        if gathering_folder() is None:
+        if multiprocess_folder() is None:
             file.unlink()
     except OSError as error:
         logger.warning("No metrics of draft trees: %s", error)
@@ -187,7 +187,7 @@ class TreeCollector(Collector):
         self._file: BinaryIO | None = None
         self._remove: Finalize | None = None
 
-    def follow(self, vllm_config: VllmConfig) -> None:
+    def show_engine(self, vllm_config: VllmConfig) -> None:
         """Make the file of an engine that will start, and show it from now on.
 
         Raises:
@@ -242,8 +242,8 @@ def show_counters(vllm_config: VllmConfig) -> None:
     Without metrics serving goes on: a file that cannot be made is a warning.
     """
     try:
-        if gathering_folder() is None:
-            registered_collector().follow(vllm_config)
+        if multiprocess_folder() is None:
+            registered_collector().show_engine(vllm_config)
         else:
             # Whoever answers /metrics reads all files of that folder.
             make_counter_file(counter_file(vllm_config)).close()

@@ -57,7 +57,7 @@ KV_CACHE_DTYPES = {
 
 @functools.cache
 def register() -> None:
-    """Teach ``EngineArgs.create_engine_config`` our methods; safe to call again."""
+    """Let ``EngineArgs.create_engine_config`` accept our methods; once a process."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_treespec.engine.seams import SeamError
@@ -129,8 +129,8 @@ def below_traceback(message: str) -> str:
 def meant_for_us(spec: dict[str, Any], error: ValidationError) -> bool:
     """Whether a spec-config that vLLM refused may have been written for our methods.
 
-    That is one with a method that nobody knows, or with keys of ours beside an old
-    name of ours or no method at all.
+    That is one with an unknown method. Or it has keys of ours, and an old name of ours
+    or no method at all.
     """
     if error.title != "SpeculativeConfig":
         return False
@@ -149,8 +149,9 @@ def stock_arguments(
     Args:
         config: validated.
         block_size: what the user asked for, None to leave it to us.
-        device: ``"cpu"`` or ``"cuda"``. The default schedule knows what trees cost on
-            a CPU; a GPU draws the same tree in every step unless told otherwise.
+        device: ``"cpu"`` or ``"cuda"``. The default schedule is made for the costs of
+            a CPU; a GPU draws the same tree in every step unless ``config`` has
+            another schedule.
 
     """
     if device == "cuda" and config.schedule == "default":
@@ -161,7 +162,7 @@ def stock_arguments(
             "model": DRAFTER,
             "num_speculative_tokens": max(
                 tree.config.proposer().sizes.max_nodes - 1
-                for tree in config.scheduled()
+                for tree in config.scheduled_trees()
             ),
         },
         "worker_cls": WORKERS[device],

@@ -22,7 +22,7 @@ class Planned:
     # index of the draft model
     model: int = 0
     # without replacement of the draw before it; first level only
-    from_rest: bool = False
+    without_replacement: bool = False
 
 
 Plan = list[list[Planned]]
@@ -55,7 +55,7 @@ def drawn_trees(models: list[Language], plan: Plan) -> Weighted:
         for planned in level:
             prefix = above[:, planned.parent]
             row = planned.model * num_prefixes + prefix
-            if planned.from_rest:
+            if planned.without_replacement:
                 left = left.scatter(1, tokens[:, -1:], 0.0)
                 left = left / left.sum(1, keepdim=True)
             else:
@@ -83,16 +83,20 @@ def build(
     every = probs.expand(len(roots), *probs.shape)
     tree = from_draws(roots, tokens, parents, rows, every)
     assert tree.draws is not None
-    from_rest = tree.draws.from_rest.clone()
-    from_rest[:, : len(first)] = torch.tensor([planned.from_rest for planned in first])
-    return replace(tree, draws=replace(tree.draws, from_rest=from_rest))
+    without_replacement = tree.draws.without_replacement.clone()
+    without_replacement[:, : len(first)] = torch.tensor(
+        [planned.without_replacement for planned in first]
+    )
+    return replace(
+        tree, draws=replace(tree.draws, without_replacement=without_replacement)
+    )
 
 
 def side_by_side(one: Weighted, other: Weighted) -> Weighted:
     """Both sets of trees in one batch, each with half of its weight."""
     trees = (one.tree, other.tree)
     draws = [tree.draws for tree in trees if tree.draws is not None]
-    parts = ("nodes", "rows", "from_rest", "probs")
+    parts = ("nodes", "rows", "without_replacement", "probs")
     fields = ("token_ids", "parents", "depths", "num_nodes")
     tree = TreeBatch(
         **{name: torch.cat([getattr(t, name) for t in trees]) for name in fields},

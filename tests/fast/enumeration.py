@@ -282,7 +282,7 @@ class LawMeter:
             draft=self._draft(trees, self.first[trees, child]),
         )
         following = self.following[trees, tried]
-        rest = self.draws.from_rest[trees, following.clamp(min=0)][:, None]
+        rest = self.draws.without_replacement[trees, following.clamp(min=0)][:, None]
         left = normalised(at.draft.scatter(1, token, 0.0))
         lost = replace(
             at,

@@ -31,6 +31,7 @@ from tests.fast.toy_models import (
 )
 from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
 from vllm_treespec.core.sampling import SamplingTensors, draw
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.views import (
     EmittedBatch,
@@ -38,7 +39,7 @@ from vllm_treespec.core.views import (
     ScheduledBatch,
     TargetInputs,
 )
-from vllm_treespec.layouts.base import LargestTrees, TreeLayout
+from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
@@ -71,7 +72,7 @@ class FakeEngine:
         num_blocks = habits.num_blocks + layout.num_fork_blocks(BLOCK_SIZE)
         self.kv = KvCache(num_blocks)
         layout.bind([self.kv.cache], habits.num_blocks, BLOCK_SIZE)
-        self.decoder.committed.bind(habits.num_blocks, BLOCK_SIZE)
+        self.decoder.committed_reader.bind(habits.num_blocks, BLOCK_SIZE)
         for source in sources:
             if isinstance(source, ToyDraftModel):
                 source.bind(num_blocks, layout)
@@ -111,7 +112,7 @@ class FakeEngine:
             in_turn=np.argsort(order),
         )
         max_len = self.habits.max_model_len
-        slots = self.decoder.slots.of([r.name for r in now.requests])
+        slots = self.decoder.slots.lookup([r.name for r in now.requests])
         scheduled = now.scheduled_batch(slots, self.habits)
         inputs = now.target_inputs(-(-max_len // BLOCK_SIZE))
         self.decoder.begin_step(scheduled, inputs)
@@ -128,10 +129,10 @@ class FakeEngine:
     def _tell(self, plan: StepPlan) -> None:
         """Tell the decoder which requests came, went and were preempted."""
         slots = self.decoder.slots
-        self.decoder.forget(slots.release([r.name for r in plan.finished]))
+        self.decoder.finish_requests(slots.release([r.name for r in plan.finished]))
         for request in plan.new:
             slots.add(request.name, request.drafts, request.seed)
-        self.decoder.lose(slots.of([r.name for r in plan.resumed]))
+        self.decoder.discard_trees(slots.lookup([r.name for r in plan.resumed]))
 
     def _check_trees(self) -> None:
         """Trees come back where the drafts are the first ones of the last proposal."""
@@ -159,7 +160,7 @@ class FakeEngine:
         kv = [texts_so_far(text) for text in texts]
         own = np.array([row[-1] for row in kv])
         layout, batch = self.decoder.layout, inputs.batch
-        plan = layout.switch.plan if isinstance(layout, BranchLayout) else None
+        plan = layout.shared_plan.plan if isinstance(layout, BranchLayout) else None
         if plan is None:
             starts = batch.query_start_loc
             lens, table = batch.context_lens + starts.diff(), batch.block_table
@@ -175,7 +176,7 @@ class FakeEngine:
         assert rows == list(range(len(texts)))
         final = torch.tensor([hidden_state(t) for t in texts], dtype=torch.float64)
         by_layer = {}
-        for layer in self.decoder.committed.features:
+        for layer in self.decoder.committed_reader.features:
             states = [hidden_state(t, layer) for t in texts]
             by_layer[layer] = torch.tensor(states, dtype=torch.float64)
         wanted = inputs.logits_indices
@@ -196,7 +197,7 @@ class FakeEngine:
             first = start + num_tokens - 1 - len(drafts)
             for i in range(num_tokens):
                 texts[start + i] = chain[: request.num_computed + i + 1]
-            nodes = logits_indices[scheduled.first_row[place] :][: 1 + len(drafts)]
+            nodes = logits_indices[scheduled.root_rows[place] :][: 1 + len(drafts)]
             if place in in_tree:
                 paths = [request.token_ids]
                 for token, parent in zip(drafts, request.parents, strict=False):
@@ -215,7 +216,7 @@ class FakeEngine:
         for place, request in enumerate(self.now.requests):
             drafts = self.now.drafts[place]
             end = request.num_computed + self.now.num_tokens[place] - len(drafts)
-            row = logits[scheduled.first_row[place]]
+            row = logits[scheduled.root_rows[place]]
             plain = end == len(request.token_ids)
             emitted.append([self._draw(request, row)] if plain else [])
         if scored is not None:
@@ -277,14 +278,9 @@ def make_layout(
 ) -> TreeLayout:
     """A layout with room for the method's trees."""
     sizes = [proposer.sizes for proposer in method.proposers]
-    largest = LargestTrees(
-        max_nodes=max(s.max_nodes for s in sizes),
-        max_depth=max(s.max_depth for s in sizes),
-        max_width=max(s.max_width for s in sizes),
-        max_leaves=max(s.max_leaves for s in sizes),
-        max_trees=method.max_trees,
-        read_by_models=any(isinstance(s, ToyDraftModel) for s in sources),
-    )
+    has_draft_models = any(isinstance(s, ToyDraftModel) for s in sources)
+    largest = TreeSizes.largest(sizes)
+    limits = LayoutLimits(largest, method.max_trees, has_draft_models)
     if masks:
-        return MaskLayout(largest, NodeMasks(256, habits.max_running, DEVICE))
-    return BranchLayout(largest)
+        return MaskLayout(limits, NodeMasks(256, habits.max_running, DEVICE))
+    return BranchLayout(limits)

@@ -118,8 +118,8 @@ class Step:
             token_ids=token_ids,
             sampling=self.sampling(),
             blocks=BlockTables(
-                host=table,
-                device=torch.from_numpy(table),
+                host_table=table,
+                device_table=torch.from_numpy(table),
                 num_blocks=ints(len(r.blocks) for r in self.requests),
             ),
             hidden=hidden,

@@ -114,7 +114,7 @@ class FeatureSums:
         lengths = torch.from_numpy(roots.positions) + 1
         return SumDraft(self.table, sums, lengths, roots.root_token_ids)
 
-    def forget(self, slots: np.ndarray) -> None:
+    def finish_requests(self, slots: np.ndarray) -> None:
         """Forget the sums of ended requests."""
         if self.by_slot is not None:
             for slot in slots.tolist():

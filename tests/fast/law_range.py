@@ -50,7 +50,7 @@ from vllm_treespec.scorers import (
     target_draw,
 )
 from vllm_treespec.scorers.independent_draws import Judge
-from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
+from vllm_treespec.scorers.k_seq import make_judge, optimal_division_factor
 
 TEMPERATURES = (1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SPANS = (0.2, 2.0, 10.0, 40.0, 100.0, 200.0)
@@ -201,9 +201,9 @@ class RangeMeter(JudgeMeter):
     def _run(self, trees: Tensor, uniforms: Tensor) -> Any:
         tree = self.tree.select(trees)
         logits = self.cases.target[self.prefixes[trees].flatten()]
-        first_row = torch.arange(len(trees)) * tree.max_nodes
+        root_rows = torch.arange(len(trees)) * tree.max_nodes
         sampling = self.cases.sampling(self.case_of[trees])
-        return self.scorer(tree, TargetLogits(logits, first_row, sampling), uniforms)
+        return self.scorer(tree, TargetLogits(logits, root_rows, sampling), uniforms)
 
     def _width(self, at: Branches) -> Tensor:
         return (self.width / at.mass).clamp(max=0.5)
@@ -235,10 +235,10 @@ RANGES = {
         3, SpecInfer(((1, 1), (1, 1))), MULTI_ROUND
     ),
     "spectr 3x1, k_seq": Range(
-        4, SpecTr(3, 1), {"walk": k_seq}, judge_with(optimal_division_factor)
+        4, SpecTr(3, 1), {"walk": k_seq}, make_judge(optimal_division_factor)
     ),
     "spectr 2x2, k_seq": Range(
-        3, SpecTr(2, 2), {"walk": k_seq}, judge_with(optimal_division_factor)
+        3, SpecTr(2, 2), {"walk": k_seq}, make_judge(optimal_division_factor)
     ),
 }
 

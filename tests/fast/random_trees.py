@@ -59,7 +59,7 @@ def random_trees(
     draws = Draws(
         nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
         rows=tree.parents[:, 1:].clamp(min=0),
-        from_rest=tree.parents[:, 1:] == tree.parents[:, :-1],
+        without_replacement=tree.parents[:, 1:] == tree.parents[:, :-1],
         probs=probs,
     )
     return replace(tree, token_ids=tokens, draws=draws)

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import MIXED, drawing, rejection, shape_of
+from tests.fast.batched_rules import (
+    MIXED,
+    drawing,
+    rejection,
+    sizes_of,
+    tree_sizes,
+)
 from tests.fast.beam_trees import rand
 from tests.fast.drawn_trees import Plan, drawn_trees, paths
 from tests.fast.languages import plain_sampling, random_tables
@@ -24,7 +30,6 @@ from vllm_treespec.scorers import (
     RULES,
     ScorerOutput,
     TargetLogits,
-    TreeShape,
     batched,
     greedy_matching,
     recursive_rejection,
@@ -59,7 +64,7 @@ def mixed_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
     others = torch.randint(draws.probs.shape[1], shape, generator=generator)
     draws = replace(
         draws,
-        from_rest=draws.from_rest & ~alone,
+        without_replacement=draws.without_replacement & ~alone,
         rows=torch.where(alone, others, draws.rows),
     )
     return replace(tree, draws=draws)
@@ -68,10 +73,14 @@ def mixed_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
 def repeated_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
     """Some draws hit the node of the draw before them again, if it is a sibling."""
     draws = draws_of(tree)
-    again = draws.from_rest & (torch.rand(draws.nodes.shape, generator=generator) < 0.3)
+    again = draws.without_replacement & (
+        torch.rand(draws.nodes.shape, generator=generator) < 0.3
+    )
     before = torch.nn.functional.pad(draws.nodes, (1, 0))[:, :-1]
     nodes = torch.where(again, before, draws.nodes)
-    draws = replace(draws, nodes=nodes, from_rest=draws.from_rest & ~again)
+    draws = replace(
+        draws, nodes=nodes, without_replacement=draws.without_replacement & ~again
+    )
     return replace(tree, draws=draws)
 
 
@@ -134,11 +143,11 @@ def batch(
         (num_reqs, max_nodes + 1), generator=generator, dtype=torch.float64
     )
     logits = logits[used]
-    first_row = tree.cu_num_nodes[:-1] + torch.arange(num_reqs) + 1
+    root_rows = tree.cu_num_nodes[:-1] + torch.arange(num_reqs) + 1
     if kind == "plain float64":
-        return tree, TargetLogits(logits.softmax(1), first_row, sampling), uniforms
+        return tree, TargetLogits(logits.softmax(1), root_rows, sampling), uniforms
     tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))
-    return tree, TargetLogits(logits.float(), first_row, sampling), uniforms
+    return tree, TargetLogits(logits.float(), root_rows, sampling), uniforms
 
 
 def walked(
@@ -166,7 +175,7 @@ def test_equals_the_walk(
     for seed, (vocab_size, max_nodes) in enumerate([(5, 12), (77, 24), (301, 64)]):
         tree, target, uniforms = batch(vocab_size, 30, max_nodes, kind, seed)
         tree = change(tree, torch.Generator().manual_seed(seed))
-        found = score(tree, target, uniforms, RULES[name], shape_of(tree))
+        found = score(tree, target, uniforms, RULES[name], sizes_of(tree))
         assert_same(found, walked(name, tree, target, uniforms))
         accepted = max(accepted, int(found.num_accepted.max()))
     assert accepted > 1
@@ -188,8 +197,8 @@ def test_too_large_bounds_change_nothing(name: str) -> None:
     """Red when a result depends on how well the host knows the trees."""
     tree, target, uniforms = batch(77, 30, 24, "plain", 1)
     expected = RULES[name].walk(tree, target, uniforms)
-    for shape in (TreeShape(24, 24, 24), TreeShape(63, 100, 100)):
-        found = RULES[name].apply(tree, target, uniforms, shape)
+    for sizes in (tree_sizes(24, 24, 24), tree_sizes(63, 100, 100)):
+        found = RULES[name].apply(tree, target, uniforms, sizes)
         assert_same(found, expected)
 
 
@@ -216,9 +225,9 @@ def test_trees_at_the_limits(name: str, equal: bool) -> None:
     logits = draws_of(tree).probs.log()
     if not equal:
         logits = logits + torch.randn(logits.shape, generator=generator) / 4
-    first_row = torch.arange(num_reqs) * tree.max_nodes
+    root_rows = torch.arange(num_reqs) * tree.max_nodes
     sampling = SamplingTensors(torch.ones(num_reqs), all_random=True)
-    target = TargetLogits(logits.flatten(0, 1), first_row, sampling)
+    target = TargetLogits(logits.flatten(0, 1), root_rows, sampling)
     uniforms = torch.rand(
         (num_reqs, tree.max_nodes + 1), generator=generator, dtype=torch.float64
     )
@@ -226,7 +235,7 @@ def test_trees_at_the_limits(name: str, equal: bool) -> None:
     assert_same(found, recursive_rejection(tree, target, uniforms))
     assert_same(drawing(tree, target, uniforms), target_draw(tree, target, uniforms))
     assert_same(
-        greedy_matching_batched(tree, target, uniforms, shape_of(tree)),
+        greedy_matching_batched(tree, target, uniforms, sizes_of(tree)),
         greedy_matching(tree, target, uniforms),
     )
     if equal:
@@ -291,9 +300,9 @@ def test_trees_without_a_draw() -> None:
     tree, target, uniforms = batch(5, 3, 1, "plain", 0)
     assert draws_of(tree).nodes.shape == (3, 0)
     expected = target_draw(tree, target, uniforms)
-    for shape in (shape_of(tree), TreeShape(3, 2, 2)):
+    for sizes in (sizes_of(tree), tree_sizes(3, 2, 2)):
         assert_same(
-            recursive_rejection_batched(tree, target, uniforms, shape), expected
+            recursive_rejection_batched(tree, target, uniforms, sizes), expected
         )
 
 
@@ -301,7 +310,7 @@ def test_entries_without_a_request() -> None:
     """Red when a padded request accepts something or touches another's result."""
     tree, target, uniforms = batch(77, 6, 12, "plain", 1)
     rows = torch.tensor([0, 1, 2, 0, 0])
-    some, part = tree.select(rows), replace(target, first_row=target.first_row[rows])
+    some, part = tree.select(rows), replace(target, root_rows=target.root_rows[rows])
     gone = some.cut(torch.tensor([64, 64, 64, 0, 0]))
     for rule in (rejection, drawing):
         found = rule(gone, part, uniforms[rows])
@@ -319,18 +328,18 @@ def test_entries_without_a_request() -> None:
 @pytest.mark.parametrize("name", BATCHED)
 @pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
 def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
-    """Red when a rule asks the device for a value, or makes a tensor on the host."""
+    """Red when a rule waits for the device, or makes a tensor on the host."""
     tree, target, uniforms = batch(77, 6, 24, kind, 1)
     if hot:
         draws = replace(draws_of(tree), vocabulary=torch.arange(77))
         tree = replace(tree, draws=draws)
-    shape = shape_of(tree)
+    sizes = sizes_of(tree)
     with NoWaiting():
-        score(tree, target, uniforms, RULES[name], shape)
+        score(tree, target, uniforms, RULES[name], sizes)
         found = score(
-            on_meta(tree), on_meta(target), uniforms.to("meta"), RULES[name], shape
+            on_meta(tree), on_meta(target), uniforms.to("meta"), RULES[name], sizes
         )
-    assert found.path.shape == (6, shape.max_depth)
+    assert found.path.shape == (6, sizes.max_depth)
 
 
 @pytest.mark.parametrize("name", BATCHED)

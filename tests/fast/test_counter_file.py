@@ -9,15 +9,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from tests.fast.counting import (
-    MODEL,
     TREES,
     Engine,
     config,
@@ -26,6 +27,7 @@ from tests.fast.counting import (
     started,
     value,
 )
+from tests.fast.small_engine import MODEL_NAME
 from vllm_treespec import metrics, plugin
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.metrics import registered_collector, show_counters
@@ -85,6 +87,16 @@ while True:
 """
 
 
+def as_read(config: VllmConfig) -> SimpleNamespace:
+    """What the other process reads of a config; it need not import vLLM for that."""
+    model_name = config.model_config.served_model_name
+    return SimpleNamespace(
+        instance_id=config.instance_id,
+        model_config=SimpleNamespace(served_model_name=model_name),
+        parallel_config=SimpleNamespace(rank=0, data_parallel_index=0),
+    )
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_scheduler_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gathered: bool
@@ -106,18 +118,18 @@ def test_scheduler_in_another_process(
     with other:
         assert other.stdin is not None
         assert other.stdout is not None
-        pickle.dump(vllm_config, other.stdin)
+        pickle.dump(as_read(vllm_config), other.stdin)
         other.stdin.flush()
         assert other.stdout.readline() == b"ready\n"
         assert [path.name for path in tmp_path.iterdir()] == ["prometheus"]
         for times in (1, 2):
-            worker.mode("rsd_s")
+            worker.count_step("rsd_s")
             pickle.dump(worker.hand_over(), other.stdin)
             other.stdin.flush()
             assert other.stdout.readline() == b"added\n"
             found = get_prometheus_registry().get_sample_value(
                 "vllm:treespec_num_steps_total",
-                {"model_name": MODEL, "engine": "0", "mode": "rsd_s"},
+                {"model_name": MODEL_NAME, "engine": "0", "mode": "rsd_s"},
             )
             assert found == times
         other.stdin.close()
@@ -136,7 +148,7 @@ def test_no_file_stays(tmp_path: Path, end: str) -> None:
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     if end == "no scheduler":
-        registered_collector().follow(config())
+        registered_collector().show_engine(config())
         (other,) = tmp_path.iterdir()
         assert other != file
         # As at the end of the process.

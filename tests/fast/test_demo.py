@@ -60,7 +60,7 @@ def test_shipped_workloads_suffice_for_the_demo() -> None:
 
 
 def test_workload_file_is_refused_by_line(tmp_path: Path) -> None:
-    """Red when a row without a workload passes in silence."""
+    """Red when a row without a workload passes without a message."""
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"workload": "a", "prompt": "b"}\n{"prompt": "c"}\n')
     with pytest.raises(PromptError, match="line 2 lacks text under 'workload'"):
@@ -79,9 +79,9 @@ def test_advice_names_the_best_method_and_its_spec_config() -> None:
         "editing: use suffix_tree, 3.0× at T = 0, 3.0× at T = 1 of the fastest plain "
         "vLLM"
     )
-    told = json.loads(spec)
-    assert told["method"] == "suffix_tree"
-    assert not {"schedule", "max_cached_tokens"} & told.keys()
+    spec = json.loads(spec)
+    assert spec["method"] == "suffix_tree"
+    assert not {"schedule", "max_cached_tokens"} & spec.keys()
 
 
 def test_table_has_a_line_for_every_workload_and_side() -> None:

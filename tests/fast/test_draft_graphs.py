@@ -1,64 +1,48 @@
 """When draft models run beside the target in vLLM's dummy runs."""
 
+import copy
 from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
-from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
+from tests.fast.small_engine import engine_config
+from vllm_treespec.engine.graphed_draft_model import draft_graph
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
-class Drafts(GraphedDraftModel):
-    """Notes its dummy runs."""
-
-    def __init__(self) -> None:
-        self.runs: list[tuple[CUDAGraphMode, int]] = []
-
-    def dummy_run(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> None:
-        self.runs.append((mode, desc.num_tokens))
-
-
-class Dispatcher:
-    """Has graphs of every eighth size, or none that fit."""
-
-    def __init__(self, has_graphs: bool) -> None:
-        self.has_graphs = has_graphs
-
-    def dispatch(self, num_tokens: int, valid_modes: set[CUDAGraphMode]) -> Any:
-        if self.has_graphs and PIECEWISE in valid_modes:
-            return PIECEWISE, BatchDescriptor(-(-num_tokens // 8) * 8)
-        assert NONE in valid_modes
-        return NONE, BatchDescriptor(num_tokens)
+@pytest.fixture
+def dispatcher(has_graphs: bool) -> CudagraphDispatcher:
+    """vLLM's dispatcher, with graphs of every eighth size, or with none."""
+    config = engine_config({"method": "suffix_tree"})
+    compilation = copy.copy(config.compilation_config)
+    compilation.cudagraph_capture_sizes = [8, 16, 24]
+    compilation.max_cudagraph_capture_size = 24
+    config.compilation_config = compilation
+    made = CudagraphDispatcher(config)
+    made.initialize_cudagraph_keys(PIECEWISE if has_graphs else NONE)
+    return made
 
 
 @pytest.mark.parametrize(
     ("options", "has_graphs", "runs"),
     [
-        ({"cudagraph_runtime_mode": PIECEWISE}, True, [(PIECEWISE, 16)]),
-        ({"cudagraph_runtime_mode": NONE}, True, [(NONE, 13)]),
-        ({"cudagraph_runtime_mode": PIECEWISE}, False, [(NONE, 13)]),
-        ({"cudagraph_runtime_mode": FULL}, True, []),
-        ({"cudagraph_runtime_mode": NONE, "uniform_decode": True}, True, []),
-        ({"is_profile": True}, True, []),
+        ({"cudagraph_runtime_mode": PIECEWISE}, True, (PIECEWISE, 16)),
+        ({"cudagraph_runtime_mode": NONE}, True, (NONE, 13)),
+        ({"cudagraph_runtime_mode": PIECEWISE}, False, (NONE, 13)),
+        ({"cudagraph_runtime_mode": FULL}, True, None),
+        ({"cudagraph_runtime_mode": NONE, "uniform_decode": True}, True, None),
+        ({"is_profile": True}, True, None),
     ],
     ids=["capture", "warm-up", "LoRA", "whole trees", "their warm-up", "profile"],
 )
 def test_drafts_follow_piecewise_runs(
-    monkeypatch: pytest.MonkeyPatch,
+    dispatcher: CudagraphDispatcher,
     options: dict[str, Any],
-    has_graphs: bool,
-    runs: list[tuple[CUDAGraphMode, int]],
+    runs: tuple[CUDAGraphMode, int] | None,
 ) -> None:
     """Red when draft models miss their graphs, or run before there is a KV cache."""
-    monkeypatch.setattr(GPUModelRunner, "_dummy_run", lambda *_, **__: "outputs")
-    runner: Any = TreeGPUModelRunner.__new__(TreeGPUModelRunner)
-    drafts = Drafts()
-    runner.drafter = type("Drafter", (), {"draft_models": [drafts]})
-    runner.cudagraph_dispatcher = Dispatcher(has_graphs)
-    assert runner._dummy_run(13, **options) == "outputs"
-    assert drafts.runs == runs
+    found = draft_graph(dispatcher, 13, options)
+    assert runs == (None if found is None else (found[0], found[1].num_tokens))

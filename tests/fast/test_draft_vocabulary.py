@@ -194,7 +194,7 @@ def test_walk_equals_reference(vocab_size: int, draft_size: int) -> None:
     rows = torch.tensor([7, 3])
     part = recursive_rejection(
         tree.select(rows),
-        replace(target, first_row=target.first_row[rows]),
+        replace(target, root_rows=target.root_rows[rows]),
         uniforms[rows],
     )
     assert part.next_token_ids.equal(found.next_token_ids[rows])

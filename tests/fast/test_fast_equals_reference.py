@@ -39,16 +39,16 @@ def scored_trees(
     # One node in four has the draft's own distribution.
     noise *= torch.rand((*noise.shape[:2], 1), generator=generator) > 0.25
     logits = (draws.probs.log() + noise).flatten(0, 1)
-    first_row = torch.arange(num_reqs) * max_nodes
+    root_rows = torch.arange(num_reqs) * max_nodes
     uniforms = torch.rand(
         (num_reqs, max_nodes + 1), generator=generator, dtype=torch.float64
     )
     if dtype == torch.float64:
         sampling: SamplingTensors = plain_sampling(num_reqs)
-        return tree, TargetLogits(logits.softmax(1), first_row, sampling), uniforms
+        return tree, TargetLogits(logits.softmax(1), root_rows, sampling), uniforms
     tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))
     sampling = SamplingTensors(torch.ones(num_reqs), all_random=True)
-    return tree, TargetLogits(logits.float(), first_row, sampling), uniforms
+    return tree, TargetLogits(logits.float(), root_rows, sampling), uniforms
 
 
 def differing(
@@ -73,8 +73,8 @@ def test_walk_equals_reference(
     tree, target, uniforms = scored_trees(*size, torch.float64)
     if with_replacement:
         draws = draws_of(tree)
-        none = torch.zeros_like(draws.from_rest)
-        tree = replace(tree, draws=replace(draws, from_rest=none))
+        none = torch.zeros_like(draws.without_replacement)
+        tree = replace(tree, draws=replace(draws, without_replacement=none))
     assert differing(recursive_rejection, tree, target, uniforms) == 0
 
 
@@ -253,8 +253,8 @@ def step(
         )
     )
     logits = table[tree.token_ids] + offsets[rows, None] + change
-    first_row = torch.arange(len(requests)) * tree.max_nodes
-    target = TargetLogits(logits.flatten(0, 1), first_row, sampling)
+    root_rows = torch.arange(len(requests)) * tree.max_nodes
+    target = TargetLogits(logits.flatten(0, 1), root_rows, sampling)
     uniforms = source.draw(seeds, positions, tree.max_nodes + 1, SCORING)
     emitted = scored(tree, target, uniforms).emitted(tree).tolist()
     return {

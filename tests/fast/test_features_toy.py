@@ -40,7 +40,7 @@ def check_handed(
 ) -> None:
     """Check what a step handed over; ``read_to`` is where each request stands."""
     requests, joined = engine.now.requests, engine.plan.new + engine.plan.resumed
-    slots = engine.decoder.slots.of([request.name for request in requests])
+    slots = engine.decoder.slots.lookup([request.name for request in requests])
     assert [handed.slot for handed in source.handed] == slots.tolist()
     begins = engine.decoder.batch.num_computed.tolist()
     for request, handed, begin in zip(requests, source.handed, begins, strict=True):
@@ -97,7 +97,7 @@ def test_every_committed_token_is_handed_once(habits: str, by_slot: bool) -> Non
         assert {index for _, index in engine.drawn} == {0, None}, "no step was plain"
     assert set(engine.accepted) == {0, 1, 2}
     if by_slot:
-        engine.decoder.forget(engine.decoder.slots.release(list(read_to)))
+        engine.decoder.finish_requests(engine.decoder.slots.release(list(read_to)))
         assert not source.by_slot, "ended requests are kept"
 
 

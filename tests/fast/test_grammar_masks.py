@@ -25,7 +25,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.engine.scheduler import fill_tree_masks, is_allowed
-from vllm_treespec.engine.v1.views import drafts_tree
+from vllm_treespec.engine.v1.views import may_draft_trees
 from vllm_treespec.scorers import RULES, TargetLogits, score
 
 # Token ids are bytes; the last one ends a text.
@@ -191,8 +191,8 @@ def test_forbidden_drafts_are_harmless(temperature: float) -> None:
         all_greedy=not temperature,
         all_random=bool(temperature),
     )
-    first_rows = torch.arange(num_reqs) * max_nodes
-    target = TargetLogits(logits.flatten(0, 1), first_rows, sampling)
+    root_rows = torch.arange(num_reqs) * max_nodes
+    target = TargetLogits(logits.flatten(0, 1), root_rows, sampling)
     uniforms = torch.rand(num_reqs, max_nodes, generator=generator, dtype=torch.float64)
     scored = score(tree, target, uniforms, RULES["recursive_rejection"])
     for row in scored.emitted(tree).tolist():
@@ -205,6 +205,6 @@ def test_grammars_after_reasoning() -> None:
     """Red when a tree may hold the end of the reasoning that its grammar follows."""
     json_object = StructuredOutputsParams(json_object=True)
     params = SamplingParams(structured_outputs=json_object)
-    assert drafts_tree(params, grammar_after_reasoning=False)
-    assert not drafts_tree(params, grammar_after_reasoning=True)
-    assert drafts_tree(SamplingParams(), grammar_after_reasoning=True)
+    assert may_draft_trees(params, grammar_after_reasoning=False)
+    assert not may_draft_trees(params, grammar_after_reasoning=True)
+    assert may_draft_trees(SamplingParams(), grammar_after_reasoning=True)

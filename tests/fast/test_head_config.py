@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
@@ -39,9 +39,9 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter")
     proposer = config.proposer()
     assert (proposer.name, config.rule) == ("redrafter", "target_draw")
-    assert (proposer.sizes.max_nodes, proposer.num_candidates) == (6, 8)
+    assert (proposer.sizes.max_nodes, proposer.num_beam_tokens) == (6, 8)
     assert (config.head, config.models) == (config.model_dump()["model"], ())
-    assert config.scheduled()[0].name == "redrafter 4x2x5"
+    assert config.scheduled_trees()[0].name == "redrafter 4x2x5"
     medusa = parse("medusa_tree")
     assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "target_draw")
     assert medusa.proposer().sizes.max_nodes == 6
@@ -51,7 +51,7 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
 def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
     """Red when a key of a head's method is dropped on the way."""
     proposer = parse("redrafter", beam_width=8, length=6, num_drafts=31).proposer()
-    assert (proposer.num_candidates, proposer.sizes.max_nodes) == (48, 32)
+    assert (proposer.num_beam_tokens, proposer.sizes.max_nodes) == (48, 32)
     assert parse("medusa_tree", num_drafts=5).proposer().sizes.max_nodes == 6
 
 
@@ -60,13 +60,13 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter", beam_search="stochastic", beam_width=3, length=5)
     proposer = config.proposer()
     assert (proposer.name, config.rule) == ("rsd_s", "recursive_rejection")
-    assert (proposer.sizes.max_nodes, proposer.num_candidates) == (16, None)
+    assert (proposer.sizes.max_nodes, proposer.num_beam_tokens) == (16, None)
 
 
 @pytest.mark.parametrize("method", list(HEADS))
 def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> None:
     """Red when larger batches get larger trees, or drafting costs as a model's."""
-    trees = parse(method).scheduled()
+    trees = parse(method).scheduled_trees()
     batch_sizes = {"redrafter": [1, 2, 4], "medusa_tree": [1, 2, 4]}
     assert [tree.batch_size for tree in trees] == batch_sizes[method]
     sizes = [tree.config.proposer().sizes.max_nodes for tree in trees]
@@ -153,7 +153,8 @@ def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None
     spec = {"method": method, "model": "/nowhere/head"}
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec))
-    args: Any = SimpleNamespace()
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils", reason="needs vLLM")
+    args = arg_utils.EngineArgs(model="nowhere")
 
     def configure(_: Any) -> Any:
         raise AssertionError("an engine was configured")
@@ -186,7 +187,7 @@ def test_other_targets_are_named(
 ) -> None:
     """Red when a head of another target is loaded, or one of this target is not."""
     sizes = {"hidden_size": 8, "vocab_size": 32, **target}
-    like: Any = SimpleNamespace(**sizes, to_dict=lambda: sizes)
+    like = PretrainedConfig(**sizes)
     if says is None:
         check_head(parse("redrafter"), like)
         return

@@ -15,7 +15,7 @@ from tests.fast.wrong_scorers import K_SEQ_JUDGE, WRONG_K_SEQ
 from vllm_treespec.scorers import k_seq
 from vllm_treespec.scorers.k_seq import (
     expected_tries,
-    judge_with,
+    make_judge,
     optimal_division_factor,
 )
 
@@ -59,7 +59,7 @@ def test_larger_factor_is_lossless_and_accepts_less() -> None:
     draft, target = random_tables("random", 3, 2)
     drawn = drawn_trees([draft], independent(3))
     judge, rule = (
-        judge_with(largest_factor),
+        make_judge(largest_factor),
         partial(k_seq, division_factor=largest_factor),
     )
     assert law_error(rule, drawn, target, judge) < EXACT
@@ -104,7 +104,9 @@ def test_wrong_rules_are_noticed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "second", [Planned(model=1), Planned(from_rest=True)], ids=["models", "rest"]
+    "second",
+    [Planned(model=1), Planned(without_replacement=True)],
+    ids=["models", "rest"],
 )
 def test_other_draws_are_refused(second: Planned) -> None:
     """Red when draws for which the rule is lossy are judged by it all the same."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import shape_of
+from tests.fast.batched_rules import sizes_of
 from tests.fast.enumeration import (
     ALMOST_ONE,
     LawMeter,
@@ -223,7 +223,7 @@ def scored(
     rule = GREEDY_MATCHING if target.sampling.all_greedy else RULES[name]
     outputs = [rule.walk(tree, target, uniforms)]
     if rule.batched is not None:
-        outputs.append(rule.batched(tree, target, uniforms, shape_of(tree)))
+        outputs.append(rule.batched(tree, target, uniforms, sizes_of(tree)))
     return outputs
 
 

@@ -1,6 +1,6 @@
 """What a draft model is given to read, level by level, under masks."""
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting
+from tests.fast.small_engine import engine_config, model_config
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.layouts.base import ForkSpace, LevelInputs
 from vllm_treespec.layouts.block_copies import BlockCopier
-from vllm_treespec.layouts.masks import MaskLevels
+from vllm_treespec.layouts.masks import MaskLevelReader
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sources.base import CommittedTokens
 
@@ -32,19 +33,27 @@ class Copies(BlockCopier):
         self.sources, self.targets = sources, targets
 
 
+class Unchanged:
+    """An output layer whose logits are the hidden states."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
 class Recorded(PagedDraftModel):
     """Notes what it reads instead of running a model."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        model_config().save_pretrained(folder)
+        config = engine_config({"method": "suffix_tree"})
+        super().__init__(config, str(folder), "draft_model", StepStats())
         self.device = device
         self.forks = FORKS
         self.groups: list[Any] = []
-        self.layer_names = []
-        self.stats = StepStats()
-        self.model: Any = SimpleNamespace(compute_logits=lambda hidden: hidden)
+        self.model: Any = Unchanged()
         self.copies = Copies()
         self.masks = NodeMasks(32, 4, device)
-        self.levels = MaskLevels(FORKS, self.copies, self.masks)
+        self.level_reader = MaskLevelReader(FORKS, self.copies, self.masks)
 
     def _forward(self, token_ids: Tensor, inputs: LevelInputs) -> Tensor:
         self.token_ids, self.inputs = token_ids, inputs
@@ -76,13 +85,13 @@ def committed(device: torch.device) -> CommittedTokens:
     )
 
 
-def test_levels_lie_side_by_side() -> None:
+def test_levels_lie_side_by_side(tmp_path: Path) -> None:
     """Red when a level's slots, positions, masks or keys are another node's.
 
     Request 0 has its root in slot 1 of a page, request 1 at the begin of one. Nodes
     1, 2 and 3 are level 1; nodes 4 and 5 below 2 and 1 (and below 3 and 3) are level 2.
     """
-    model = Recorded(torch.device("cpu"))
+    model = Recorded(torch.device("cpu"), tmp_path)
     model.read(committed(model.device))
     inputs = model.inputs
     assert model.token_ids.tolist() == [4, 5, 18]
@@ -107,14 +116,14 @@ def test_levels_lie_side_by_side() -> None:
     masks, tree_starts = model.masks_then
     assert masks[:4].tolist() == [0b010101, 0b100011, 0b011001, 0b101001]
     assert tree_starts[:2].tolist() == [5, 8]
-    assert not model.masks.present
+    assert not model.masks.has_masks
 
 
 @pytest.mark.parametrize("level", ["read", "extend"])
-def test_the_host_never_waits(level: str) -> None:
-    """Red when reading asks the device for a value."""
+def test_the_host_never_waits(level: str, tmp_path: Path) -> None:
+    """Red when reading waits for the device."""
     device = torch.device("meta")
-    model, tokens = Recorded(device), committed(device)
+    model, tokens = Recorded(device, tmp_path), committed(device)
     if level == "read":
         with NoWaiting():
             model.read(tokens)

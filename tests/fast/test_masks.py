@@ -8,10 +8,11 @@ import torch
 
 from tests.fast.no_waiting import NoWaiting, on_meta
 from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.views import PagedBatch, TargetInputs
 from vllm_treespec.engine.graphed_draft_model import GraphInputs
-from vllm_treespec.layouts.base import LargestTrees
+from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout, node_rows
 from vllm_treespec.layouts.node_masks import NodeMasks
 
@@ -39,15 +40,9 @@ def two_trees(
 
     The batch: a prompt of 3 tokens, the first tree, a chain of 2, the second tree.
     """
-    largest = LargestTrees(
-        max_nodes=4,
-        max_depth=2,
-        max_width=2,
-        max_leaves=2,
-        max_trees=4,
-        read_by_models=False,
-    )
-    layout = MaskLayout(largest, NodeMasks(16, 4, device))
+    sizes = TreeSizes(max_nodes=4, max_depth=2, max_width=2, max_leaves=2)
+    limits = LayoutLimits(sizes, max_trees=4, has_draft_models=False)
+    layout = MaskLayout(limits, NodeMasks(16, 4, device))
     positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9])
     inputs = TargetInputs(
         input_ids=NOTHING,
@@ -64,11 +59,11 @@ def two_trees(
         TREES if device.type == "cpu" else on_meta(TREES),
         0,
         torch.tensor([1, 3], device=device),
-        first_row=NOTHING,
+        root_rows=NOTHING,
         host_reqs=np.array([1, 3]),
         query_starts=np.array([3, 9]),
         num_nodes=np.array([4, 2]),
-        roots=np.array([20, 31]),
+        root_positions=np.array([20, 31]),
         slots=np.array([5, 0]),
     )
     return layout, trees, inputs
@@ -77,28 +72,28 @@ def two_trees(
 def test_place() -> None:
     """Red when masks, starts or positions of a step's nodes are wrong."""
     layout, trees, inputs = two_trees(torch.device("cpu"))
-    layout.place(trees, inputs)
+    layout.prepare_inputs(trees, inputs)
     masks = layout.masks
-    assert masks.present
+    assert masks.has_masks
     expected = [0, 0, 0, 0b1, 0b11, 0b101, 0b1101, 0, 0, 0b1, 0b11]
     assert masks.node_masks[:11].tolist() == expected
     assert masks.tree_starts[[1, 3]].tolist() == [20, 31]
-    assert layout.roots.tolist() == [20, 31]
+    assert layout.root_positions.tolist() == [20, 31]
     assert layout.block_table.tolist() == [[2, 3], [6, 7]]
     positions = [0, 1, 2, 20, 21, 21, 22, 4, 5, 31, 32, -9]
     assert inputs.positions.tolist() == positions
     assert layout.query_rows(trees)[0].tolist() == [3, 4, 5, 6]
     assert layout.query_rows(trees)[1, :2].tolist() == [9, 10]
     layout.clear()
-    assert not masks.present
+    assert not masks.has_masks
     assert not masks.node_masks.any()
 
 
 def test_place_waits_for_nothing() -> None:
-    """Red when placing trees asks the device for a value."""
+    """Red when placing trees waits for the device."""
     layout, trees, inputs = two_trees(torch.device("meta"))
     with NoWaiting():
-        layout.place(trees, inputs)
+        layout.prepare_inputs(trees, inputs)
 
 
 def test_workspaces_last() -> None:

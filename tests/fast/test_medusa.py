@@ -78,7 +78,7 @@ def test_limits() -> None:
     assert (sizes.max_nodes, sizes.max_depth, sizes.max_width) == (9, 2, 5)
     assert sizes.max_leaves == 5
     assert proposer.num_ranks == [3, 2]
-    assert (sizes.num_uniforms, proposer.num_candidates) == (0, None)
+    assert (sizes.num_uniforms, proposer.num_beam_tokens) == (0, None)
     assert Medusa(63, [[0.5], [0.5]]).sizes.max_nodes == 3
 
 

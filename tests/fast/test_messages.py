@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,38 +193,18 @@ def test_sliding_window_of_a_draft_model(
 ) -> None:
     """Red when a draft model starts on a CPU with a window that trees do not know."""
     pytest.importorskip("vllm", reason="needs vLLM")
+    from tests.fast.small_engine import engine_config
     from vllm_treespec.plugin import refuse_models
 
     config = MistralConfig(
         architectures=["MistralForCausalLM"], sliding_window=window, **SIZES
     )
     config.save_pretrained(draft)
-    target = SimpleNamespace(
-        model="target",
-        is_multimodal_model=False,
-        is_hybrid=False,
-        has_inner_state=False,
-        use_mla=False,
-        is_encoder_decoder=False,
-        runner_type="generate",
-        get_sliding_window=lambda: None,
-        attention_chunk_size=None,
-        uses_mrope=False,
-        quantization=None,
-        hf_text_config=config,
-        trust_remote_code=False,
-        get_vocab_size=lambda: 32,
-        max_model_len=64,
-    )
-    like: Any = SimpleNamespace(
-        use_v2_model_runner=False,
-        model_config=target,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-    )
+    engine = engine_config({"method": "suffix_tree"})
     spec = parse_spec_config({"method": "sd", "model": str(draft)})
     if not refused:
-        refuse_models(spec, like, device)
+        refuse_models(spec, engine, device)
         return
     with pytest.raises(SpecConfigError) as error:
-        refuse_models(spec, like, device)
+        refuse_models(spec, engine, device)
     assert f"{draft} has sliding-window attention" in str(error.value)

@@ -6,13 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
@@ -25,7 +22,7 @@ from vllm.v1.spec_decode.metrics import (
 )
 
 from tests.fast.counting import (
-    MODEL,
+    MAX_DRAFTS,
     TREES,
     config,
     ours,
@@ -34,15 +31,15 @@ from tests.fast.counting import (
     started,
     value,
 )
+from tests.fast.fake_scheduler import Habits
+from tests.fast.small_engine import MODEL_NAME, make_scheduler
+from tests.fast.toy_workloads import make_engine
 from vllm_treespec import metrics
 from vllm_treespec.core.stats import DRAFT_FORWARD, STAGES, StepCounts, StepStats
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
-from vllm_treespec.layouts.base import LargestTrees, TreeLayout
+from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.metrics import registered_collector
-
-# As many as the first two of TREES have.
-MAX_DRAFTS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +50,11 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def scheduler_stats(trees: list[tuple[int, int]]) -> SchedulerStats:
     """What the scheduler reports after a step that verified these trees."""
-    scheduler: Any = SimpleNamespace(log_stats=True, num_spec_tokens=MAX_DRAFTS)
+    scheduler = make_scheduler(config(), log_stats=True)
     stats: SpecDecodingStats | None = None
     for num_drafts, num_accepted in trees:
-        stats = Scheduler.make_spec_decoding_stats(
-            scheduler, stats, num_drafts, num_accepted, None, "request"
+        stats = scheduler.make_spec_decoding_stats(
+            stats, num_drafts, num_accepted, None, "request"
         )
     return SchedulerStats(spec_decoding_stats=stats)
 
@@ -65,9 +62,9 @@ def scheduler_stats(trees: list[tuple[int, int]]) -> SchedulerStats:
 def test_vllm_counters_on_trees() -> None:
     """Red when vLLM counts other things than trees, drafted nodes and depths."""
     prom = SpecDecodingProm(
-        SimpleNamespace(num_speculative_tokens=MAX_DRAFTS),
+        config().speculative_config,
         ["model_name", "engine"],
-        {0: [MODEL, "0"]},
+        {0: [MODEL_NAME, "0"]},
     )
     stats = scheduler_stats(TREES).spec_decoding_stats
     assert stats is not None
@@ -107,11 +104,11 @@ def test_ours_from_the_worker() -> None:
     assert value("treespec_num_nodes_verified") == 0
     assert value("treespec_stage_seconds", stage="draft") == 0
     for mode, trees in (("wide", TREES[:2]), ("chain", TREES[2:]), ("plain", [])):
-        engine.worker.mode(mode)
-        engine.worker.spent("forward", 0.25)
+        engine.worker.count_step(mode)
+        engine.worker.add_seconds("forward", 0.25)
         engine.observe(trees)
         engine.end_step()
-    engine.worker.merged(12, 9)
+    engine.worker.count_beams(12, 9)
     engine.end_step()
     assert value("treespec_num_nodes_verified") == 28 + 4
     assert value("treespec_num_nodes_wasted") == 28 - 6
@@ -140,7 +137,7 @@ def test_what_is_handed_over_counts_once() -> None:
         engine.end_step()
     one_by_one = ours()
     together = started(config())
-    together.worker.mode("wide")
+    together.worker.count_step("wide")
     together.observe(TREES)
     together.end_step()
     assert ours() == one_by_one
@@ -149,17 +146,17 @@ def test_what_is_handed_over_counts_once() -> None:
 def test_record_is_plain_numbers() -> None:
     """Red when a record cannot travel between processes, or changes on the way."""
     worker = StepStats()
-    worker.mode("wide")
-    worker.spent("forward", 0.25)
-    worker.observe([5, 7, 7], [0, 2, 1])
-    worker.merged(12, 9)
+    worker.count_step("wide")
+    worker.add_seconds("forward", 0.25)
+    worker.count_trees([5, 7, 7], [0, 2, 1])
+    worker.count_beams(12, 9)
     totals = worker.as_dict()
     counts = worker.hand_over()
     assert pickle.loads(pickle.dumps(counts)) == counts
     assert (counts.steps, counts.trees, counts.nodes) == (1, 3, 19)
     assert counts.seconds == {"forward": 0.25}
     assert counts.accepted == {0: 1, 2: 1, 1: 1}
-    worker.mode("wide")
+    worker.count_step("wide")
     assert counts.modes == {"wide": 1}, "the worker still writes to it"
     assert totals["node_counts"] == {5: 1, 7: 2}
 
@@ -178,9 +175,9 @@ class Runner(TreeRunnerMixin, StockRunner):
     """Our runner, without a model."""
 
     def __init__(self) -> None:
-        self.decoder: Any = SimpleNamespace(stats=StepStats(), proposal=None)
+        self.decoder = make_engine("rsd_s", Habits()).decoder
 
-    def make_layout(self, largest: LargestTrees) -> TreeLayout:
+    def make_layout(self, limits: LayoutLimits) -> TreeLayout:
         raise NotImplementedError
 
     def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
@@ -190,9 +187,9 @@ class Runner(TreeRunnerMixin, StockRunner):
 def test_every_step_is_handed_over() -> None:
     """Red when steps without trees or without drafts are missing from the counters."""
     runner = Runner()
-    runner.decoder.stats.mode("plain")
+    runner.decoder.stats.count_step("plain")
     assert runner.take_draft_token_ids() is None
-    runner.decoder.stats.mode("plain")
+    runner.decoder.stats.count_step("plain")
     runner.drafts = DraftTokenIds(["a", "b"], [[], []])
     found = runner.take_draft_token_ids()
     assert isinstance(found, TreeDraftTokenIds)
@@ -208,9 +205,9 @@ def test_counters_survive_a_reset() -> None:
     """Red when ``treespec_stats(reset=True)`` makes a counter go down, or loses one."""
     engine = started(config())
     engine.run("plain")
-    engine.worker.mode("plain")
+    engine.worker.count_step("plain")
     engine.worker.reset()
-    engine.worker.mode("plain")
+    engine.worker.count_step("plain")
     engine.end_step()
     assert engine.worker.as_dict()["modes"] == {"plain": 1}
     assert value("treespec_num_steps", mode="plain") == 3
@@ -224,7 +221,7 @@ def test_names_of_any_length_and_number() -> None:
     odd = ['quote " and \\', "line\nbreak", "Bäume 树", ""]
     for times, name in enumerate([*names, *odd], 1):
         for _ in range(times):
-            engine.worker.mode(name)
+            engine.worker.count_step(name)
         engine.end_step()
     for times, name in enumerate([*names, *odd], 1):
         assert value("treespec_num_steps", mode=name) == times, name
@@ -254,7 +251,7 @@ def test_counters_never_go_down_while_they_are_read() -> None:
 
     def count() -> None:
         while not stop.is_set():
-            engine.worker.spent("forward", 0.1)
+            engine.worker.add_seconds("forward", 0.1)
             engine.run("plain")
 
     thread = threading.Thread(target=count)
@@ -299,7 +296,7 @@ def test_step_costs_microseconds() -> None:
     start = time.process_time()
     for _ in range(1000):
         for stage in (*STAGES, DRAFT_FORWARD):
-            engine.worker.spent(stage, 0.001)
+            engine.worker.add_seconds(stage, 0.001)
         engine.observe(TREES)
         engine.run("rsd_s")
     assert time.process_time() - start < 1000 * 100e-6

@@ -23,7 +23,9 @@ EXACT = 1e-12
 NOTICEABLE = 1e-3
 
 # Model 0 without replacement, then model 1 independently, twice.
-MIXED: Plan = [[Planned(), Planned(from_rest=True), Planned(0, 1), Planned(0, 1)]]
+MIXED: Plan = [
+    [Planned(), Planned(without_replacement=True), Planned(0, 1), Planned(0, 1)]
+]
 
 
 def models(
@@ -67,7 +69,9 @@ def test_law_of_draws_with_and_without_replacement_in_one_batch() -> None:
     drafts, target = models()
     below = [Planned(0), Planned(1)]
     with_replacement = drawn_trees(drafts, [[Planned(), Planned()], below])
-    without = drawn_trees(drafts, [[Planned(), Planned(from_rest=True)], below])
+    without = drawn_trees(
+        drafts, [[Planned(), Planned(without_replacement=True)], below]
+    )
     both = side_by_side(with_replacement, without)
     assert law_error(recursive_rejection, both, target) < EXACT
     assert law_error(RULES["multi_round"].walk, both, target) < EXACT

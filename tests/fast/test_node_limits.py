@@ -8,85 +8,41 @@ import torch
 
 pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
-from transformers import LlamaConfig
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.fast.drawn_trees import drawn_trees, independent
 from tests.fast.enumeration import Weighted, law_error
 from tests.fast.languages import random_tables
-from vllm_treespec.config import SpecConfigError, parse_spec_config
+from tests.fast.small_engine import (
+    PROMPT_LEN,
+    engine_config,
+    make_request,
+    make_scheduler,
+)
+from vllm_treespec.config import SpecConfigError
 from vllm_treespec.core.views import scheduler_room
-from vllm_treespec.engine.scheduler import TreeScheduler
-from vllm_treespec.plugin import refuse_short_chunks, stock_arguments
+from vllm_treespec.plugin import refuse_short_chunks
 from vllm_treespec.scorers import multi_round
 
 # Six draws; equal ones are one node, so a tree has one to six drafts.
 SPEC = {"method": "spectr", "model": "some/draft", "num_paths": 3, "depth": 2}
-NUM_DRAFTS, PROMPT_LEN, BLOCK_SIZE = 6, 4, 16
+NUM_DRAFTS = 6
 REQS = ["a", "b", "c"]
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """The config of an engine that drafts such trees, of a model without weights."""
-    folder = tmp_path_factory.mktemp("target")
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
-    made = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        **stock_arguments(parse_spec_config(SPEC), BLOCK_SIZE, "cpu"),
-    ).create_engine_config()
-    made.cache_config.num_gpu_blocks = 64
-    return made
+@pytest.fixture
+def config() -> VllmConfig:
+    """The config of an engine that drafts such trees."""
+    return engine_config(SPEC)
 
 
 def scheduled(config: VllmConfig, num_drafts: list[int]) -> SchedulerOutput:
     """What vLLM's scheduler takes of trees with so many drafts."""
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=16, dtype=torch.float32
-    )
-    scheduler = TreeScheduler(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=64,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        ),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK_SIZE,
-    )
+    scheduler = make_scheduler(config)
     for req_id in REQS:
-        scheduler.add_request(
-            Request(
-                request_id=req_id,
-                prompt_token_ids=[1] * PROMPT_LEN,
-                sampling_params=SamplingParams(max_tokens=32),
-                pooling_params=None,
-            )
-        )
+        scheduler.add_request(make_request(req_id))
     first = ModelRunnerOutput(
         req_ids=REQS,
         req_id_to_index={req_id: row for row, req_id in enumerate(REQS)},

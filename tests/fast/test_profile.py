@@ -46,7 +46,7 @@ class Recorder(TreeDecoder):
 
     def __init__(self, spec: dict[str, Any], sources: list[DraftSource]) -> None:
         config = parse_spec_config({**spec, "schedule": "fixed"})
-        trees = config.scheduled()
+        trees = config.scheduled_trees()
         method = Method(
             schedule=AdaptiveSchedule(trees),
             proposers=[tree.config.proposer() for tree in trees],
@@ -74,7 +74,7 @@ class PagedModel:
     def begin(self, roots: Roots) -> DraftModel:
         raise NotImplementedError
 
-    def forget(self, slots: np.ndarray) -> None:
+    def finish_requests(self, slots: np.ndarray) -> None:
         raise NotImplementedError
 
 

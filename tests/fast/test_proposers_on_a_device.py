@@ -43,7 +43,7 @@ class MetaModel:
 @pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
-    """Red when a proposer asks the device for a value, or leaves a tensor behind."""
+    """Red when a proposer waits for the device, or leaves a tensor behind."""
     proposer = PROPOSERS[name]
     vocabulary = torch.arange(VOCAB_SIZE, device="meta") if hot else None
     sampling = SamplingTensors(

@@ -22,30 +22,30 @@ def test_reading_goes_on_where_it_stopped() -> None:
     marks = ReadMarks(8, BLOCK)
     table = np.array([[3, 5, 1]])
     assert first_unread(marks, table[0], 10) == 0
-    marks.written(table, ints(0), ints(6))
-    marks.read(table, ints(0), ints(6))
+    marks.mark_written(table, ints(0), ints(6))
+    marks.mark_read(table, ints(0), ints(6))
     assert first_unread(marks, table[0], 6) == 6
     assert first_unread(marks, table[0], 10) == 6
-    marks.written(table, ints(6), ints(7))
+    marks.mark_written(table, ints(6), ints(7))
     assert first_unread(marks, table[0], 7) == 6
-    marks.read(table, ints(6), ints(7))
+    marks.mark_read(table, ints(6), ints(7))
     assert first_unread(marks, table[0], 7) == 7
 
 
 def test_blocks_that_change_owner_are_unread() -> None:
     """Red when a new request inherits what was read for the block's last owner."""
     marks = ReadMarks(8, BLOCK)
-    marks.read(np.array([[2, 3]]), ints(0), ints(8))
-    marks.written(np.array([[3, 2]]), ints(0), ints(5))
+    marks.mark_read(np.array([[2, 3]]), ints(0), ints(8))
+    marks.mark_written(np.array([[3, 2]]), ints(0), ints(5))
     assert first_unread(marks, np.array([3, 2]), 5) == 0
 
 
 def test_shared_prefix_is_read_once() -> None:
     """Red when a prefix-cache hit is read again, or counted as read when it is not."""
     marks = ReadMarks(8, BLOCK)
-    marks.read(np.array([[2, 3]]), ints(0), ints(8))
+    marks.mark_read(np.array([[2, 3]]), ints(0), ints(8))
     other = np.array([2, 3, 6])
-    marks.written(other[None], ints(8), ints(10))
+    marks.mark_written(other[None], ints(8), ints(10))
     assert first_unread(marks, other, 10) == 8
     never_read = np.array([2, 7, 6])
     assert first_unread(marks, never_read, 10) == 4
@@ -54,7 +54,7 @@ def test_shared_prefix_is_read_once() -> None:
 def test_all_requests_are_looked_up_together() -> None:
     """Red when a request gets what another one has not read."""
     marks = ReadMarks(8, BLOCK)
-    marks.read(np.array([[2, 3]]), ints(0), ints(6))
+    marks.mark_read(np.array([[2, 3]]), ints(0), ints(6))
     tables = np.array([[2, 3], [4, 5], [2, 5]])
     assert marks.first_unread(tables, ints(7, 3, 4)).tolist() == [6, 0, 4]
 

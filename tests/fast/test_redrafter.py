@@ -297,7 +297,7 @@ def test_limits(shape: tuple[int, int, int], limits: tuple[int, ...]) -> None:
         sizes.max_width,
         sizes.max_leaves,
     )
-    assert proposer.num_candidates == shape[0] * shape[1]
+    assert proposer.num_beam_tokens == shape[0] * shape[1]
     assert sizes.num_uniforms == 0
     hidden, roots = step_inputs(8)
     sampling = SamplingTensors(torch.full((8,), 3.0), all_random=True)
@@ -335,7 +335,7 @@ def as_if_drawn(tree: TreeBatch, draft: Language) -> TreeBatch:
     draws = Draws(
         nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
         rows=tree.parents[:, 1:].clamp(min=0),
-        from_rest=tree.parents[:, 1:] == tree.parents[:, :-1],
+        without_replacement=tree.parents[:, 1:] == tree.parents[:, :-1],
         probs=draft.table[draft.prefixes(tree)],
     )
     return replace(tree, draws=draws)

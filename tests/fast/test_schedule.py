@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.core.schedule import REST_STEPS, TRIAL_TREES, AdaptiveSchedule
+from vllm_treespec.core.schedule import MIN_TREES, PAUSE_STEPS, AdaptiveSchedule
 
 SPEC = {"method": "rsd_s", "model": "draft", "beam_width": 3, "depth": 3}
 LADDER = [
@@ -21,7 +21,7 @@ LADDER = [
 
 def schedule(entries: Any = LADDER) -> AdaptiveSchedule:
     config = parse_spec_config({**SPEC, "schedule": entries})
-    return AdaptiveSchedule(config.scheduled())
+    return AdaptiveSchedule(config.scheduled_trees())
 
 
 def test_batch_size_chooses() -> None:
@@ -35,7 +35,7 @@ def test_batch_size_chooses() -> None:
 def test_fixed_never_changes() -> None:
     """Red when "fixed" starts to depend on anything."""
     fixed = schedule("fixed")
-    fixed.observe(0, [0] * 10 * TRIAL_TREES)
+    fixed.observe(0, [0] * 10 * MIN_TREES)
     assert [fixed.choose(n) for n in (1, 1000)] == [0, 0]
 
 
@@ -50,15 +50,15 @@ def test_a_tree_not_worth_it_is_given_up_and_tried_again() -> None:
     """Red when a low acceptance length is put up with, or never looked at again."""
     adaptive = schedule()
     adaptive.choose(1)
-    adaptive.observe(0, [0] * (TRIAL_TREES - 1))
+    adaptive.observe(0, [0] * (MIN_TREES - 1))
     assert adaptive.choose(1) == 0
     adaptive.observe(0, [1])
     assert adaptive.choose(1) == 1
-    adaptive.observe(1, [0] * TRIAL_TREES)
+    adaptive.observe(1, [0] * MIN_TREES)
     assert adaptive.choose(1) == 2
-    adaptive.observe(2, [0] * TRIAL_TREES)
+    adaptive.observe(2, [0] * MIN_TREES)
     assert adaptive.choose(1) == 2, "an acceptance length of 1 was asked for"
-    later = [adaptive.choose(1) for _ in range(REST_STEPS)]
+    later = [adaptive.choose(1) for _ in range(PAUSE_STEPS)]
     assert set(later[:-9]) == {2}
     assert later[-1] == 0
 
@@ -67,7 +67,7 @@ def test_old_trees_are_forgotten() -> None:
     """Red when a good past hides for ever that drafts have become bad."""
     adaptive = schedule()
     adaptive.choose(1)
-    adaptive.observe(0, [3] * 10 * TRIAL_TREES)
+    adaptive.observe(0, [3] * 10 * MIN_TREES)
     for _ in range(1000):
         adaptive.observe(0, [0, 0])
     assert adaptive.choose(1) == 1
@@ -76,12 +76,12 @@ def test_old_trees_are_forgotten() -> None:
 def test_use_always() -> None:
     """Red when a benchmark of one tree measures another."""
     adaptive = schedule()
-    adaptive.use_always({"beam_width": 2})
+    adaptive.force_tree({"beam_width": 2})
     assert [adaptive.choose(n) for n in (1, 1000)] == [1, 1]
-    adaptive.use_always(None)
+    adaptive.force_tree(None)
     assert adaptive.choose(1) == 0
     with pytest.raises(ValueError, match="it has rsd_s 3x3, rsd_s 2x3, rsd_s 1x1"):
-        adaptive.use_always({"beam_width": 7})
+        adaptive.force_tree({"beam_width": 7})
 
 
 def test_choosing_needs_no_spec_config() -> None:

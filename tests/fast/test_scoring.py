@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import shape_of
+from tests.fast.batched_rules import sizes_of, tree_sizes
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import draws_of
 from vllm_treespec.core.sampling import SamplingTensors
@@ -18,7 +18,6 @@ from vllm_treespec.scorers import (
     Rule,
     ScorerOutput,
     TargetLogits,
-    TreeShape,
     greedy_matching,
     recursive_rejection,
     score,
@@ -58,8 +57,8 @@ TEMPERATURES = [[0.0, 0.0], [1.0, 0.7], [1.0, 0.0, 1.0, 0.5, 0.0, 1.0]]
 def test_each_request_gets_its_rule(temperatures: list[float], form: str) -> None:
     """Red when greedy requests of a mixed batch are sampled, or the other way."""
     tree, target, uniforms = batch(temperatures)
-    shape = shape_of(tree) if form == "batched" else None
-    found = score(tree, target, uniforms, RULES["recursive_rejection"], shape)
+    sizes = sizes_of(tree) if form == "batched" else None
+    found = score(tree, target, uniforms, RULES["recursive_rejection"], sizes)
     for request, temperature in enumerate(temperatures):
         if temperature == 0:
             expected = greedy_matching(tree, target, uniforms)
@@ -67,7 +66,7 @@ def test_each_request_gets_its_rule(temperatures: list[float], form: str) -> Non
         else:
             rows = torch.tensor([request])
             part = TargetLogits(
-                target.logits, target.first_row[rows], target.sampling.select(rows)
+                target.logits, target.root_rows[rows], target.sampling.select(rows)
             )
             alone, place = tree.select(rows), 0
             expected = recursive_rejection(alone, part, uniforms[rows])
@@ -82,14 +81,14 @@ def refuses(*arguments: object) -> ScorerOutput:
 def test_bounds_choose_the_form(temperatures: list[float]) -> None:
     """Red when a GPU's batch is walked over, a CPU's is not, or no form is found."""
     tree, target, uniforms = batch(temperatures)
-    shape = TreeShape(9, 9, 9)
+    sizes = tree_sizes(9, 9, 9)
     walk = Rule("walk", recursive_rejection, refuses)
     form = Rule("batched", refuses, recursive_rejection_batched)
     only = Rule("without a batched form", recursive_rejection)
     walked = score(tree, target, uniforms, walk, None)
     for found in (
-        score(tree, target, uniforms, form, shape),
-        score(tree, target, uniforms, only, shape),
+        score(tree, target, uniforms, form, sizes),
+        score(tree, target, uniforms, only, sizes),
     ):
         for request in range(len(temperatures)):
             assert row(found, tree, request) == row(walked, tree, request)

@@ -32,23 +32,23 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 import vllm_treespec
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.seams import SEAMS, Kind
-from vllm_treespec.engine.seams.sources import Sources, assigned_attributes
-from vllm_treespec.engine.v1 import host
+from vllm_treespec.engine.seams.source_files import SourceFiles, assigned_attributes
+from vllm_treespec.engine.v1 import vllm_types
 from vllm_treespec.plugin import stock_arguments
 
 ROOT = Path(vllm_treespec.__file__).parent
 # Of our package, all that touches an engine from within.
 FILES = [*sorted(ROOT.glob("engine/**/*.py")), ROOT / "plugin.py", ROOT / "metrics.py"]
 # only type checkers read it
-HOST = ROOT / "engine" / "v1" / "host.py"
+VLLM_TYPES = ROOT / "engine" / "v1" / "vllm_types.py"
 NAMES = {seam.name for seam in SEAMS}
-# vLLM's classes that host.py describes
+# vLLM's classes that vllm_types.py describes
 HOSTS: dict[type, tuple[str, ...]] = {
-    host.Buffer: ("vllm.v1.utils.CpuGpuBuffer",),
-    host.BlockTable: ("vllm.v1.worker.block_table.BlockTable",),
-    host.InputBatch: ("vllm.v1.worker.gpu_input_batch.InputBatch",),
-    host.V1Runner: ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
-    host.V1Worker: (
+    vllm_types.Buffer: ("vllm.v1.utils.CpuGpuBuffer",),
+    vllm_types.BlockTable: ("vllm.v1.worker.block_table.BlockTable",),
+    vllm_types.InputBatch: ("vllm.v1.worker.gpu_input_batch.InputBatch",),
+    vllm_types.V1Runner: ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
+    vllm_types.V1Worker: (
         "vllm.v1.worker.worker_base.WorkerBase",
         "vllm.v1.worker.cpu_worker.CPUWorker",
         "vllm.v1.worker.gpu_worker.Worker",
@@ -81,9 +81,9 @@ FOREIGN = {
 
 
 @cache
-def installed() -> Sources:
+def installed() -> SourceFiles:
     """The sources of the installed vLLM."""
-    return Sources.installed()
+    return SourceFiles.installed()
 
 
 def module_of(file: Path) -> ModuleType:
@@ -140,7 +140,7 @@ def missing_imports(tree: ast.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "file", sorted({*FILES} - {HOST}), ids=lambda f: str(f.relative_to(ROOT))
+    "file", sorted({*FILES} - {VLLM_TYPES}), ids=lambda f: str(f.relative_to(ROOT))
 )
 def test_imports_are_in_the_table(file: Path) -> None:
     """Red when we import something from vLLM that the table does not have."""
@@ -297,7 +297,7 @@ def test_table_and_types_agree(cls: type) -> None:
 
 def test_types_are_complete() -> None:
     """Red when the table has what the typed listing of runner and batch has not."""
-    for cls in set(HOSTS) - {host.V1Worker}:
+    for cls in set(HOSTS) - {vllm_types.V1Worker}:
         used = {
             seam.attribute.rpartition(".")[2]
             for seam in SEAMS
@@ -307,11 +307,11 @@ def test_types_are_complete() -> None:
 
 
 def test_every_typed_class_is_compared() -> None:
-    """Red when host.py describes a class that the tests above leave out."""
+    """Red when vllm_types.py describes a class that the tests above leave out."""
     described = {
         cls
-        for _, cls in inspect.getmembers(host, inspect.isclass)
-        if cls.__module__ == host.__name__
+        for _, cls in inspect.getmembers(vllm_types, inspect.isclass)
+        if cls.__module__ == vllm_types.__name__
     }
     assert described == set(HOSTS)
 
@@ -351,7 +351,7 @@ def known_names() -> set[str]:
         if place is not None:
             known |= {p.arg for p in ast.walk(place.node) if isinstance(p, ast.arg)}
     for file in ROOT.rglob("*.py"):
-        if file != HOST:
+        if file != VLLM_TYPES:
             known |= defined_names(tree_of(file))
     for library in LIBRARIES:
         known |= set(dir(library))

@@ -18,15 +18,15 @@ from vllm_treespec.engine.seams import (
     supported,
 )
 from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS
-from vllm_treespec.engine.seams.sources import Sources, fingerprint
+from vllm_treespec.engine.seams.source_files import SourceFiles, fingerprint
 
 REPLACED = [seam for seam in SEAMS if seam.replaced]
 
 
 @pytest.fixture(scope="module")
-def installed() -> Sources:
+def installed() -> SourceFiles:
     """The sources of the installed vLLM."""
-    return Sources.installed()
+    return SourceFiles.installed()
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def installed() -> Sources:
 )
 def test_seams_of_both_devices_exist(seam: Seam) -> None:
     """Red when the locked vLLM lost a seam, also one that only a GPU uses."""
-    assert seam.found()
+    assert seam.exists()
 
 
-def test_sources_have_every_seam(installed: Sources) -> None:
+def test_sources_have_every_seam(installed: SourceFiles) -> None:
     """Red when vLLM renamed a function, class or attribute that we use."""
     assert not [s.name for s in SEAMS if not installed.has(s.module, s.attribute)]
 
@@ -50,7 +50,7 @@ def test_no_seam_stands_twice() -> None:
 
 @pytest.mark.parametrize("seam", REPLACED, ids=lambda seam: seam.attribute)
 def test_replaced_functions_are_as_in_the_release(
-    seam: Seam, installed: Sources
+    seam: Seam, installed: SourceFiles
 ) -> None:
     """Red when vLLM changed a function that we override or wrap."""
     known = FINGERPRINTS[seam.module][seam.attribute]
@@ -78,7 +78,7 @@ def test_fingerprints_are_of_the_table() -> None:
     assert listed == {seam.name for seam in REPLACED}
 
 
-def test_fingerprints_are_written_anew(installed: Sources) -> None:
+def test_fingerprints_are_written_anew(installed: SourceFiles) -> None:
     """Red when the command that writes them would lose or change any."""
     assert with_release("0.32", installed) == FINGERPRINTS
 
@@ -116,7 +116,7 @@ def test_what_changes_a_fingerprint(
     prints = []
     for name, code in (("a", STOCK), ("b", STOCK.replace(old, new))):
         (tmp_path / f"{name}.py").write_text(code)
-        prints.append(Sources(tmp_path).fingerprint(name, "Stock.step"))
+        prints.append(SourceFiles(tmp_path).fingerprint(name, "Stock.step"))
     assert None not in prints
     assert (prints[0] == prints[1]) is same
 
@@ -160,7 +160,7 @@ def test_where_sources_look(tmp_path: Path) -> None:
                 layer.linear = 1
             """)
     )
-    sources = Sources(tmp_path)
+    sources = SourceFiles(tmp_path)
     for name in ("KIND", "move", "place", "size", "field", "value"):
         assert sources.has("pkg", f"User.{name}"), name
         assert sources.has("pkg.user", f"User.{name}"), name
@@ -178,6 +178,12 @@ def test_where_sources_look(tmp_path: Path) -> None:
         assert not sources.has(module, name), name
 
 
+@pytest.fixture
+def parsed(installed: SourceFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the doctor look into source files that are parsed already."""
+    monkeypatch.setattr(SourceFiles, "installed", lambda: installed)
+
+
 def doctor_says() -> tuple[bool, str]:
     """What the doctor returns, and its text on a wide screen."""
     text = io.StringIO()
@@ -185,8 +191,9 @@ def doctor_says() -> tuple[bool, str]:
     return result, text.getvalue()
 
 
+@pytest.mark.usefixtures("parsed")
 def test_doctor_is_content() -> None:
-    """Red when the doctor finds fault with the locked vLLM."""
+    """Red when the doctor reports a problem with the locked vLLM."""
     result, text = doctor_says()
     assert result
     assert "DIFFERS" not in text
@@ -195,6 +202,7 @@ def test_doctor_is_content() -> None:
     assert "draft trees work with this vLLM" in text
 
 
+@pytest.mark.usefixtures("parsed")
 def test_doctor_names_a_changed_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a function that vLLM changed is not named, or is an error."""
     known = FINGERPRINTS["vllm.v1.worker.gpu_model_runner"]["GPUModelRunner._sample"]
@@ -207,14 +215,15 @@ def test_doctor_names_a_changed_function(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample;" in line
 
 
+@pytest.mark.usefixtures("parsed")
 def test_doctor_names_a_lost_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when an attribute that vLLM dropped is not named."""
-    has = Sources.has
+    has = SourceFiles.has
 
-    def without_positions(self: Sources, module: str, attribute: str) -> bool:
+    def without_positions(self: SourceFiles, module: str, attribute: str) -> bool:
         return attribute != "GPUModelRunner.positions" and has(self, module, attribute)
 
-    monkeypatch.setattr(Sources, "has", without_positions)
+    monkeypatch.setattr(SourceFiles, "has", without_positions)
     result, text = doctor_says()
     assert not result
     assert "no positions" in text

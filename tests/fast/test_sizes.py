@@ -70,7 +70,7 @@ def test_validation_reads_no_file_and_builds_nothing(
             patch.setattr(module, name, refuse)
         spec = {"method": method, **next(keys_of(method))}
         config = parse_spec_config(spec)
-        sizes = [tree.config.sizes for tree in config.scheduled()]
+        sizes = [tree.config.sizes for tree in config.scheduled_trees()]
     assert all(1 < own.max_nodes <= 64 for own in sizes)
     assert sizes[0] == config.sizes
 
@@ -104,7 +104,7 @@ def test_what_is_left_out_follows() -> None:
     assert (sizes.max_draws, sizes.max_siblings, sizes.max_parents) == (8, 3, 7)
     small = TreeSizes(max_nodes=4, max_depth=3, max_width=3, max_leaves=3)
     assert small.max_parents == 4
-    told = TreeSizes(
+    given = TreeSizes(
         max_nodes=7,
         max_depth=2,
         max_width=4,
@@ -113,4 +113,4 @@ def test_what_is_left_out_follows() -> None:
         max_siblings=2,
         max_parents=3,
     )
-    assert (told.max_draws, told.max_siblings, told.max_parents) == (9, 2, 3)
+    assert (given.max_draws, given.max_siblings, given.max_parents) == (9, 2, 3)

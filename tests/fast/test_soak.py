@@ -10,7 +10,7 @@ from vllm_treespec.cli import app
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, Completion, End, EngineRun, SoakJob
 from vllm_treespec.tools.soak.requests import Material, SoakRequest, make_requests
-from vllm_treespec.tools.soak.run import Report, Settings, make_report, second_look
+from vllm_treespec.tools.soak.run import Report, Settings, make_report, tie_job
 
 MAX_MODEL_LEN = 320
 MATERIAL = Material.of(
@@ -42,7 +42,7 @@ def engine_run(side: str, answers: list[Answer], **end: Any) -> EngineRun:
     """Make the run of an engine that was sent two requests."""
     engine = {"max_model_len": MAX_MODEL_LEN}
     return EngineRun(
-        job=SoakJob(side=side, engine=engine, requests=SENT, at_once=4),
+        job=SoakJob(side=side, engine=engine, requests=SENT, max_in_flight=4),
         start_seconds=1.0,
         answers=answers,
         end=END.model_copy(update=end),
@@ -164,7 +164,7 @@ def test_gap_is_read_where_the_answers_part() -> None:
     elsewhere = engine_run("ties", [answer("a", [5, 1, 9, 8], logprobs=positions)])
     (item,) = check.with_gaps(found, PLAIN, elsewhere)
     assert item.gap is None
-    job = second_look(SENT, found, {"model": "t"})
+    job = tie_job(SENT, found, {"model": "t"})
     assert [request.id for request in job.requests] == ["a"]
     assert job.requests[0].params["logprobs"] == 5
 
@@ -223,7 +223,7 @@ def test_answer_keeps_its_promises(
     """Red when an answer may ignore a parameter of its request."""
     request = GREEDY.model_copy(update={"params": {**GREEDY.params, **params}})
     fields = {"token_ids": [1, 2, 3, 4], "finish_reason": "length", **part}
-    found = list(check.broken_promises(request, Completion(**fields), False, room=4))
+    found = list(check.parameter_problems(request, Completion(**fields), False, room=4))
     assert (not found) == holds, found
 
 

@@ -95,7 +95,7 @@ def test_rows_belong_to_the_drawing_model(
     tree = all_trees(SpecInfer(branching_factors), models).tree
     draws, prefixes = tree.draws, models[0].prefixes(tree)
     assert draws is not None
-    assert not bool(draws.from_rest.any())
+    assert not bool(draws.without_replacement.any())
     above = prefixes.gather(1, draw_parents(tree))
     reqs = torch.arange(tree.num_reqs)[:, None]
     drawn_from = draws.probs[reqs, draws.rows]

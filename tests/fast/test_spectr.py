@@ -95,7 +95,7 @@ def test_equal_prefixes_are_one_node_and_every_path_a_draw(
     tree = all_trees(SpecTr(num_paths, depth), [draft]).tree
     draws, prefixes = tree.draws, draft.prefixes(tree)
     assert draws is not None
-    assert not bool(draws.from_rest.any())
+    assert not bool(draws.without_replacement.any())
     assert bool((draws.nodes > 0).all())
     hits = torch.zeros_like(tree.parents)
     hits.scatter_add_(1, draws.nodes, torch.ones_like(draws.nodes))

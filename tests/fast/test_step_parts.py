@@ -41,7 +41,9 @@ TREES = from_parents([[9, 5, 6, 7], [9, 8, 8], [9]], [[-1, 0, 0, 2], [-1, 0, 1],
 
 def proposal() -> Proposal:
     """Trees that were drawn one step ago."""
-    return Proposal.of(TREES, 1, STEP - 1, slots=ints([4, 0, 2]), reqs=ints([0, 1, 3]))
+    return Proposal.from_tree(
+        TREES, 1, STEP - 1, slots=ints([4, 0, 2]), reqs=ints([0, 1, 3])
+    )
 
 
 def scheduled(
@@ -70,18 +72,18 @@ def test_match_finds_trees_in_another_order() -> None:
     batch = scheduled([2, 0, 1, 4], [[], [8, 8], [], [5, 6, 7]])
     matched = match(proposal(), batch, STEP)
     assert matched.reqs.tolist() == [1, 3]
-    assert matched.rows.tolist() == [1, 0]
-    assert matched.limit.tolist() == [64, 64]
+    assert matched.proposal_rows.tolist() == [1, 0]
+    assert matched.node_limits.tolist() == [64, 64]
     assert not len(matched.differing_slots)
     trees = running_trees(proposal(), matched, batch, CPU)
     assert trees is not None
     assert trees.tree.token_ids.tolist() == [[9, 8, 8, 0], [9, 5, 6, 7]]
     assert trees.tree_index == 1
     assert trees.host_reqs.tolist() == trees.reqs.tolist() == [1, 3]
-    assert trees.first_row.tolist() == [1, 5]
+    assert trees.root_rows.tolist() == [1, 5]
     assert trees.query_starts.tolist() == [1, 5]
     assert trees.num_nodes.tolist() == trees.tree.num_nodes.tolist() == [3, 4]
-    assert trees.roots.tolist() == [20, 40]
+    assert trees.root_positions.tolist() == [20, 40]
     assert trees.slots.tolist() == [0, 4]
 
 
@@ -89,7 +91,7 @@ def test_match_cuts_trees() -> None:
     """Red when a tree keeps nodes that were not scheduled, or room it did not have."""
     batch = scheduled([4, 0], [[5, 6], [8, 8]], room=3)
     matched = match(proposal(), batch, STEP)
-    assert matched.limit.tolist() == [3, 3]
+    assert matched.node_limits.tolist() == [3, 3]
     trees = running_trees(proposal(), matched, batch, CPU)
     assert trees is not None
     assert trees.num_nodes.tolist() == trees.tree.num_nodes.tolist() == [3, 3]
@@ -102,7 +104,7 @@ def test_match_counts_prompts_before_a_tree() -> None:
     batch = replace(batch, num_scheduled=ints([6, 2]))
     trees = running_trees(proposal(), match(proposal(), batch, STEP), batch, CPU)
     assert trees is not None
-    assert (trees.first_row.tolist(), trees.query_starts.tolist()) == ([1], [6])
+    assert (trees.root_rows.tolist(), trees.query_starts.tolist()) == ([1], [6])
 
 
 @pytest.mark.parametrize(
@@ -154,9 +156,9 @@ def test_slots_are_reused_in_one_order() -> None:
         slots = RequestSlots()
         assert [slots.add(name, True, None) for name in "abc"] == [0, 1, 2]
         assert slots.release(ended).tolist() == [0, 2]
-        assert slots.add("d", drafts=False, seed=5) == 2
-        assert slots.add("e", drafts=True, seed=None) == 0
-        assert slots.of(["e", "b", "d"]).tolist() == [0, 1, 2]
+        assert slots.add("d", may_draft=False, seed=5) == 2
+        assert slots.add("e", may_draft=True, seed=None) == 0
+        assert slots.lookup(["e", "b", "d"]).tolist() == [0, 1, 2]
         assert slots.may_draft(ints([2, 1, 0])).tolist() == [False, True, True]
         assert slots.seeds(ints([0, 2])) == [None, 5]
         assert slots.name(2) == "d"
@@ -166,10 +168,10 @@ def test_a_known_request_keeps_its_slot() -> None:
     """Red when a request that is added again has two slots, or old parameters."""
     slots = RequestSlots()
     slots.add("a", True, None)
-    assert slots.add("a", drafts=False, seed=3) == 0
+    assert slots.add("a", may_draft=False, seed=3) == 0
     assert slots.seeds(ints([0])) == [3]
     assert slots.may_draft(ints([0])).tolist() == [False]
-    assert slots.add("b", drafts=True, seed=None) == 1
+    assert slots.add("b", may_draft=True, seed=None) == 1
 
 
 def test_many_slots() -> None:
@@ -178,7 +180,7 @@ def test_many_slots() -> None:
     names = [str(i) for i in range(50)]
     for i, name in enumerate(names):
         slots.add(name, i % 2 == 0, i)
-    assert slots.of(names).tolist() == list(range(50))
+    assert slots.lookup(names).tolist() == list(range(50))
     assert slots.seeds(np.arange(50)) == list(range(50))
     assert slots.may_draft(np.arange(50)).tolist() == [i % 2 == 0 for i in range(50)]
 
@@ -234,11 +236,11 @@ def test_committed_rows_of_trees() -> None:
         tree=TREES.select(torch.tensor([0, 1])),
         tree_index=0,
         reqs=torch.from_numpy(host_reqs),
-        first_row=torch.tensor([1, 6]),
+        root_rows=torch.tensor([1, 6]),
         host_reqs=host_reqs,
         query_starts=ints([2, 7]),
         num_nodes=ints([4, 3]),
-        roots=ints([30, 40]),
+        root_positions=ints([30, 40]),
         slots=ints([1, 3]),
     )
     scored = ScorerOutput(
@@ -253,7 +255,7 @@ def test_committed_rows_of_trees() -> None:
 
 
 def test_features_cannot_be_caught_up_with() -> None:
-    """Red when a source may ask for features that nobody keeps."""
+    """Red when a source may ask for features that are not kept."""
     assert not Reads(features=(2,), own_kv=True).catches_up
     with pytest.raises(ValueError, match="cannot catch up, so leave out catches_up"):
         Reads(features=(2,), own_kv=True, catches_up=True)

@@ -48,7 +48,7 @@ class Trees:
         return self.index.cache
 
     def forget(self, names: Iterable[str]) -> None:
-        self.index.forget(self.slots.release(names))
+        self.index.finish_requests(self.slots.release(names))
 
 
 def propose(
@@ -311,7 +311,7 @@ def test_spec_config() -> None:
     config = parse_spec_config({"method": "suffix_tree", "num_drafts": 24, "depth": 8})
     assert (config.models, config.rule) == ((), "target_draw")
     assert config.rule in RULES
-    proposer, index = config.proposer(), config.text_index()
+    proposer, index = config.proposer(), config.suffix_index()
     assert isinstance(proposer, Suffix)
     assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (25, 8)
     assert (proposer.num_draft_models, proposer.sizes.num_uniforms) == (0, 0)
@@ -326,7 +326,7 @@ def test_trees_of_a_schedule_share_an_index() -> None:
     schedule = [{"batch_size": 1}, smaller]
     spec = {"method": "suffix_tree", "num_drafts": 9, "depth": 4, "schedule": schedule}
     config = parse_spec_config({**spec, "max_match": 8})
-    index, trees = config.text_index(), Trees(6, 2, 8, 0)
+    index, trees = config.suffix_index(), Trees(6, 2, 8, 0)
     assert index is not None
     assert index.depth == 4
     trees.index = index

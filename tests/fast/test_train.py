@@ -1,9 +1,13 @@
 """The draft model's training, on a random target of a few thousand parameters."""
 
+from __future__ import annotations
+
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +18,10 @@ from vllm_treespec.train.batches import BatchDataset
 from vllm_treespec.train.cli import app
 from vllm_treespec.train.draft import DraftOptions, DraftTrainer, train_draft
 from vllm_treespec.train.loss import (
-    HeadRows,
     TeacherTargets,
+    VocabRows,
     agreement,
-    choose_head_rows,
+    choose_vocab_rows,
     topk_kl,
 )
 from vllm_treespec.train.model import (
@@ -126,7 +130,7 @@ def test_all_head_rows_give_the_same_loss_as_no_choice() -> None:
     column[rows] = torch.arange(VOCAB)
     bias = torch.zeros(VOCAB + 1)
     bias[-1] = -torch.inf
-    chosen = topk_kl(hidden, weight, targets, HeadRows(rows, column, bias))
+    chosen = topk_kl(hidden, weight, targets, VocabRows(rows, column, bias))
     expected = topk_kl(hidden, weight, targets)
     torch.testing.assert_close(chosen, expected)
     torch.testing.assert_close(
@@ -143,7 +147,7 @@ def test_sampled_head_rows_estimate_the_softmax_denominator_without_bias() -> No
     generator = torch.Generator().manual_seed(4)
     estimates = []
     for _ in range(2000):
-        chosen = choose_head_rows(core, targets, 30, VOCAB, generator)
+        chosen = choose_vocab_rows(core, targets, 30, VOCAB, generator)
         logits = hidden @ weight[chosen.rows].T + chosen.bias[:-1]
         estimates.append(logits.exp().sum().item())
     samples = torch.tensor(estimates)
@@ -217,7 +221,12 @@ def test_projection_to_full_width_keeps_logits_up_to_a_shift(
 
 
 def draft_options(**changes: object) -> DraftOptions:
-    common = {"batch_tokens": 64, "core_rows": 30, "sampled_rows": 20, "save_steps": 3}
+    common = {
+        "batch_tokens": 64,
+        "core_rows": 30,
+        "sampled_rows": 20,
+        "save_steps": 1000,
+    }
     return DraftOptions(**{**common, "eval_share": 0.2, **changes})  # type: ignore[arg-type]
 
 
@@ -259,12 +268,13 @@ def test_cut_run_resumes_to_the_same_weights(
         cache_teacher(target, "tiny", rows, tmp_path / "teacher", TeacherOptions(16))
     )
 
-    def run(folder: str) -> dict[str, torch.Tensor]:
+    def run(folder: str, save_steps: int) -> dict[str, torch.Tensor]:
         draft = build_draft(target, SHAPE, cache.statistics)
-        train_draft(draft, cache, tmp_path / folder, draft_options(epochs=3))
+        options = draft_options(epochs=3, save_steps=save_steps)
+        train_draft(draft, cache, tmp_path / folder, options)
         return draft.state_dict()
 
-    uncut = run("uncut")
+    uncut = run("uncut", save_steps=1000)
     compute_loss = DraftTrainer.compute_loss
     with pytest.MonkeyPatch.context() as patch:
 
@@ -275,8 +285,8 @@ def test_cut_run_resumes_to_the_same_weights(
 
         patch.setattr(DraftTrainer, "compute_loss", cut)
         with pytest.raises(KeyboardInterrupt):
-            run("cut")
-    resumed = run("cut")
+            run("cut", save_steps=3)
+    resumed = run("cut", save_steps=3)
     for name, value in uncut.items():
         torch.testing.assert_close(resumed[name], value)
     with pytest.raises(ValueError, match="other lr"):
@@ -284,7 +294,7 @@ def test_cut_run_resumes_to_the_same_weights(
             build_draft(target, SHAPE, cache.statistics),
             cache,
             tmp_path / "cut",
-            draft_options(epochs=3, lr=1.0),
+            draft_options(epochs=3, save_steps=3, lr=1.0),
         )
 
 
@@ -376,18 +386,46 @@ class FakeLLM:
 
     def generate(
         self, prompts: list[object], parameters: object, use_tqdm: bool
-    ) -> list[SimpleNamespace]:
-        answer = SimpleNamespace(token_ids=(1, 2), text="why?", finish_reason="stop")
-        return [SimpleNamespace(outputs=[answer]) for _ in prompts]
+    ) -> list[Output]:
+        return [Output() for _ in prompts]
 
 
-def test_text_is_appended_by_batches_and_a_cut_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "vllm", fake)
+@dataclass(frozen=True)
+class Answer:
+    """One answer, as vLLM reports it."""
+
+    token_ids: tuple[int, ...] = (1, 2)
+    text: str = "why?"
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True)
+class Output:
+    """What vLLM reports of a prompt."""
+
+    outputs: tuple[Answer, ...] = (Answer(),)
+
+
+@dataclass(frozen=True)
+class Params:
+    """How an answer is sampled."""
+
+    temperature: float
+    max_tokens: int
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``import vllm`` find an engine that needs no model."""
+    module: Any = ModuleType("vllm")
+    module.LLM, module.SamplingParams = FakeLLM, Params
+    monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_text_is_appended_by_batches_and_a_cut_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
-    options = TextOptions(num_tokens=16, batch_size=4, self_asked=0.5)
+    options = TextOptions(num_tokens=16, batch_size=4, own_question_share=0.5)
     first = {"token_ids": [7, 8, 9], "prompt_len": 1, "temperature": 0.0}
     path.write_text(json.dumps(first) + '\n{"token_ids": [7,')
     generate_text("target", ["how?"], path, options, 200)
@@ -404,10 +442,10 @@ def test_text_is_appended_by_batches_and_a_cut_run_goes_on(
     assert FakeLLM.starts == starts
 
 
+@pytest.mark.usefixtures("fake_vllm")
 def test_target_without_chat_template_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM))
     monkeypatch.setattr(FakeTokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="pass --text"):
         generate_text("target", [], tmp_path / "text.jsonl", TextOptions(), 200)

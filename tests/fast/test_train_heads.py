@@ -1,6 +1,7 @@
 """Training of heads, on random targets of a few thousand parameters."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from vllm_treespec.train.head import (
     NUM_RANKS,
     HeadOptions,
     HeadTrainer,
-    draft_rows,
+    draft_vocab_rows,
     level_quality,
     train_head,
 )
@@ -46,7 +47,7 @@ from vllm_treespec.train.text import Row
 VOCAB, HIDDEN, DEPTH = 97, 32, 3
 TEACHER = TeacherOptions(top_k=16, keep_hidden=True)
 SIZES = {"num_hot_tokens": 60, "depth": DEPTH, "num_blocks": 1}
-OPTIONS = HeadOptions(epochs=8, batch_positions=64, eval_share=0.2, save_steps=3)
+OPTIONS = HeadOptions(epochs=8, batch_positions=64, eval_share=0.2, save_steps=1000)
 
 
 def make_target(kind: str) -> PreTrainedModel:
@@ -119,13 +120,13 @@ def test_batches_pair_hidden_states_with_the_tokens_that_follow(
     answer = rows[4].token_ids[rows[4].prompt_len :]
     n = len(answer) - 1
     assert item["token_ids"][:, 0].tolist() == answer[:-1]
-    assert item["known"].sum(1).tolist() == [min(DEPTH, n - i) for i in range(n)]
+    assert item["supervised"].sum(1).tolist() == [min(DEPTH, n - i) for i in range(n)]
     for level in range(DEPTH):
-        known = item["known"][:, level]
-        assert item["token_ids"][known, level].tolist() == answer[level:-1]
+        supervised = item["supervised"][:, level]
+        assert item["token_ids"][supervised, level].tolist() == answer[level:-1]
     # The teacher's row of a pair is the one after its token.
     place = rows[4].prompt_len + torch.arange(n)
-    first = item["known"].nonzero()[:, 1] == 0
+    first = item["supervised"].nonzero()[:, 1] == 0
     index = torch.searchsorted(cache.positions.long(), place + int(cache.row_starts[4]))
     assert torch.equal(item["ids"][first], cache.targets(index).ids)
 
@@ -190,13 +191,14 @@ def test_cut_run_resumes_to_the_same_weights(
 ) -> None:
     """Red when a step's random levels or the optimizer's state are not resumed."""
 
-    def run(folder: str) -> dict[str, torch.Tensor]:
+    def run(folder: str, save_steps: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         head = start_head("redrafter", SIZES, target, cache.statistics)
-        train_head(head, cache, tmp_path / folder, OPTIONS)
+        options = replace(OPTIONS, epochs=3, save_steps=save_steps)
+        train_head(head, cache, tmp_path / folder, options)
         return head.state_dict()
 
-    uncut = run("uncut")
+    uncut = run("uncut", save_steps=1000)
     compute_loss = HeadTrainer.compute_loss
     with pytest.MonkeyPatch.context() as patch:
 
@@ -207,8 +209,8 @@ def test_cut_run_resumes_to_the_same_weights(
 
         patch.setattr(HeadTrainer, "compute_loss", cut)
         with pytest.raises(KeyboardInterrupt):
-            run("cut")
-    for name, value in run("cut").items():
+            run("cut", save_steps=3)
+    for name, value in run("cut", save_steps=3).items():
         torch.testing.assert_close(value, uncut[name])
 
 
@@ -219,7 +221,7 @@ def test_quality_counts_ranks_and_acceptance_of_the_draft_vocabulary(
     head = start_head("redrafter", SIZES, target, cache.statistics)
     features = torch.randn(40, HIDDEN)
     targets = cache.targets(torch.arange(40))
-    quality = level_quality(head, features, targets, draft_rows(head))
+    quality = level_quality(head, features, targets, draft_vocab_rows(head))
     hot = head.hot_token_ids
     assert hot is not None
     probs = torch.zeros(40, VOCAB).index_copy(

@@ -97,7 +97,7 @@ LEFT: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
 def test_half_written_checkpoints_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """Red when a checkpoint that a kill left half written stops or bends a run."""
+    """Red when a checkpoint that a kill left half written stops or changes a run."""
     uncut = train(kind, tmp_path)
     newest, before = tmp_path / "checkpoint-8", tmp_path / "checkpoint-6"
     for name, leave in LEFT[kind]:
@@ -124,7 +124,7 @@ def test_half_written_checkpoints_are_skipped(
 
 
 def test_options_appear_whole(tmp_path: Path) -> None:
-    """Red when a kill can leave half of options.json, or half of one is a riddle."""
+    """Red when a kill can leave half of options.json, or its error is unclear."""
 
     def interrupted(self: Path, text: str) -> None:
         with self.open("w") as file:

@@ -180,7 +180,7 @@ def test_select_takes_whole_rows() -> None:
     draws = Draws(
         nodes=torch.randint(9, shape),
         rows=torch.randint(9, shape),
-        from_rest=torch.rand(shape) > 0.5,
+        without_replacement=torch.rand(shape) > 0.5,
         probs=torch.rand(tree.num_reqs, 2, 3),
         vocabulary=torch.tensor([1, 2, 5]),
     )
@@ -233,8 +233,15 @@ def test_from_levels_leaves_invalid_nodes_out() -> None:
     assert tree.draws.nodes.tolist() == [[1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert tree.draws.rows[0, :4].tolist() == [0, 0, 3, 3]
     assert tree.draws.rows[1].tolist() == [0, 0, 0, 1, 2, 2]
-    assert tree.draws.from_rest[0, :4].tolist() == [False, True, False, True]
-    assert tree.draws.from_rest[1].tolist() == [False, True, True, False, False, True]
+    assert tree.draws.without_replacement[0, :4].tolist() == [False, True, False, True]
+    assert tree.draws.without_replacement[1].tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def merged_example() -> TreeBatch:
@@ -259,7 +266,7 @@ def test_from_draws_merges_equal_siblings() -> None:
     assert draws is not None
     assert draws.nodes.tolist() == [[1, 2, 1, 3, 4, 3, 5]]
     assert draws.rows.tolist() == [[0, 0, 0, 1, 3, 3, 2]]
-    assert not bool(draws.from_rest.any())
+    assert not bool(draws.without_replacement.any())
     assert first_draw(tree).tolist() == [[0, 3, 6, -1, -1, -1, -1, -1]]
     assert next_draw(tree).tolist() == [[1, 2, -1, 4, 5, -1, -1]]
     assert num_draws(tree).tolist() == [[3, 3, 1, 0, 0, 0, 0, 0]]
@@ -279,7 +286,7 @@ def test_from_draws_merges_equal_siblings() -> None:
 def test_cut_looks_at_no_draw(num_nodes: int, kept: list[int] | None) -> None:
     """Red when a repeat survives a cut that a new token in its place would not.
 
-    Such a cut depends on what was drawn, and bends the law.
+    Such a cut depends on what was drawn, and changes the law.
     """
     draws = merged_example().cut(torch.tensor([num_nodes])).draws
     assert draws is not None

@@ -1,6 +1,5 @@
 """Which batches the GPU's attention backend gives masks, and what it refuses."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
+from tests.fast.small_engine import KV_CACHE_SPEC, engine_config
 from vllm_treespec.engine.tree_attention import (
     TreeAttentionImpl,
     TreeAttentionMetadata,
@@ -32,24 +32,11 @@ LAYER: dict[str, Any] = {
 
 @pytest.fixture
 def builder() -> TreeAttentionMetadataBuilder:
-    """A builder as vLLM makes it, without an engine."""
-    made = TreeAttentionMetadataBuilder.__new__(TreeAttentionMetadataBuilder)
-    speculative = SimpleNamespace(num_speculative_tokens=NUM_DRAFTS)
-    stock: dict[str, Any] = {
-        "vllm_config": SimpleNamespace(speculative_config=speculative),
-        "num_heads_q": 4,
-        "headdim": 64,
-        "seq_threshold_3D": 0,
-        "num_par_softmax_segments": 16,
-        "softmax_segm_output": NOTHING,
-        "softmax_segm_max": NOTHING,
-        "softmax_segm_expsum": NOTHING,
-        "max_seqs_64_segments": 0,
-        "rswa_window": None,
-        "masks": NodeMasks(32, 4, torch.device("cpu")),
-    }
-    for name, value in stock.items():
-        setattr(made, name, value)
+    """A builder as vLLM makes it, which the runner has given its masks."""
+    config = engine_config({"method": "suffix_tree", "num_drafts": NUM_DRAFTS})
+    device = torch.device("cpu")
+    made = TreeAttentionMetadataBuilder(KV_CACHE_SPEC, ["layer"], config, device)
+    made.masks = NodeMasks(32, 4, device)
     return made
 
 
@@ -82,7 +69,7 @@ def test_batches_without_trees_stay_stock(builder: Any) -> None:
 
 def test_trees_get_masks(builder: Any) -> None:
     """Red when a batch with trees is attended to as if they were chains."""
-    builder.masks.put(
+    builder.masks.set_masks(
         torch.tensor([1]), torch.tensor([1]), torch.tensor([1]), torch.tensor([25])
     )
     metadata = build(builder, 5)
@@ -124,17 +111,17 @@ def test_layers_that_are_taken(head_size: int) -> None:
     ],
 )
 def test_layers_that_are_refused(changed: dict[str, Any], says: str) -> None:
-    """Red when the kernel would leave something out in silence."""
+    """Red when the kernel would leave something out without a message."""
     TritonAttentionImpl(**{**LAYER, **changed})
     with pytest.raises(ValueError, match=says):
         TreeAttentionImpl(**{**LAYER, **changed})
 
 
-@pytest.mark.parametrize("whole_tree", [4, 8, 33, 64])
-def test_every_form_is_warmed_up(whole_tree: int) -> None:
+@pytest.mark.parametrize("max_tree_nodes", [4, 8, 33, 64])
+def test_every_form_is_warmed_up(max_tree_nodes: int) -> None:
     """Red when a request's longest tree, or a batch's size, waits for a compiler."""
-    found = set(batches(32, whole_tree, 8192))
-    for query_len in range(1, whole_tree + 1):
+    found = set(batches(32, max_tree_nodes, 8192))
+    for query_len in range(1, max_tree_nodes + 1):
         block = triton.next_power_of_2(query_len)
         rows = {triton.next_power_of_2(length) for _, length in found}
         assert block in rows

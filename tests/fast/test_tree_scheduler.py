@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,17 @@ import torch
 
 pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+)
 
+from tests.fast.small_engine import engine_config, make_request, make_scheduler
 from vllm_treespec.core.stats import StepCounts
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds, TreeScheduler
 
@@ -60,43 +66,61 @@ def mask_above(token: int) -> int:
     return -(1 << (token + 1)) if token < 31 else 0
 
 
-def request(grammar: Rising | None, is_prefill_chunk: bool = False) -> Any:
-    """What the scheduler looks at of a request."""
-    return SimpleNamespace(
-        use_structured_output=grammar is not None,
-        structured_output_request=SimpleNamespace(grammar=grammar),
-        is_prefill_chunk=is_prefill_chunk,
-        is_finished=lambda: False,
-        spec_token_ids=[9],
-    )
+class Masks(StructuredOutputBackend):
+    """Makes masks of 32 tokens."""
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        """Room for masks."""
+        return torch.zeros(max_num_seqs, 1, dtype=torch.int32)
+
+    def compile_grammar(self, *_: object) -> StructuredOutputGrammar:
+        """Not asked."""
+        raise AssertionError
+
+    def destroy(self) -> None:
+        """Hold nothing."""
 
 
-@pytest.fixture
-def scheduler() -> TreeScheduler:
-    """A scheduler with four requests, of vLLM's state only what is looked at."""
+class Manager(StructuredOutputManager):
+    """Fills the masks of requests without a tree with ``STOCK``."""
 
-    def stock_masks(_: Any, req_ids: list[str], drafts: dict) -> np.ndarray:
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        self.backend = Masks(config, tokenizer=None, vocab_size=32)
+
+    def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
+        """Take all drafts."""
+        return tokens
+
+    def grammar_bitmask(
+        self, requests: Any, req_ids: list[str], drafts: dict[str, list[int]]
+    ) -> np.ndarray:
+        """One row a request and one a padding token."""
         padding = [drafts.get(req_id, []) for req_id in req_ids]
         assert all(token == -1 for tokens in padding for token in tokens)
         num_rows = len(req_ids) + sum(map(len, padding))
         return np.full((num_rows, 1), STOCK, dtype=np.int32)
 
-    made = object.__new__(TreeScheduler)
+
+def request(name: str, structured: bool = True) -> Request:
+    """A request that has drafts, with a grammar or without."""
+    made = make_request(name, regex="a*" if structured else None)
+    made.spec_token_ids = [9]
+    if structured:
+        assert made.structured_output_request is not None
+        made.structured_output_request.grammar = Rising()
+    return made
+
+
+@pytest.fixture
+def scheduler() -> TreeScheduler:
+    """A scheduler with four requests; a fifth one has ended."""
+    config = engine_config({"method": "suffix_tree"})
+    made = make_scheduler(config, manager=Manager(config))
+    names = ("free", "tree", "prompt", "undrafted")
+    made.requests = {name: request(name, name != "free") for name in names}
+    made.requests["prompt"].is_prefill_chunk = True
     made._parents = {"gone": [0]}
-    made._counters = None
-    made.requests = {
-        "free": request(None),
-        "tree": request(Rising()),
-        "prompt": request(Rising(), is_prefill_chunk=True),
-        "undrafted": request(Rising()),
-    }
-    made.structured_output_manager = SimpleNamespace(
-        validate_tokens=lambda _, tokens: tokens,
-        grammar_bitmask=stock_masks,
-        backend=SimpleNamespace(
-            allocate_token_bitmask=lambda rows: torch.zeros(rows, 1, dtype=torch.int32)
-        ),
-    )
     return made
 
 

@@ -91,13 +91,13 @@ def test_requests_of_a_batch_do_not_mix() -> None:
     batch = from_parents([t for t, _ in trees], [p for _, p in trees])
     probs = torch.rand((12, 3), generator=generator, dtype=torch.float64) ** 2
     probs /= probs.sum(1, keepdim=True)
-    first_row = torch.tensor([4, 8, 0])
+    root_rows = torch.tensor([4, 8, 0])
     typical = TypicalAcceptance(0.3, 0.6)
     together = typical.walk(
-        batch, TargetLogits(probs, first_row, plain_sampling(3)), torch.zeros(3, 0)
+        batch, TargetLogits(probs, root_rows, plain_sampling(3)), torch.zeros(3, 0)
     )
     for req, (tokens, parents) in enumerate(trees):
-        start = int(first_row[req])
+        start = int(root_rows[req])
         rows = list(probs[start : start + 4])
         alone = score(typical, from_parents([tokens], [parents]), rows)
         found = together.path[req][together.path[req] >= 0]

@@ -17,7 +17,7 @@ def test_seeded_numbers_ignore_the_batch() -> None:
 
 
 def test_purposes_and_positions_share_nothing() -> None:
-    """Turns red when drafting and scoring draw from one stream: that bends the law."""
+    """Turns red when drafting and scoring draw from one stream, which changes laws."""
     source = UniformSource(0)
     rows = [
         source.draw([7], [position], 5, purpose)[0]

@@ -126,7 +126,7 @@ class ToyDraftModel:
     def bind(self, num_blocks: int, layout: TreeLayout) -> None:
         """Allocate KV, fork blocks included."""
         self.kv, self.layout = KvCache(num_blocks), layout
-        self.levels = layout.level_reader(BlockCopier([self.kv.cache]))
+        self.level_reader = layout.level_reader(BlockCopier([self.kv.cache]))
 
     def read(self, committed: CommittedTokens) -> None:
         """Read tokens and the roots of drafting requests, as real models do."""
@@ -147,7 +147,7 @@ class ToyDraftModel:
         starts = np.concatenate([[0], np.cumsum(end - committed.first)])
         self._check(kv, starts, end, table)
         self.paths = [[texts[i]] for i in committed.drafting]
-        self.levels.begin(roots)
+        self.level_reader.begin(roots)
 
     def _roots(self, committed: CommittedTokens, table: Tensor) -> RootBlocks:
         """Where the roots lie; one without a block lies in its tree's last fork."""
@@ -169,7 +169,7 @@ class ToyDraftModel:
         assert [len(p[0]) - 1 for p in self.paths] == roots.positions.tolist()
         return self
 
-    def forget(self, slots: np.ndarray) -> None:
+    def finish_requests(self, slots: np.ndarray) -> None:
         """Nothing is kept."""
 
     def root_logits(self) -> Tensor:
@@ -184,13 +184,13 @@ class ToyDraftModel:
                 self.paths, parents.tolist(), token_ids.tolist(), strict=True
             )
         ]
-        level = self.levels.level(parents)
+        level = self.level_reader.next_level(parents)
         flat = [path for paths in self.paths for path in paths]
         assert level.positions.tolist() == [len(path) - 1 for path in flat]
         kv = [texts_so_far(path) for path in flat]
         self.kv.write(level.slots, np.array([row[-1] for row in kv]))
         self._check(kv, level.query_start_loc, level.seq_lens, level.block_table)
-        self.levels.end()
+        self.level_reader.end_level()
         logits = torch.stack([after(self.table, path) for path in flat])
         return logits.unflatten(0, token_ids.shape)
 
@@ -203,7 +203,7 @@ class ToyDraftModel:
     ) -> None:
         """Check that every row sees its own text; ``kv`` is what each should see."""
         if isinstance(self.layout, BranchLayout):
-            assert self.layout.switch.plan is None, "the target's plan is left"
+            assert self.layout.shared_plan.plan is None, "the target's plan is left"
         places = query_start_loc, seq_lens, block_table
         for row, slots in seen_slots(self.layout, *places):
             assert np.array_equal(self.kv.read(slots), kv[row]), "another path"
@@ -231,7 +231,7 @@ class ToyHead:
         self.last = roots.root_token_ids[:, None]
         return self
 
-    def forget(self, slots: np.ndarray) -> None:
+    def finish_requests(self, slots: np.ndarray) -> None:
         """Nothing is kept."""
 
     def root_logits(self) -> Tensor:

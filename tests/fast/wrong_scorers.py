@@ -25,7 +25,7 @@ from vllm_treespec.scorers import (
     target_draw,
 )
 from vllm_treespec.scorers.independent_draws import Judge, walk_independent_draws
-from vllm_treespec.scorers.k_seq import judge_with, optimal_division_factor
+from vllm_treespec.scorers.k_seq import make_judge, optimal_division_factor
 
 # The package exports the function under the name of its module.
 RECURSIVE_REJECTION = importlib.import_module(
@@ -56,7 +56,9 @@ def keeps_rejected_token(
 ) -> ScorerOutput:
     """Treats draws without replacement as draws with replacement."""
     draws = draws_of(tree)
-    independent = replace(draws, from_rest=torch.zeros_like(draws.from_rest))
+    independent = replace(
+        draws, without_replacement=torch.zeros_like(draws.without_replacement)
+    )
     return recursive_rejection(replace(tree, draws=independent), target, uniforms)
 
 
@@ -99,7 +101,7 @@ def bonus_from_draft(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
     """Draws the bonus token from a draft distribution."""
-    leaves = DraftAtLeaves(target.logits, target.first_row, target.sampling, tree)
+    leaves = DraftAtLeaves(target.logits, target.root_rows, target.sampling, tree)
     return recursive_rejection(tree, leaves, uniforms)
 
 
@@ -151,7 +153,7 @@ def without_repeats(tree: TreeBatch) -> TreeBatch:
             draws,
             nodes=draws.nodes.masked_fill(repeat, 0).gather(1, order),
             rows=draws.rows.gather(1, order),
-            from_rest=draws.from_rest.gather(1, order),
+            without_replacement=draws.without_replacement.gather(1, order),
         ),
     )
 
@@ -162,10 +164,10 @@ def independent_as_rest(
     """Treats draws with replacement as draws without replacement."""
     draws, following = draws_of(tree), next_draw(tree)
     reqs = torch.arange(tree.num_reqs)[:, None]
-    from_rest = torch.zeros_like(draws.from_rest)
-    from_rest = torch.nn.functional.pad(from_rest, (0, 1))
-    from_rest[reqs, following] = True
-    draws = replace(draws, from_rest=from_rest[:, :-1])
+    without_replacement = torch.zeros_like(draws.without_replacement)
+    without_replacement = torch.nn.functional.pad(without_replacement, (0, 1))
+    without_replacement[reqs, following] = True
+    draws = replace(draws, without_replacement=without_replacement[:, :-1])
     return multi_round(replace(tree, draws=draws), target, uniforms)
 
 
@@ -225,7 +227,7 @@ def rest_of_one_draw(judge: Judge) -> Judge:
     return wrong
 
 
-K_SEQ_JUDGE = judge_with(optimal_division_factor)
+K_SEQ_JUDGE = make_judge(optimal_division_factor)
 WRONG_K_SEQ: dict[str, Scorer] = {
     "division factor 1": divided_by(lambda p, q, m: torch.ones_like(p[:, 0])),
     "division factor too small": divided_by(

@@ -59,7 +59,7 @@ def verify(
         draft = torch.empty(0)
         token = -1
         for i in tries:
-            if bool(draws.from_rest[req, i]):
+            if bool(draws.without_replacement[req, i]):
                 draft = without(draft, token)
             else:
                 row = draws.rows[req, i : i + 1]

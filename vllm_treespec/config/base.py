@@ -117,8 +117,8 @@ class MethodConfig(BaseModel, ABC):
         """Make the proposer that this spec-config describes."""
         return PROPOSERS[self.name](**self.shape)
 
-    def text_index(self) -> SuffixIndex | None:
-        """Make the index of texts that the method drafts from, if any."""
+    def suffix_index(self) -> SuffixIndex | None:
+        """Make the suffix index that the method drafts from, if any."""
         return None
 
     def with_shape(self, shape: Mapping[str, Any]) -> Self:
@@ -144,7 +144,7 @@ class MethodConfig(BaseModel, ABC):
                 f"'schedule' has an entry in which {where} is wrong: {problem['msg']}"
             ) from None
 
-    def scheduled(self) -> list[ScheduledTree]:
+    def scheduled_trees(self) -> list[ScheduledTree]:
         """Every tree of the schedule with its limits, in the schedule's order."""
         if self.schedule == "fixed":
             return [ScheduledTree(self, NO_LIMIT, 1.0)]
@@ -197,7 +197,7 @@ class MethodConfig(BaseModel, ABC):
             )
         if self.schedule == ():
             raise ValueError("'schedule' is empty; remove it, or write 'fixed'")
-        self.scheduled()
+        self.scheduled_trees()
         return self
 
 

@@ -81,9 +81,9 @@ def _check_config_file(path: Path) -> None:
             f"draft model; write method '{HEAD_METHODS[kind]}'"
         )
     text = config.get("text_config")
-    told = {*config, *(text if isinstance(text, dict) else ())}
+    keys = {*config, *(text if isinstance(text, dict) else ())}
     for size, names in SIZES.items():
-        if told.isdisjoint(names):
+        if keys.isdisjoint(names):
             raise SpecConfigError(
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"

@@ -95,7 +95,7 @@ def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
 
 
 def _one_message(error: ValidationError, method: str) -> str:
-    known = METHODS[method]
+    method_type = METHODS[method]
     problems = []
     for problem in error.errors():
         # pydantic names the members of a union, too
@@ -111,5 +111,5 @@ def _one_message(error: ValidationError, method: str) -> str:
             problems.append(key + message)
     return (
         f"speculative_config for method '{method}': {'; '.join(problems)} "
-        f"(its keys are {', '.join(known.model_fields)})"
+        f"(its keys are {', '.join(method_type.model_fields)})"
     )

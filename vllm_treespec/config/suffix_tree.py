@@ -51,9 +51,9 @@ class SuffixTreeConfig(MethodConfig):
         """Make the proposer."""
         return Suffix(self.num_drafts, self.depth, self.max_match)
 
-    def text_index(self) -> SuffixIndex:
+    def suffix_index(self) -> SuffixIndex:
         """Make the index, with an empty cache, for the deepest tree of the schedule."""
-        depth = max(tree.config.sizes.max_depth for tree in self.scheduled())
+        depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
         return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:

@@ -27,9 +27,11 @@ class CommittedReader:
 
     def __init__(self, sources: Sequence[DraftSource], max_num_tokens: int) -> None:
         """Take the sources, and the tokens of the largest forward."""
-        self.catching_up = [s for s in sources if s.reads.own_kv and s.reads.catches_up]
-        self.every_step = [
-            s for s in sources if s.reads.every_token and s not in self.catching_up
+        self.late_sources = [
+            s for s in sources if s.reads.own_kv and s.reads.catches_up
+        ]
+        self.step_sources = [
+            s for s in sources if s.reads.every_token and s not in self.late_sources
         ]
         self.features = {layer for s in sources for layer in s.reads.features}
         self.max_num_tokens = max_num_tokens
@@ -43,7 +45,7 @@ class CommittedReader:
         batch: EmittedBatch,
         rows: Tensor | None,
         reqs: np.ndarray,
-        draws: np.ndarray,
+        may_draft: np.ndarray,
         max_trees: int,
         any_trees: bool,
     ) -> np.ndarray:
@@ -53,7 +55,7 @@ class CommittedReader:
             batch: after the step.
             rows: query rows of the step's committed tokens, for features.
             reqs: int64 [n], requests that draft trees in some step.
-            draws: bool [n], which of them may draft now.
+            may_draft: bool [n], which of them may draft now.
             max_trees: how many may.
             any_trees: whether this step draws trees.
 
@@ -61,32 +63,38 @@ class CommittedReader:
             int64 [num_drafting], the requests that draft now, ascending.
 
         """
-        drafting = reqs[draws][:max_trees]
-        if self.catching_up:
-            self.marks.written(batch.blocks.host, batch.num_computed, batch.end)
+        drafting = reqs[may_draft][:max_trees]
+        if self.late_sources:
+            self.marks.mark_written(
+                batch.blocks.host_table, batch.num_computed, batch.end
+            )
             if any_trees:
-                drafting = self._catch_up(batch, reqs, draws, max_trees)
-        if self.every_step:
-            committed = self._of_this_step(batch, rows, drafting)
-            for source in self.every_step:
+                drafting = self._catch_up(batch, reqs, may_draft, max_trees)
+        if self.step_sources:
+            committed = self._step_tokens(batch, rows, drafting)
+            for source in self.step_sources:
                 source.read(committed)
         return drafting
 
     def _catch_up(
-        self, batch: EmittedBatch, reqs: np.ndarray, draws: np.ndarray, max_trees: int
+        self,
+        batch: EmittedBatch,
+        reqs: np.ndarray,
+        may_draft: np.ndarray,
+        max_trees: int,
     ) -> np.ndarray:
         """Let sources read what they have not read; return who is ready to draft."""
-        table, end = batch.blocks.host, batch.end[reqs]
+        table, end = batch.blocks.host_table, batch.end[reqs]
         first = self.marks.first_unread(table[reqs], end)
-        plan = plan_reading(reqs, first, end, draws, self.max_num_tokens, max_trees)
-        self.marks.read(table[plan.reqs], plan.first, plan.end)
+        plan = plan_reading(reqs, first, end, may_draft, self.max_num_tokens, max_trees)
+        self.marks.mark_read(table[plan.reqs], plan.first, plan.end)
         if len(plan.reqs):
             committed = committed_tokens(batch, plan)
-            for source in self.catching_up:
+            for source in self.late_sources:
                 source.read(committed)
         return plan.reqs[plan.drafting]
 
-    def _of_this_step(
+    def _step_tokens(
         self, batch: EmittedBatch, rows: Tensor | None, drafting: np.ndarray
     ) -> CommittedTokens:
         """All tokens that the target computed in this step and that were committed."""
@@ -103,7 +111,7 @@ def committed_tokens(
     batch: EmittedBatch, plan: ReadingPlan, features: dict[int, Tensor] | None = None
 ) -> CommittedTokens:
     """The tokens of a plan, with what sources need to find their KV."""
-    reqs = torch.from_numpy(plan.reqs).to(batch.blocks.device.device)
+    reqs = torch.from_numpy(plan.reqs).to(batch.blocks.device_table.device)
     return CommittedTokens(
         token_ids=batch.token_ids,
         reqs=plan.reqs,
@@ -111,7 +119,7 @@ def committed_tokens(
         first=plan.first,
         end=plan.end,
         drafting=plan.drafting,
-        block_table=batch.blocks.device[reqs],
+        block_table=batch.blocks.device_table[reqs],
         num_blocks=batch.blocks.num_blocks[plan.reqs],
         features=features or {},
     )
@@ -143,7 +151,7 @@ def committed_rows(
     offsets = np.cumsum(counts) - counts
     within = np.arange(counts.sum()) - np.repeat(offsets, counts)
     host_rows = torch.from_numpy(np.repeat(starts, counts) + within)
-    rows = host_rows.to(batch.blocks.device.device)
+    rows = host_rows.to(batch.blocks.device_table.device)
     if trees is None or scored is None or node_rows is None:
         return rows
     first = torch.from_numpy(offsets[trees.host_reqs]).to(rows.device)

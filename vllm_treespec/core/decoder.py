@@ -1,4 +1,4 @@
-"""A step with draft trees, in order: match, place, score, commit, draft."""
+"""A step with draft trees, in order: match, lay out, score, commit, draft."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vllm_treespec.core.matching import (
 )
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
@@ -29,15 +30,15 @@ from vllm_treespec.core.views import (
 )
 from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.proposers import Proposer, ProposerInputs
-from vllm_treespec.scorers import Rule, ScorerOutput, TargetLogits, TreeShape, score
+from vllm_treespec.scorers import Rule, ScorerOutput, TargetLogits, score
 from vllm_treespec.sources.base import Continuations, DraftSource, Roots
 
 
 class RanksDiffer(SystemExit):
     """A rank drew other drafts than rank 0, so that its text would be another.
 
-    vLLM hears answers of rank 0 alone, but it watches all processes and stops the
-    engine when one ends.
+    vLLM takes the answers of rank 0 alone, but it stops the engine when the process
+    of any rank ends.
     """
 
 
@@ -50,7 +51,7 @@ class Method:
     proposers: Sequence[Proposer]
     # how sampled requests' trees are verified
     rule: Rule
-    # whether rules look at all nodes, so that the host waits for nothing
+    # whether rules run in their batched form, where the host never waits
     batched: bool
     # requests that may carry a tree in one step
     max_trees: int
@@ -58,7 +59,7 @@ class Method:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine tells the decoder once."""
+    """Limits of the engine, which are fixed when it starts."""
 
     device: torch.device
     # this process's number among tensor-parallel ranks
@@ -75,7 +76,7 @@ class TreeDecoder:
 
     An engine's adapter calls ``begin_step`` before the target's forward, ``score``
     with its logits, ``commit`` when tokens are emitted, and ``draft`` at the end. It
-    tells of requests through ``slots``, ``lose`` and ``forget``.
+    reports requests through ``slots``, ``discard_trees`` and ``finish_requests``.
 
     A *tree* comes back when the scheduler sends the drafts that were proposed for its
     request in the step before, or the first ones of them. Other drafts are read as a
@@ -97,35 +98,34 @@ class TreeDecoder:
         self.limits = limits
         self.stats = stats
         self.slots = RequestSlots()
-        self.committed = CommittedReader(sources, limits.max_num_tokens)
+        self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
         self.uniforms = UniformSource(limits.seed)
-        sizes = [proposer.sizes for proposer in method.proposers]
-        self.shapes = [
-            TreeShape(s.max_depth, s.max_siblings, s.max_parents) for s in sizes
-        ]
-        self.max_draws = max(s.max_draws for s in sizes)
-        # Chains need no places of their own.
-        self.branching = max(s.max_leaves for s in sizes) > 1
+        largest = TreeSizes.largest([p.sizes for p in method.proposers])
+        self.max_draws = largest.max_draws
+        # Chains are laid out by the engine.
+        self.branching = largest.max_leaves > 1
         self.step = 0
         self.proposal: Proposal | None = None
         self.trees: RunningTrees | None = None
         self.scored: ScorerOutput | None = None
+        # int64 [num_reqs], row of each request's root among the logits of the step
+        self.root_rows: Tensor
         # int64 [num_trees, max_nodes], query row of every node of ``trees``
         self.node_rows: Tensor | None = None
 
-    def lose(self, slots: np.ndarray) -> None:
+    def discard_trees(self, slots: np.ndarray) -> None:
         """Forget the proposed trees of preempted requests, int64 [n]."""
         if self.proposal is not None and len(slots):
             self.proposal = self.proposal.without(slots)
 
-    def forget(self, slots: np.ndarray) -> None:
+    def finish_requests(self, slots: np.ndarray) -> None:
         """Forget the requests that ended, by their released slots, int64 [n]."""
-        self.lose(slots)
+        self.discard_trees(slots)
         for source in self.sources:
-            source.forget(slots)
+            source.finish_requests(slots)
 
     def begin_step(self, batch: ScheduledBatch, inputs: TargetInputs) -> None:
-        """Match the trees that come back, and bring their nodes into place.
+        """Match the trees that come back, and lay out their nodes.
 
         Raises:
             RanksDiffer: this rank drew other drafts than those that came back.
@@ -135,10 +135,11 @@ class TreeDecoder:
             self.step += 1
             self.layout.clear()
             self.batch = batch
+            self.root_rows = torch.from_numpy(batch.root_rows).to(self.limits.device)
             self.scored = None
             self.trees = self._match(batch)
             if self.trees is not None and self.branching:
-                self.layout.place(self.trees, inputs)
+                self.layout.prepare_inputs(self.trees, inputs)
 
     def _match(self, batch: ScheduledBatch) -> RunningTrees | None:
         """Find the trees that come back, cut to what was scheduled."""
@@ -167,9 +168,11 @@ class TreeDecoder:
         if trees is None:
             return None
         target = TargetLogits(
-            logits, trees.first_row, sampling.of(trees.host_reqs, trees.reqs)
+            logits, trees.root_rows, sampling.select(trees.host_reqs, trees.reqs)
         )
-        uniforms = self._uniforms(trees.slots, trees.roots, 1 + self.max_draws, SCORING)
+        uniforms = self._uniforms(
+            trees.slots, trees.root_positions, 1 + self.max_draws, SCORING
+        )
         self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
         return self.scored
 
@@ -185,8 +188,8 @@ class TreeDecoder:
             uniforms: float64 [num_trees, 1 + max_draws] in [0, 1).
 
         """
-        shape = self.shapes[index] if self.method.batched else None
-        return score(tree, target, uniforms, self.method.rule, shape)
+        sizes = self.method.proposers[index].sizes if self.method.batched else None
+        return score(tree, target, uniforms, self.method.rule, sizes)
 
     def commit(self) -> None:
         """Bring the accepted paths' KV into the requests' own slots."""
@@ -195,7 +198,7 @@ class TreeDecoder:
             with self.stats.stage("commit"):
                 if self.branching:
                     self.layout.commit(self.trees, self.scored)
-                if self.committed.features:
+                if self.committed_reader.features:
                     self.node_rows = self.layout.query_rows(self.trees)
         self.layout.clear()
 
@@ -206,12 +209,14 @@ class TreeDecoder:
             self.proposal = None
             schedule = self.method.schedule
             index = schedule.choose(batch.num_reqs)
-            self.stats.mode("plain" if index is None else schedule.trees[index].name)
+            self.stats.count_step(
+                "plain" if index is None else schedule.trees[index].name
+            )
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
-            draws = self._may_draw(batch, index)[reqs]
+            may_draft = self._has_room(batch, index)[reqs]
             rows = self._committed_rows(batch)
-            drafting = self.committed.read(
-                batch, rows, reqs, draws, self.method.max_trees, index is not None
+            drafting = self.committed_reader.read(
+                batch, rows, reqs, may_draft, self.method.max_trees, index is not None
             )
             if index is not None and len(drafting):
                 self.proposal = self._propose(index, batch, drafting)
@@ -223,9 +228,9 @@ class TreeDecoder:
             return
         accepted = (batch.num_emitted[self.trees.host_reqs] - 1).tolist()
         self.method.schedule.observe(self.trees.tree_index, accepted)
-        self.stats.observe(self.trees.num_nodes.tolist(), accepted)
+        self.stats.count_trees(self.trees.num_nodes.tolist(), accepted)
 
-    def _may_draw(self, batch: EmittedBatch, index: int | None) -> np.ndarray:
+    def _has_room(self, batch: EmittedBatch, index: int | None) -> np.ndarray:
         """Which requests have a root, and room for a tree below it, bool [num_reqs]."""
         if index is None:
             return np.zeros(batch.num_reqs, dtype=bool)
@@ -239,26 +244,26 @@ class TreeDecoder:
         proposer = self.method.proposers[index]
         reqs = torch.from_numpy(drafting).to(self.limits.device)
         roots = self._roots(batch, drafting, reqs)
-        begun = [source.begin(roots) for source in self.sources]
+        started = [source.begin(roots) for source in self.sources]
         tree = proposer.propose(
             ProposerInputs(
                 root_token_ids=roots.root_token_ids,
-                sampling=batch.sampling.of(drafting, reqs),
+                sampling=batch.sampling.select(drafting, reqs),
                 uniforms=self._uniforms(
                     roots.slots, roots.positions, proposer.sizes.num_uniforms, DRAFTING
                 ),
-                draft_models=[d for d in begun if not isinstance(d, Continuations)],
-                continuations=[d for d in begun if isinstance(d, Continuations)],
+                draft_models=[d for d in started if not isinstance(d, Continuations)],
+                continuations=[d for d in started if isinstance(d, Continuations)],
             )
         )
-        proposal = Proposal.of(tree, index, self.step, roots.slots, drafting)
-        if proposer.num_candidates is not None:
-            num_candidates = proposer.num_candidates * len(drafting)
-            self.stats.merged(num_candidates, int(proposal.num_drafts.sum()))
+        proposal = Proposal.from_tree(tree, index, self.step, roots.slots, drafting)
+        if proposer.num_beam_tokens is not None:
+            num_beam_tokens = proposer.num_beam_tokens * len(drafting)
+            self.stats.count_beams(num_beam_tokens, int(proposal.num_drafts.sum()))
         return proposal
 
     def _roots(self, batch: EmittedBatch, drafting: np.ndarray, reqs: Tensor) -> Roots:
-        """What the sources asked to know of the drafting requests."""
+        """The drafting requests, with what the sources read of them."""
         positions = batch.end[drafting]
         reads = [source.reads for source in self.sources]
         token_ids = hidden = None
@@ -281,18 +286,17 @@ class TreeDecoder:
         That is the row of the last accepted node, of the root without a tree; int64
         [num_reqs].
         """
-        rows = torch.from_numpy(self.batch.first_row).to(self.limits.device)
-        if self.trees is not None:
-            assert self.scored is not None
-            rows.index_add_(0, self.trees.reqs, self.scored.last_node())
-        return rows
+        if self.trees is None:
+            return self.root_rows
+        assert self.scored is not None
+        return self.root_rows.index_add(0, self.trees.reqs, self.scored.last_node())
 
     def _committed_rows(self, batch: EmittedBatch) -> Tensor | None:
         """Query rows of all tokens that were committed in this step, in order.
 
         None when no source asks for hidden states of every token.
         """
-        if not self.committed.features:
+        if not self.committed_reader.features:
             return None
         if self.trees is None or self.scored is None:
             return committed_rows(batch)

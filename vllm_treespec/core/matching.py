@@ -11,9 +11,9 @@ from torch import Tensor
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.views import ScheduledBatch, cut_rows, ragged_rows
 
-# What the scheduler drafts for requests that join the batch with one token to read.
+# What the scheduler drafts for a request that enters the batch with one token left.
 PADDING_TOKEN_ID = -1
-# The slot of a proposed tree whose request has lost it.
+# The slot of a proposed tree that was discarded.
 NO_SLOT = -1
 
 
@@ -37,7 +37,7 @@ class Proposal:
     num_drafts: np.ndarray
 
     @classmethod
-    def of(
+    def from_tree(
         cls,
         tree: TreeBatch,
         tree_index: int,
@@ -84,8 +84,8 @@ class RunningTrees:
     # int64 [num_trees], places in the batch of the trees' requests, ascending
     reqs: Tensor
     # int64 [num_trees], row of each tree's root among the logits
-    first_row: Tensor
-    # The rest is on the host, so that no step has to ask the device.
+    root_rows: Tensor
+    # The rest is on the host: reading it from the device would make the host wait.
     # int64 [num_trees], as ``reqs``
     host_reqs: np.ndarray
     # int64 [num_trees], first query row of each tree's request
@@ -93,7 +93,7 @@ class RunningTrees:
     # int64 [num_trees], as the trees' ``num_nodes``
     num_nodes: np.ndarray
     # int64 [num_trees], positions of the roots
-    roots: np.ndarray
+    root_positions: np.ndarray
     # int64 [num_trees]
     slots: np.ndarray
 
@@ -105,9 +105,9 @@ class Match:
     # int64 [num_trees], places in the batch, ascending
     reqs: np.ndarray
     # int64 [num_trees], rows of the proposal
-    rows: np.ndarray
+    proposal_rows: np.ndarray
     # int64 [num_trees], nodes that each tree is cut to
-    limit: np.ndarray
+    node_limits: np.ndarray
     # int64 [n], slots whose drafts are not those that were proposed
     differing_slots: np.ndarray
 
@@ -143,8 +143,8 @@ def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
     whole = num_drafts == proposal.num_drafts[rows]
     return Match(
         reqs=reqs,
-        rows=rows,
-        limit=np.where(whole, batch.room[reqs], num_drafts + 1),
+        proposal_rows=rows,
+        node_limits=np.where(whole, batch.room[reqs], num_drafts + 1),
         differing_slots=batch.slots[returned & ~same & ~padded],
     )
 
@@ -155,21 +155,23 @@ def running_trees(
     """Cut the trees that come back to what was scheduled; None without any."""
     if not len(matched.reqs):
         return None
-    reqs, first_row = matched.reqs, batch.first_row[matched.reqs]
-    host = np.stack([reqs, matched.rows, matched.limit, first_row])
+    reqs, root_rows = matched.reqs, batch.root_rows[matched.reqs]
+    host = np.stack([reqs, matched.proposal_rows, matched.node_limits, root_rows])
     on_device = torch.from_numpy(host).to(device)
     tree = proposal.tree
-    if not np.array_equal(matched.rows, np.arange(tree.num_reqs)):
+    if not np.array_equal(matched.proposal_rows, np.arange(tree.num_reqs)):
         tree = tree.select(on_device[1])
     query_starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     return RunningTrees(
         tree=tree.cut(on_device[2]),
         tree_index=proposal.tree_index,
         reqs=on_device[0],
-        first_row=on_device[3],
+        root_rows=on_device[3],
         host_reqs=reqs,
         query_starts=query_starts[reqs],
-        num_nodes=np.minimum(matched.limit, 1 + proposal.num_drafts[matched.rows]),
-        roots=batch.num_computed[reqs],
+        num_nodes=np.minimum(
+            matched.node_limits, 1 + proposal.num_drafts[matched.proposal_rows]
+        ),
+        root_positions=batch.num_computed[reqs],
         slots=batch.slots[reqs],
     )

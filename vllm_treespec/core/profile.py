@@ -25,8 +25,8 @@ from vllm_treespec.sources.base import (
 
 
 @dataclass(frozen=True)
-class IdleModel:
-    """A draft model that finds all tokens alike; implements ``DraftModel``."""
+class UniformDraftModel:
+    """A draft model with equal logits for all tokens; implements ``DraftModel``."""
 
     num_reqs: int
     vocab_size: int
@@ -47,7 +47,7 @@ class IdleModel:
 def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None:
     """Draw and score every tree of the schedule for as many requests as may draft.
 
-    Trees of an index of texts take no memory of the device, and are left out.
+    Trees of a suffix index take no memory of the device, and are left out.
 
     Args:
         decoder: with its heads loaded.
@@ -79,19 +79,21 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             roots.root_token_ids,
             sampling,
             uniforms[:, : proposer.sizes.num_uniforms],
-            [begun(source, roots, vocab_size) for source in decoder.sources],
+            [draft_model_of(source, roots, vocab_size) for source in decoder.sources],
         )
         tree = proposer.propose(inputs)
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)
-        first_row = torch.arange(num_reqs, device=device) * tree.max_nodes
-        target = TargetLogits(logits, first_row, sampling)
+        root_rows = torch.arange(num_reqs, device=device) * tree.max_nodes
+        target = TargetLogits(logits, root_rows, sampling)
         decoder.verify(index, tree, target, uniforms)
 
 
-def begun(source: DraftSource, roots: Roots, vocab_size: int) -> DraftModel:
-    """What a source begins; a stand-in for one that reads from a KV cache."""
+def draft_model_of(source: DraftSource, roots: Roots, vocab_size: int) -> DraftModel:
+    """What a source drafts with; a replacement where that needs a KV cache."""
     if source.reads.own_kv:
-        return IdleModel(len(roots.slots), vocab_size, roots.root_token_ids.device)
+        return UniformDraftModel(
+            len(roots.slots), vocab_size, roots.root_token_ids.device
+        )
     draft = source.begin(roots)
     assert not isinstance(draft, Continuations)
     return draft

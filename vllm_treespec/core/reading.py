@@ -20,7 +20,9 @@ class ReadMarks:
         self.block_size = block_size
         self.num_read = np.zeros(num_blocks, dtype=np.int64)
 
-    def written(self, table: np.ndarray, first: np.ndarray, end: np.ndarray) -> None:
+    def mark_written(
+        self, table: np.ndarray, first: np.ndarray, end: np.ndarray
+    ) -> None:
         """The target wrote tokens ``first`` to ``end`` (exclusive) of each request.
 
         Args:
@@ -34,7 +36,7 @@ class ReadMarks:
         blocks = table[rows, columns]
         np.minimum.at(self.num_read, blocks, start)
 
-    def read(self, table: np.ndarray, first: np.ndarray, end: np.ndarray) -> None:
+    def mark_read(self, table: np.ndarray, first: np.ndarray, end: np.ndarray) -> None:
         """The draft models read tokens ``first`` to ``end``; arguments as above."""
         rows, columns = self._blocks(first, end)
         last = np.minimum(end[rows] - columns * self.block_size, self.block_size)

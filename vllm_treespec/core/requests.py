@@ -8,10 +8,11 @@ import numpy as np
 
 
 class RequestSlots:
-    """Gives every request a slot, and keeps what drafting must know of it.
+    """Gives every request a slot, and stores what drafting needs to know of it.
 
-    A slot is free again when its request ends. Whoever keeps anything by slot must be
-    told (``TreeDecoder.forget``), because another request may take it at once.
+    A slot is free again when its request ends. All that is stored by slot must be
+    dropped then (``TreeDecoder.finish_requests``): the next request may get the same
+    slot.
     """
 
     def __init__(self) -> None:
@@ -19,15 +20,15 @@ class RequestSlots:
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._names: list[str] = []
-        self._drafts = np.zeros(0, dtype=bool)
+        self._may_draft = np.zeros(0, dtype=bool)
         self._seeds: list[int | None] = []
 
-    def add(self, req_id: str, drafts: bool, seed: int | None) -> int:
+    def add(self, req_id: str, may_draft: bool, seed: int | None) -> int:
         """Give a request a slot; one that has a slot keeps it, with new parameters.
 
         Args:
             req_id: the request.
-            drafts: whether it may have draft trees.
+            may_draft: whether it may have draft trees.
             seed: of its random numbers, if any.
 
         """
@@ -36,7 +37,7 @@ class RequestSlots:
             slot = self._free.pop() if self._free else self._grow()
             self._slots[req_id] = slot
         self._names[slot] = req_id
-        self._drafts[slot] = drafts
+        self._may_draft[slot] = may_draft
         self._seeds[slot] = seed
         return slot
 
@@ -46,12 +47,12 @@ class RequestSlots:
         The order is the same for any order of ``req_ids``, so that slots are the same
         on every rank.
         """
-        known = sorted(r for r in req_ids if r in self._slots)
-        slots = [self._slots.pop(req_id) for req_id in known]
+        with_slot = sorted(r for r in req_ids if r in self._slots)
+        slots = [self._slots.pop(req_id) for req_id in with_slot]
         self._free += slots
         return np.array(slots, dtype=np.int64)
 
-    def of(self, req_ids: Sequence[str]) -> np.ndarray:
+    def lookup(self, req_ids: Sequence[str]) -> np.ndarray:
         """Slots of known requests, int64 [len(req_ids)]."""
         return np.fromiter(
             map(self._slots.__getitem__, req_ids), np.int64, len(req_ids)
@@ -67,7 +68,7 @@ class RequestSlots:
 
     def may_draft(self, slots: np.ndarray) -> np.ndarray:
         """Which requests may have draft trees, bool, same shape."""
-        return self._drafts[slots]
+        return self._may_draft[slots]
 
     def seeds(self, slots: np.ndarray) -> list[int | None]:
         """The requests' seeds."""
@@ -77,5 +78,5 @@ class RequestSlots:
         """Make one more slot."""
         self._names.append("")
         self._seeds.append(None)
-        self._drafts = np.append(self._drafts, False)
+        self._may_draft = np.append(self._may_draft, False)
         return len(self._names) - 1

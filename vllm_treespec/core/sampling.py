@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Below this share of the mass, what is left after some draws is summed anew: the
-# difference of cumulative sums would be mostly rounding.
+# When less than this share of the mass is left after some draws, the rest is summed
+# again: the difference of cumulative sums would be mostly rounding error.
 THIN = 1e-6
-# Smaller probabilities count as 0. Rules divide what some draws leave over by its sum:
-# so no quotient is denormal, which would be rounded to a few bits, or to 0 on a GPU.
+# Smaller probabilities count as 0. Rules divide the mass that some draws leave by its
+# sum. With this bound no quotient is denormal. Such a number has few exact bits, and is
+# 0 on some GPUs.
 SMALLEST = 1e-37
 
 
@@ -33,7 +34,7 @@ class SamplingTensors:
     top_k: Tensor | None = None
     # float32 [num_reqs], or None when no request limits it
     top_p: Tensor | None = None
-    # known on the host, so that no step has to ask the device
+    # on the host: reading them from the device would make the host wait
     all_greedy: bool = False
     all_random: bool = False
 
@@ -151,7 +152,7 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
             repeated = (tokens[:, :k] == token).any(dim=1)
             thin = left[:, 0] < THIN * total[:, 0]
             again = valid[:, k] & (thin | repeated)
-            # Rare. To ask a GPU would take longer than to draw anew for nothing.
+            # Rare. On a GPU, reading the flag takes longer than an unnecessary draw.
             if probs.device.type != "cpu" or bool(again.any()):
                 rest = probs.scatter(1, tokens[:, :k], 0.0)
                 token = torch.where(again[:, None], _invert(rest, uniform), token)

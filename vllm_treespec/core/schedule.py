@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Scored trees after which a measured acceptance length counts, and over which it runs.
-TRIAL_TREES = 64
-MEMORY_TREES = 512
+# Scored trees that a measured acceptance length needs, and that its mean covers.
+MIN_TREES = 64
+WINDOW_TREES = 512
 # Steps for which a tree that was given up is left out.
-REST_STEPS = 2048
+PAUSE_STEPS = 2048
 
 
 class ScheduledTree(Protocol):
@@ -33,12 +33,12 @@ class ScheduledTree(Protocol):
 
 
 @dataclass
-class Measured:
-    """What one tree of the schedule has brought lately."""
+class TreeMeasurement:
+    """What was accepted of one tree of the schedule lately."""
 
     trees: float = 0.0
     emitted: float = 0.0
-    rests_until: int = 0
+    paused_until: int = 0
 
 
 class AdaptiveSchedule:
@@ -54,19 +54,19 @@ class AdaptiveSchedule:
     def __init__(self, trees: Sequence[ScheduledTree]) -> None:
         """Take the schedule's trees in their order."""
         self.trees = trees
-        self.measured = [Measured() for _ in trees]
+        self.measured = [TreeMeasurement() for _ in trees]
         self.step = 0
-        self.always: int | None = None
+        self.forced_index: int | None = None
 
     def choose(self, num_reqs: int) -> int | None:
         """Index of the tree for a step of ``num_reqs`` requests; None = plain."""
         self.step += 1
-        if self.always is not None:
-            return self.always
+        if self.forced_index is not None:
+            return self.forced_index
         for index, tree in enumerate(self.trees):
             if (
                 num_reqs <= tree.batch_size
-                and self.step >= self.measured[index].rests_until
+                and self.step >= self.measured[index].paused_until
             ):
                 return index
         return None
@@ -76,16 +76,16 @@ class AdaptiveSchedule:
         measured = self.measured[index]
         measured.trees += len(num_accepted)
         measured.emitted += len(num_accepted) + sum(num_accepted)
-        if measured.trees < TRIAL_TREES:
+        if measured.trees < MIN_TREES:
             return
         acceptance_length = measured.emitted / measured.trees
         if acceptance_length < self.trees[index].min_acceptance_length:
-            self.measured[index] = Measured(rests_until=self.step + REST_STEPS)
-        elif measured.trees > MEMORY_TREES:
+            self.measured[index] = TreeMeasurement(paused_until=self.step + PAUSE_STEPS)
+        elif measured.trees > WINDOW_TREES:
             measured.trees /= 2
             measured.emitted /= 2
 
-    def use_always(self, shape: Mapping[str, object] | None) -> None:
+    def force_tree(self, shape: Mapping[str, object] | None) -> None:
         """Draw the tree of this shape in every step; None: follow the schedule.
 
         Raises:
@@ -93,11 +93,11 @@ class AdaptiveSchedule:
 
         """
         if shape is None:
-            self.always = None
+            self.forced_index = None
             return
         for index, tree in enumerate(self.trees):
             if tree.has_shape(shape):
-                self.always = index
+                self.forced_index = index
                 return
-        known = ", ".join(tree.name for tree in self.trees)
-        raise ValueError(f"the schedule has no tree {shape}; it has {known}")
+        names = ", ".join(tree.name for tree in self.trees)
+        raise ValueError(f"the schedule has no tree {shape}; it has {names}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,16 @@ class TreeSizes:
     max_draws: int = 0
     max_siblings: int = 0
     max_parents: int = 0
+
+    @classmethod
+    def largest(cls, sizes: Sequence[TreeSizes]) -> TreeSizes:
+        """Bounds on trees of all these shapes."""
+        return cls(
+            **{
+                field.name: max(getattr(s, field.name) for s in sizes)
+                for field in fields(cls)
+            }
+        )
 
     def __post_init__(self) -> None:
         """Put the bounds in place that were left out, which 0 stands for."""

@@ -16,7 +16,7 @@ DRAFT_FORWARD = "draft_forward"
 
 @dataclass
 class StepCounts:
-    """What a worker counted in some steps; nobody changes it once it is handed over.
+    """What a worker counted in some steps; it is not changed after it was handed over.
 
     It holds plain dicts and numbers only, which are pickled in each step.
     """
@@ -58,11 +58,11 @@ class StepStats:
 
     def __init__(self) -> None:
         self._totals = StepCounts()
-        self._not_handed_over = StepCounts()
+        self._pending = StepCounts()
 
     @property
     def _counts(self) -> tuple[StepCounts, StepCounts]:
-        return self._totals, self._not_handed_over
+        return self._totals, self._pending
 
     def reset(self) -> None:
         """Start the totals anew."""
@@ -70,7 +70,7 @@ class StepStats:
 
     def hand_over(self) -> StepCounts:
         """What was counted since the last call."""
-        counts, self._not_handed_over = self._not_handed_over, StepCounts()
+        counts, self._pending = self._pending, StepCounts()
         return counts
 
     @contextmanager
@@ -78,19 +78,19 @@ class StepStats:
         """Add the time spent inside to a stage."""
         start = time.perf_counter()
         yield
-        self.spent(name, time.perf_counter() - start)
+        self.add_seconds(name, time.perf_counter() - start)
 
-    def spent(self, stage: str, seconds: float) -> None:
+    def add_seconds(self, stage: str, seconds: float) -> None:
         """Add time to a stage."""
         for counts in self._counts:
             counts.seconds[stage] = counts.seconds.get(stage, 0.0) + seconds
 
-    def mode(self, name: str) -> None:
+    def count_step(self, name: str) -> None:
         """Count a step, by what it drafts with: a tree's name or "plain"."""
         for counts in self._counts:
             counts.modes[name] = counts.modes.get(name, 0) + 1
 
-    def observe(self, num_nodes: list[int], num_accepted: list[int]) -> None:
+    def count_trees(self, num_nodes: list[int], num_accepted: list[int]) -> None:
         """Count the scored trees of a step."""
         for counts in self._counts:
             for nodes in num_nodes:
@@ -98,7 +98,7 @@ class StepStats:
             for accepted in num_accepted:
                 counts.accepted[accepted] = counts.accepted.get(accepted, 0) + 1
 
-    def merged(self, num_beam_tokens: int, num_nodes: int) -> None:
+    def count_beams(self, num_beam_tokens: int, num_nodes: int) -> None:
         """Count tokens of beams and the draft nodes that they were merged into."""
         for counts in self._counts:
             counts.beam_tokens += num_beam_tokens

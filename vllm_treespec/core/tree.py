@@ -25,7 +25,7 @@ class Draws:
     rows: Tensor
     # bool [num_reqs, max_draws]: drawn from what the draw before it left over
     # (without replacement), else independently of it
-    from_rest: Tensor
+    without_replacement: Tensor
     # float32 [num_reqs, num_rows, draft_vocab_size]
     probs: Tensor
     # int64 [draft_vocab_size], ascending, the token of every column of ``probs``;
@@ -38,7 +38,7 @@ class Draws:
             self,
             nodes=self.nodes[reqs],
             rows=self.rows[reqs],
-            from_rest=self.from_rest[reqs],
+            without_replacement=self.without_replacement[reqs],
             probs=self.probs[reqs],
         )
 
@@ -83,7 +83,7 @@ class TreeBatch:
         draw                0      1      2      3      4      5
         draws.nodes         1      2      3      4      5      5
         draws.rows          0      0      1      1      2      2
-        draws.from_rest     no     yes    no     yes    no     no
+        without_replacement no     yes    no     yes    no     no
         first_draw of nodes 0 to 5:  0, 2, 4, -1, -1, -1
 
     Unused entries hold token 0 and parent -1.
@@ -174,7 +174,7 @@ def first_draw(tree: TreeBatch) -> Tensor:
 
 def next_draw(tree: TreeBatch) -> Tensor:
     """Next draw of the same parent, int64 [num_reqs, max_draws], -1 where none."""
-    return _next_alike(draw_parents(tree))
+    return _next_same_parent(draw_parents(tree))
 
 
 def num_draws(tree: TreeBatch) -> Tensor:
@@ -192,7 +192,7 @@ def first_child(tree: TreeBatch) -> Tensor:
 
 def next_sibling(tree: TreeBatch) -> Tensor:
     """Next drawn sibling of every node, int64 [num_reqs, max_nodes], -1 where none."""
-    return _next_alike(tree.parents)
+    return _next_same_parent(tree.parents)
 
 
 def _first_below(parents: Tensor, max_nodes: int) -> Tensor:
@@ -206,11 +206,11 @@ def _first_below(parents: Tensor, max_nodes: int) -> Tensor:
     return first.masked_fill(first == width, NO_NODE)
 
 
-def _next_alike(parents: Tensor) -> Tensor:
+def _next_same_parent(parents: Tensor) -> Tensor:
     """Following column if it has the same parent, else -1, same shape."""
     columns = torch.arange(1, parents.shape[1] + 1, device=parents.device)
-    following = torch.nn.functional.pad(parents[:, 1:], (0, 1), value=NO_NODE)
-    same = (following == parents) & (parents >= 0)
+    next_parents = torch.nn.functional.pad(parents[:, 1:], (0, 1), value=NO_NODE)
+    same = (next_parents == parents) & (parents >= 0)
     return torch.where(same, columns, NO_NODE)
 
 
@@ -244,10 +244,11 @@ def node_bits(tree: TreeBatch) -> Tensor:
 
 
 def ancestor_bits(tree: TreeBatch, max_depth: int) -> Tensor:
-    """Ancestor-or-self relation, int64 [num_reqs, max_nodes], without asking a device.
+    """Ancestor-or-self relation as bits, int64 [num_reqs, max_nodes].
 
     Bit ``j`` of entry ``[r, i]`` is set when node ``j`` lies on the path from the root
-    to node ``i`` (bit 63 is the sign). Unused entries are 0.
+    to node ``i`` (bit 63 is the sign). Unused entries are 0. The host does not wait for
+    the device.
 
     Args:
         tree: the trees, of at most 64 nodes.

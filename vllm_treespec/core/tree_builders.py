@@ -56,7 +56,7 @@ def from_levels(
         draws = Draws(
             nodes=nodes.masked_fill(~kept, 0)[:, 1:],
             rows=old_parents[:, 1:].clamp(max=draft_probs.shape[1] - 1),
-            from_rest=new_parents[:, 1:] == new_parents[:, :-1],
+            without_replacement=new_parents[:, 1:] == new_parents[:, :-1],
             probs=draft_probs,
             vocabulary=vocabulary,
         )
@@ -116,7 +116,7 @@ def from_draws(
     draws = Draws(
         nodes=nodes,
         rows=torch.cat(draw_rows, dim=1),
-        from_rest=torch.zeros_like(nodes, dtype=torch.bool),
+        without_replacement=torch.zeros_like(nodes, dtype=torch.bool),
         probs=probs,
         vocabulary=vocabulary,
     )
@@ -138,19 +138,19 @@ def merge_equal(
         first of its node, bool.
 
     """
-    first = first_alike(parents, tokens)
+    first = first_equal(parents, tokens)
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     is_new = first == columns
     number = is_new.cumsum(1) - 1 + num_nodes[:, None]
     return number.gather(1, first), is_new
 
 
-def first_alike(parents: Tensor, tokens: Tensor) -> Tensor:
+def first_equal(parents: Tensor, tokens: Tensor) -> Tensor:
     """First column with the same parent and token, int64 [num_reqs, width]."""
-    alike = (parents[:, :, None] == parents[:, None]) & (
+    equal = (parents[:, :, None] == parents[:, None]) & (
         tokens[:, :, None] == tokens[:, None]
     )
-    return alike.int().argmax(dim=2)
+    return equal.int().argmax(dim=2)
 
 
 def from_parents(

@@ -36,7 +36,7 @@ class ScheduledBatch:
     room: np.ndarray
 
     @property
-    def first_row(self) -> np.ndarray:
+    def root_rows(self) -> np.ndarray:
         """Row of each request's root among the logits, int64 [num_reqs]."""
         num_rows = 1 + self.num_drafts
         return np.cumsum(num_rows) - num_rows
@@ -89,7 +89,7 @@ class SamplingView:
     # float32 [num_reqs], or None when no request limits it
     top_p: Tensor | None
 
-    def of(self, host_reqs: np.ndarray, reqs: Tensor) -> SamplingTensors:
+    def select(self, host_reqs: np.ndarray, reqs: Tensor) -> SamplingTensors:
         """Return the parameters of some requests.
 
         Args:
@@ -117,8 +117,8 @@ class BlockTables:
     """The blocks of the requests of a batch."""
 
     # int32 [num_reqs, max_blocks], on the host and on the device
-    host: np.ndarray
-    device: Tensor
+    host_table: np.ndarray
+    device_table: Tensor
     # int [num_reqs], filled columns
     num_blocks: np.ndarray
 
@@ -180,8 +180,9 @@ def scheduler_room(
 ) -> np.ndarray:
     """How many tokens the scheduler had room for, by request.
 
-    Draws that repeat a token take no room, but whether they count must not depend on
-    that. So a whole tree is cut, too, to what the scheduler would have taken.
+    A draw that repeats a token adds no node. Whether a draw counts must not depend on
+    that. So a tree that comes back whole is cut, too: to the tokens for which there was
+    room.
 
     Args:
         num_scheduled: int64 [num_reqs], in the order in which requests were scheduled.

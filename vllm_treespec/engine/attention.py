@@ -1,7 +1,7 @@
 """Attention backends that read and write along branches (see layouts/branches.py).
 
 The kernels stay vLLM's own. A backend here differs from its stock parent only while
-its layers' ``BranchSwitch`` holds a plan: then the metadata describe the branches'
+its layers' ``SharedPlan`` holds a plan: then the metadata describe the branches'
 sequences, and keys and values also go to the fork blocks.
 """
 
@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_treespec.layouts.branch_plan import BranchPlan
-from vllm_treespec.layouts.branches import BranchSwitch
+from vllm_treespec.layouts.branches import SharedPlan
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer, AttentionMetadata
@@ -44,7 +44,7 @@ def along_branches(
 class BranchingBuilder:
     """Mixin for metadata builders."""
 
-    branches: BranchSwitch | None = None
+    shared_plan: SharedPlan | None = None
 
     def build(
         self,
@@ -53,9 +53,9 @@ class BranchingBuilder:
         fast_build: bool = False,
     ) -> AttentionMetadata:
         """Build the stock metadata, of the branches if there are any."""
-        if self.branches is not None and self.branches.plan is not None:
+        if self.shared_plan is not None and self.shared_plan.plan is not None:
             common_attn_metadata = along_branches(
-                common_attn_metadata, self.branches.plan
+                common_attn_metadata, self.shared_plan.plan
             )
         return super().build(  # type: ignore[misc]
             common_prefix_len, common_attn_metadata, fast_build
@@ -65,7 +65,7 @@ class BranchingBuilder:
 class BranchingImpl:
     """Mixin for attention implementations with a separate KV cache update."""
 
-    branches: BranchSwitch | None = None
+    shared_plan: SharedPlan | None = None
 
     def do_kv_cache_update(
         self,
@@ -76,8 +76,8 @@ class BranchingImpl:
         slot_mapping: Tensor,
     ) -> None:
         """Write keys and values, to every branch that reads them."""
-        if self.branches is not None and self.branches.plan is not None:
-            plan = self.branches.plan
+        if self.shared_plan is not None and self.shared_plan.plan is not None:
+            plan = self.shared_plan.plan
             key = key.index_select(0, plan.write_rows)
             value = value.index_select(0, plan.write_rows)
             slot_mapping = plan.write_slots

@@ -25,10 +25,9 @@ from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 class PagedDraftModel:
     """One draft model: a source of drafts, and the ``DraftModel`` of a running step.
 
-    Its layers' KV joins the target's cache: same blocks, same block table. The
-    committed part is written once, with the target's or later. Nodes of a tree only
-    ever live in fork blocks, where the layout puts them; their KV is written anew when
-    their tokens are committed.
+    Its layers' KV joins the target's cache: same blocks, same block table. KV of a
+    committed token is written once, in the target's step or later. KV of a tree's nodes
+    lies in fork blocks only, and is written again when their tokens are committed.
     """
 
     reads = Reads(own_kv=True, catches_up=True)
@@ -73,7 +72,7 @@ class PagedDraftModel:
         self.layer_names = [name for name in self._layers() if name not in before]
 
     def warm_up(self) -> None:
-        """Run once without a KV cache, so that nothing compiles in a request's time."""
+        """Run once without a KV cache, so that no request waits for compilation."""
         zeros = torch.zeros(16, dtype=torch.int64, device=self.device)
         self._run(None, zeros.int(), zeros, None)
 
@@ -92,7 +91,7 @@ class PagedDraftModel:
         ]
         self.forks = layout.forks
         copier = BlockCopier(kv_caches[name] for name in self.layer_names)
-        self.levels = layout.level_reader(copier)
+        self.level_reader = layout.level_reader(copier)
 
     def read(self, committed: CommittedTokens) -> None:
         """Read committed tokens, and the roots of drafting requests, in one forward."""
@@ -120,7 +119,7 @@ class PagedDraftModel:
         )
         last_rows = torch.from_numpy(np.cumsum(lens) - 1)[committed.drafting]
         self.root_hidden = hidden[last_rows.to(self.device)]
-        self.levels.begin(roots)
+        self.level_reader.begin(roots)
 
     def _root_blocks(self, committed: CommittedTokens, table: Tensor) -> RootBlocks:
         """Find the blocks of the roots; give a fork block to a root that has none.
@@ -147,8 +146,8 @@ class PagedDraftModel:
         """Begin the trees of a step: the roots were read last."""
         return self
 
-    def forget(self, slots: np.ndarray) -> None:
-        """Nothing is kept of a request but its blocks."""
+    def finish_requests(self, slots: np.ndarray) -> None:
+        """Do nothing: of a request only its blocks are kept."""
 
     def root_logits(self) -> Tensor:
         """Logits after the committed tokens, [num_drafting, vocab_size]."""
@@ -157,9 +156,9 @@ class PagedDraftModel:
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Read one more level; see ``DraftModel.extend``."""
-        level = self.levels.level(parents)
+        level = self.level_reader.next_level(parents)
         hidden = self._forward(token_ids.flatten(), level)
-        self.levels.end()
+        self.level_reader.end_level()
         with self.stats.stage(DRAFT_FORWARD):
             logits = self.model.compute_logits(hidden)
         return logits.unflatten(0, (-1, token_ids.shape[1]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
@@ -33,6 +35,29 @@ class GraphInputs:
         self.positions[:num_tokens] = positions
         self.slots[:num_tokens] = slots
         self.slots[num_tokens:size] = PAD_SLOT_ID
+
+
+def draft_graph(
+    dispatcher: CudagraphDispatcher, num_tokens: int, options: Mapping[str, object]
+) -> tuple[CUDAGraphMode, BatchDescriptor] | None:
+    """How draft models run in one of vLLM's dummy runs; None: they do not.
+
+    They run before and while piecewise graphs are captured. vLLM names the mode in
+    those runs only; whole trees have graphs of the target's alone. With LoRA vLLM has
+    graphs for batches with adapters only, which drafts are not: they run without.
+
+    Args:
+        dispatcher: vLLM's, which knows the sizes that are captured.
+        num_tokens: of the dummy run.
+        options: of the dummy run, by their names there.
+
+    """
+    mode = options.get("cudagraph_runtime_mode")
+    if mode not in PIECEWISE or options.get("uniform_decode"):
+        return None
+    valid_modes = {mode, CUDAGraphMode.NONE}
+    mode, desc = dispatcher.dispatch(num_tokens, valid_modes=valid_modes)
+    return mode, desc
 
 
 class GraphedDraftModel(PagedDraftModel):

@@ -20,7 +20,7 @@ from vllm_treespec.heads import DraftHead, OutputLayer, load_head
 from vllm_treespec.sources.head import HeadSource
 
 
-class EngineHead(HeadSource):
+class EngineHeadSource(HeadSource):
     """A head that shares weights of the loaded target."""
 
     def __init__(self, vllm_config: VllmConfig, folder: str, stats: StepStats) -> None:

@@ -131,8 +131,8 @@ def fill_tree_masks(
     """Fill in which tokens a grammar allows after each node of a tree.
 
     The grammar is walked depth first, a token forward or back at a time, and is left
-    in the state in which it was found. Everything is allowed where a grammar has
-    ended, as in vLLM, and below forbidden tokens, where no request ever gets.
+    in the state in which it was found. Everything is allowed after the end of a
+    grammar, as in vLLM, and below forbidden tokens, which are never accepted.
 
     Args:
         grammar: in the state after the root.

@@ -63,8 +63,8 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         metadata = TreeAttentionMetadata(
             **{field.name: getattr(stock, field.name) for field in fields(stock)}
         )
-        whole_trees = common_attn_metadata.max_query_len == self.whole_tree
-        if self.masks is not None and (self.masks.present or whole_trees):
+        largest_trees = common_attn_metadata.max_query_len == self.max_tree_nodes
+        if self.masks is not None and (self.masks.has_masks or largest_trees):
             self.add_masks(metadata)
         return metadata
 
@@ -75,7 +75,7 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         metadata.workspace = self.masks.workspace(self.num_heads_q, self.headdim)
 
     @property
-    def whole_tree(self) -> int:
+    def max_tree_nodes(self) -> int:
         """Query rows of a request that brings the largest tree."""
         speculative = self.vllm_config.speculative_config
         assert speculative is not None

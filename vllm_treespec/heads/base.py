@@ -95,7 +95,7 @@ class DraftHead(nn.Module, ABC):
 
 
 class Weight(nn.Module):
-    """A matrix that is our own and trained, or the target's and not saved with us."""
+    """A weight matrix: trained and saved with the head, or the target's."""
 
     weight: Tensor
 

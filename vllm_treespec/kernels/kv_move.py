@@ -86,7 +86,7 @@ class KvMover:
                 do not have such a layout.
 
         """
-        check_alike(kv_caches, block_size)
+        check_same_layout(kv_caches, block_size)
         first = kv_caches[0]
         addresses = list(dict.fromkeys(cache.data_ptr() for cache in kv_caches))
         self.block_size = block_size
@@ -150,7 +150,7 @@ class KvMover:
         )
 
 
-def check_alike(kv_caches: Sequence[Tensor], block_size: int) -> None:
+def check_same_layout(kv_caches: Sequence[Tensor], block_size: int) -> None:
     """Raise ValueError unless the caches have one layout that can be moved."""
     if not kv_caches:
         raise ValueError("no KV cache to move; a model has at least one layer")

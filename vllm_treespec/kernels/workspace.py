@@ -12,9 +12,9 @@ from torch import Tensor
 MAX_SPLITS = 128
 # Rows of the largest q block (block_shape in tree_attention.py).
 MAX_BLOCK_ROWS = 128
-# An H100's; taken where there is no card (interpreter, compile table).
+# Those of an H100, for machines without a card (interpreter, compile table).
 DEFAULT_MULTIPROCESSORS = 132
-# A number of splits is good if it fills the card as well as the best, but for this.
+# Share of the best utilisation that a number of splits must reach.
 GOOD_ENOUGH = 0.9
 
 

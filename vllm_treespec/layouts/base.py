@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.views import TargetInputs
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.scorers import ScorerOutput
@@ -51,18 +52,15 @@ class ForkSpace:
 
 
 @dataclass(frozen=True)
-class LargestTrees:
-    """Bounds of all trees that a layout must have room for."""
+class LayoutLimits:
+    """What a layout must have room for."""
 
-    max_nodes: int
-    max_depth: int
-    # nodes of the widest level that a draft model reads
-    max_width: int
-    max_leaves: int
+    # bounds of all trees
+    sizes: TreeSizes
     # trees in one step
     max_trees: int
     # whether draft models with KV of their own read levels
-    read_by_models: bool
+    has_draft_models: bool
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,11 @@ class LevelReader(Protocol):
     def begin(self, roots: RootBlocks) -> None:
         """Begin the trees below these roots, which the model has read."""
 
-    def level(self, parents: Tensor) -> LevelInputs:
+    def next_level(self, parents: Tensor) -> LevelInputs:
         """Prepare to read one more level; see ``DraftModel.extend``."""
 
-    def end(self) -> None:
-        """Learn that the level was read."""
+    def end_level(self) -> None:
+        """Take note that the level was read."""
 
 
 class TreeLayout(Protocol):
@@ -123,8 +121,8 @@ class TreeLayout(Protocol):
     def level_reader(self, copier: BlockCopier) -> LevelReader:
         """Read levels for a draft model; ``copier`` copies blocks of its layers."""
 
-    def place(self, trees: RunningTrees, inputs: TargetInputs) -> None:
-        """Bring nodes into place; row ``i`` of a request's logits stays node ``i``."""
+    def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+        """Lay the nodes out; row ``i`` of a request's logits stays node ``i``."""
 
     def query_rows(self, trees: RunningTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]; anything elsewhere."""

@@ -26,7 +26,7 @@ class BlockCopier:
             words = stack.view(torch.int64)
             words.index_copy_(1, targets, words.index_select(1, sources))
 
-    def copy_apart(self, sources: Tensor, targets: Tensor) -> None:
+    def copy_disjoint(self, sources: Tensor, targets: Tensor) -> None:
         """Like :meth:`copy`, faster, where no target is also a source."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for stack in self.stacks:

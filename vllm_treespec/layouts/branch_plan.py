@@ -1,4 +1,4 @@
-"""From draft trees to ordinary causal sequences: what tree attention becomes here.
+"""Rewrites draft trees as ordinary causal sequences.
 
 Every root-to-leaf path of a tree is an ordinary causal sequence. The paths of one
 request share the blocks of its context; a path that is not the first one gets *fork
@@ -85,11 +85,13 @@ def plan_branches(
     nodes = torch.arange(tree.max_nodes, device=start.device).expand_as(paths.rows)
     row_order[paths.rows[paths.is_node]] = (start[:, None] + nodes)[paths.is_node]
 
-    seq_end, seq_lens, leaf_seq, req_of_seq = sequences(tree, tree_reqs, batch, paths)
+    seq_end, seq_lens, leaf_seq, req_of_seq = plan_sequences(
+        tree, tree_reqs, batch, paths
+    )
     forked = paths.leaf_branch > 0
     fork_tree, fork = paths.leaf_tree[forked], paths.leaf_branch[forked] - 1
     first_column = context[fork_tree] // forks.block_size
-    write_rows, write_slots = writes(tree, tree_reqs, batch, paths, forks)
+    write_rows, write_slots = plan_writes(tree, tree_reqs, batch, paths, forks)
     partly_filled = context[fork_tree] % forks.block_size != 0
     tail = batch.block_table[tree_reqs[fork_tree], first_column]
     return BranchPlan(
@@ -134,7 +136,7 @@ def find_paths(tree: TreeBatch, start: Tensor) -> Paths:
     )
 
 
-def sequences(
+def plan_sequences(
     tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, paths: Paths
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Make one sequence a path, and one a request without a tree.
@@ -160,7 +162,7 @@ def sequences(
     return seq_end, seq_lens, leaf_seq, req_of_seq
 
 
-def writes(
+def plan_writes(
     tree: TreeBatch,
     tree_reqs: Tensor,
     batch: PagedBatch,

@@ -13,7 +13,7 @@ from vllm_treespec.core.matching import RunningTrees
 from vllm_treespec.core.views import TargetInputs
 from vllm_treespec.layouts.base import (
     ForkSpace,
-    LargestTrees,
+    LayoutLimits,
     LevelInputs,
     RootBlocks,
 )
@@ -27,7 +27,7 @@ from vllm_treespec.layouts.branch_plan import (
 from vllm_treespec.scorers import ScorerOutput
 
 
-class BranchSwitch:
+class SharedPlan:
     """The plan of the running step, shared with attention layers and builders."""
 
     def __init__(self) -> None:
@@ -44,25 +44,25 @@ class BranchLayout:
 
     forks: ForkSpace
 
-    def __init__(self, largest: LargestTrees) -> None:
-        """Take the bounds of all trees."""
-        self.largest = largest
-        self.switch = BranchSwitch()
+    def __init__(self, limits: LayoutLimits) -> None:
+        """Take what to have room for."""
+        self.limits = limits
+        self.shared_plan = SharedPlan()
 
     def num_fork_blocks(self, block_size: int) -> int:
         """How many blocks the KV cache needs behind the scheduler's."""
-        return self._fork_space(0, block_size).num_blocks(self.largest.max_trees)
+        return self._fork_space(0, block_size).num_blocks(self.limits.max_trees)
 
     def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
-        largest = self.largest
-        forks = largest.max_leaves - 1
-        if largest.read_by_models:
+        sizes = self.limits.sizes
+        forks = sizes.max_leaves - 1
+        if self.limits.has_draft_models:
             # One a node of a level, and one for the root.
-            forks = max(forks, largest.max_width + 1)
+            forks = max(forks, sizes.max_width + 1)
         return ForkSpace(
             first_block=first_block,
             forks_per_tree=forks,
-            blocks_per_fork=(block_size - 1 + largest.max_depth) // block_size + 1,
+            blocks_per_fork=(block_size - 1 + sizes.max_depth) // block_size + 1,
             block_size=block_size,
         )
 
@@ -73,11 +73,11 @@ class BranchLayout:
         self.forks = self._fork_space(first_block, block_size)
         self.target_blocks = BlockCopier(kv_caches)
 
-    def level_reader(self, copier: BlockCopier) -> BranchLevels:
+    def level_reader(self, copier: BlockCopier) -> BranchLevelReader:
         """Read levels for a draft model, each node in a fork of its own."""
-        return BranchLevels(self.forks, copier)
+        return BranchLevelReader(self.forks, copier)
 
-    def place(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+    def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
         """Put each tree's nodes in branch order, and give them their positions."""
         self.batch = batch = replace(
             inputs.batch,
@@ -85,8 +85,8 @@ class BranchLayout:
             context_lens=inputs.batch.context_lens.long(),
         )
         plan = plan_branches(trees.tree, trees.reqs, batch, self.forks)
-        self.switch.plan = plan
-        self.target_blocks.copy_apart(plan.copy_from, plan.copy_to)
+        self.shared_plan.plan = plan
+        self.target_blocks.copy_disjoint(plan.copy_from, plan.copy_to)
         is_node = trees.tree.is_node()
         rows = plan.node_rows[is_node]
         context = batch.context_lens[trees.reqs]
@@ -94,23 +94,23 @@ class BranchLayout:
         ids = inputs.input_ids[: len(plan.row_order)]
         ids.copy_(ids[plan.row_order])
         nodes = torch.arange(trees.tree.max_nodes, device=rows.device)
-        logits_rows = (trees.first_row[:, None] + nodes)[is_node]
+        logits_rows = (trees.root_rows[:, None] + nodes)[is_node]
         inputs.logits_indices[logits_rows] = rows.to(inputs.logits_indices.dtype)
 
     def query_rows(self, trees: RunningTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]."""
-        if self.switch.plan is not None:
-            return self.switch.plan.node_rows
+        if self.shared_plan.plan is not None:
+            return self.shared_plan.plan.node_rows
         starts = torch.from_numpy(trees.query_starts).to(trees.reqs.device)
         return starts[:, None] + trees.tree.depths
 
     def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
         """Copy the accepted branches' fork blocks over the requests' own blocks."""
-        if self.switch.plan is None:
+        if self.shared_plan.plan is None:
             return
-        self.target_blocks.copy_apart(
+        self.target_blocks.copy_disjoint(
             *commit_copies(
-                self.switch.plan,
+                self.shared_plan.plan,
                 scored.last_node(),
                 scored.num_accepted,
                 trees.reqs,
@@ -120,15 +120,15 @@ class BranchLayout:
         )
 
     def clear(self) -> None:
-        """Back to one sequence a request."""
-        self.switch.plan = None
+        """Return to one sequence a request."""
+        self.shared_plan.plan = None
 
 
-class BranchLevels:
+class BranchLevelReader:
     """Reads a level's nodes as sequences, each in a fork copied from its parent's."""
 
     def __init__(self, forks: ForkSpace, copier: BlockCopier) -> None:
-        """Take the fork blocks and who copies those of the draft model's layers."""
+        """Take the fork blocks, and the copier of the draft model's blocks."""
         self.forks = forks
         self.copier = copier
 
@@ -136,7 +136,7 @@ class BranchLevels:
         """Point every fork of the trees behind its request's context."""
         device = roots.blocks.device
         num_trees = len(roots.blocks)
-        # The last fork is the root's.
+        # The last fork holds the root.
         forks_per_level = self.forks.forks_per_tree - 1
         rows = torch.arange(num_trees * forks_per_level, device=device)
         tree = rows // forks_per_level
@@ -153,7 +153,7 @@ class BranchLevels:
         self.roots = roots
         self.depth = 0
 
-    def level(self, parents: Tensor) -> LevelInputs:
+    def next_level(self, parents: Tensor) -> LevelInputs:
         """Copy each node's fork from its parent's, and lay the nodes out."""
         self.depth += 1
         num_trees, width = parents.shape
@@ -181,5 +181,5 @@ class BranchLevels:
         targets = self.forks.block(tree, fork[:, None], index)
         self.copier.copy(sources.flatten(), targets.flatten())
 
-    def end(self) -> None:
-        """Nothing is left of a level but its forks."""
+    def end_level(self) -> None:
+        """Do nothing: a level leaves only its forks, which the next one copies."""

@@ -15,7 +15,7 @@ from vllm_treespec.core.views import TargetInputs
 from vllm_treespec.kernels.kv_move import KvMover
 from vllm_treespec.layouts.base import (
     ForkSpace,
-    LargestTrees,
+    LayoutLimits,
     LevelInputs,
     RootBlocks,
 )
@@ -36,20 +36,20 @@ class MaskLayout:
 
     forks: ForkSpace
 
-    def __init__(self, largest: LargestTrees, masks: NodeMasks) -> None:
-        """Take the bounds of all trees, and the masks that attention reads."""
-        self.largest = largest
+    def __init__(self, limits: LayoutLimits, masks: NodeMasks) -> None:
+        """Take what to have room for, and the masks that attention reads."""
+        self.limits = limits
         self.masks = masks
 
     def num_fork_blocks(self, block_size: int) -> int:
         """How many blocks the KV cache needs behind the scheduler's."""
-        return self._fork_space(0, block_size).num_blocks(self.largest.max_trees)
+        return self._fork_space(0, block_size).num_blocks(self.limits.max_trees)
 
     def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
-        last = self.largest.max_nodes - 1
+        last = self.limits.sizes.max_nodes - 1
         return ForkSpace(
             first_block=first_block,
-            forks_per_tree=int(self.largest.read_by_models),
+            forks_per_tree=int(self.limits.has_draft_models),
             blocks_per_fork=(block_size - 1 + last) // block_size + 1,
             block_size=block_size,
         )
@@ -61,19 +61,19 @@ class MaskLayout:
         self.forks = self._fork_space(first_block, block_size)
         self.mover = KvMover(kv_caches, block_size)
 
-    def level_reader(self, copier: BlockCopier) -> MaskLevels:
+    def level_reader(self, copier: BlockCopier) -> MaskLevelReader:
         """Read levels for a draft model, all nodes in one fork."""
-        return MaskLevels(self.forks, copier, self.masks)
+        return MaskLevelReader(self.forks, copier, self.masks)
 
-    def place(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+    def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
         """Give the nodes their masks and their depths' positions."""
         tree, batch = trees.tree, inputs.batch
         rows, nodes = node_rows(trees.query_starts, trees.num_nodes, tree.max_nodes)
         index = torch.from_numpy(np.stack([rows, nodes])).to(trees.reqs.device)
-        self.roots = roots = batch.context_lens[trees.reqs].long()
+        self.root_positions = roots = batch.context_lens[trees.reqs].long()
         self.block_table = batch.block_table[trees.reqs]
-        masks = ancestor_bits(tree, self.largest.max_depth)
-        self.masks.put(index[0], masks.flatten()[index[1]], trees.reqs, roots)
+        masks = ancestor_bits(tree, self.limits.sizes.max_depth)
+        self.masks.set_masks(index[0], masks.flatten()[index[1]], trees.reqs, roots)
         positions = roots[:, None] + tree.depths
         inputs.positions[index[0]] = positions.flatten()[index[1]]
 
@@ -85,14 +85,16 @@ class MaskLayout:
 
     def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
         """Move the accepted nodes' keys and values up to their depths' slots."""
-        self.mover.move(scored.path, scored.num_accepted, self.roots, self.block_table)
+        self.mover.move(
+            scored.path, scored.num_accepted, self.root_positions, self.block_table
+        )
 
     def clear(self) -> None:
-        """Back to causal rows."""
+        """Make all rows causal again."""
         self.masks.clear()
 
 
-class MaskLevels:
+class MaskLevelReader:
     """Reads a tree's nodes side by side in one fork, each seeing its ancestors.
 
     Nodes are numbered as they are read: the root is node 0, in the fork's copy of the
@@ -101,7 +103,7 @@ class MaskLevels:
     """
 
     def __init__(self, forks: ForkSpace, copier: BlockCopier, masks: NodeMasks) -> None:
-        """Take the fork blocks, who copies blocks, and the masks."""
+        """Take the fork blocks, the copier of a draft model's blocks, and the masks."""
         self.forks = forks
         self.copier = copier
         self.masks = masks
@@ -129,7 +131,7 @@ class MaskLevels:
         self.num_read = 1
         self.depth = 0
 
-    def level(self, parents: Tensor) -> LevelInputs:
+    def next_level(self, parents: Tensor) -> LevelInputs:
         """Lay the nodes out behind those read before, and mask them."""
         self.depth += 1
         num_trees, width = parents.shape
@@ -138,7 +140,7 @@ class MaskLevels:
         self.node_masks = self.node_masks.gather(1, parents) | (1 << nodes)
         rows = torch.arange(num_trees * width, device=parents.device)
         masks = self.node_masks.flatten()
-        self.masks.put(rows, masks, self.trees, self.roots.positions)
+        self.masks.set_masks(rows, masks, self.trees, self.roots.positions)
         context = self.roots.positions[:, None]
         slots = self.forks.slot(context, nodes, self.trees[:, None], 0)
         return LevelInputs(
@@ -149,8 +151,8 @@ class MaskLevels:
             block_table=self.fork_tables,
         )
 
-    def end(self) -> None:
-        """Back to causal rows."""
+    def end_level(self) -> None:
+        """Make all rows causal again."""
         self.masks.clear()
 
 

@@ -1,4 +1,4 @@
-"""What the attention kernel must know of a step's trees, in tensors that last.
+"""Ancestor masks for the attention kernel, in tensors that stay at their addresses.
 
 CUDA graphs replay with the addresses they were captured with, and vLLM makes its
 metadata builders more than once: so these tensors belong to the runner.
@@ -28,16 +28,16 @@ class NodeMasks:
         # int32 [max_reqs], position of node 0 of each request's tree
         self.tree_starts = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         # whether any row has a mask; known on the host
-        self.present = False
+        self.has_masks = False
         self.workspaces: dict[tuple[int, int], Workspace] = {}
 
     def clear(self) -> None:
         """Make all rows causal."""
-        if self.present:
+        if self.has_masks:
             self.node_masks.zero_()
-        self.present = False
+        self.has_masks = False
 
-    def put(
+    def set_masks(
         self, rows: Tensor, masks: Tensor, reqs: Tensor, tree_starts: Tensor
     ) -> None:
         """Set the masks of some rows and the trees' starts of some requests.
@@ -49,7 +49,7 @@ class NodeMasks:
             tree_starts: [num_trees], positions of their trees' node 0.
 
         """
-        self.present = True
+        self.has_masks = True
         self.node_masks[rows] = masks
         self.tree_starts[reqs] = tree_starts.to(self.tree_starts.dtype)
 

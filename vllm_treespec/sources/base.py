@@ -31,7 +31,7 @@ class Reads:
     catches_up: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what nobody keeps."""
+        """Refuse features that would be read after their step."""
         if self.features and self.catches_up:
             raise ValueError(
                 "features are at hand only in the step that computes them; a source "
@@ -119,14 +119,14 @@ Continuation = tuple[int, list[int]]
 
 @dataclass(frozen=True)
 class Continuations:
-    """What an index of texts found for the requests that draft."""
+    """What a suffix index found for the requests that draft."""
 
     # per request, longest occurrences first
     by_request: list[list[Continuation]]
 
 
 class DraftSource(Protocol):
-    """Something to draft from: a draft model, a head, an index of texts.
+    """Something to draft from: a draft model, a head, a suffix index.
 
     In each step the decoder calls ``read`` (only sources that read every token), then
     ``begin`` if any request drafts.
@@ -141,13 +141,13 @@ class DraftSource(Protocol):
 
         A source that may catch up is called when trees are drawn; any other in every
         step, with all tokens that the target computed in it. Tokens that a request
-        found in the prefix cache were read when they were computed, for another
-        request: what is kept of a token must lie where its KV does. After preemption
-        tokens that are computed again are read again.
+        found in the prefix cache are not handed over: they were read when they were
+        computed, for another request. So what is kept of a token must lie where its KV
+        does. After preemption, tokens that are computed again are read again.
         """
 
     def begin(self, roots: Roots) -> DraftModel | Continuations:
         """Begin the trees of a step; return what its proposer draws from."""
 
-    def forget(self, slots: np.ndarray) -> None:
-        """Learn that the requests in these slots, int64 [n], have ended."""
+    def finish_requests(self, slots: np.ndarray) -> None:
+        """Drop what is kept of requests that ended, by their slots, int64 [n]."""

@@ -21,7 +21,7 @@ class HeadSource:
         self.stats = stats
 
     def read(self, committed: CommittedTokens) -> None:
-        """Nothing: the head reads roots only."""
+        """Do nothing: the head reads roots only."""
 
     def begin(self, roots: Roots) -> DraftModel:
         """Begin the trees of a step; see ``DraftHead.draft``."""
@@ -30,8 +30,8 @@ class HeadSource:
             draft = self.head.draft(roots.hidden, roots.root_token_ids)
             return TimedDraft(draft, self.stats)
 
-    def forget(self, slots: np.ndarray) -> None:
-        """Nothing is kept of a request."""
+    def finish_requests(self, slots: np.ndarray) -> None:
+        """Do nothing: nothing is kept of a request."""
 
 
 class TimedDraft:

@@ -1,4 +1,4 @@
-"""An index of texts as a source: what followed the last tokens earlier."""
+"""A suffix index as a source: what followed the last tokens earlier."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SuffixIndex:
         self.cache = OutputCache(max_cached_tokens)
 
     def read(self, committed: CommittedTokens) -> None:
-        """Nothing: texts are looked up when requests draft."""
+        """Do nothing: texts are looked up when requests draft."""
 
     def begin(self, roots: Roots) -> Continuations:
         """Look up the last tokens of every drafting request."""
@@ -52,9 +52,9 @@ class SuffixIndex:
             found.append(self.continuations(text))
         return Continuations(found)
 
-    def forget(self, slots: np.ndarray) -> None:
+    def finish_requests(self, slots: np.ndarray) -> None:
         """Let other requests draft from these requests' outputs from now on."""
-        self.cache.close(slots)
+        self.cache.finish(slots)
 
     def continuations(self, text: np.ndarray) -> list[Continuation]:
         """What followed the best occurrences of the last tokens, best first."""
@@ -73,7 +73,7 @@ def occurrences(
     Args:
         corpus: int64 [corpus_len]; ``END`` matches nothing and ends what follows.
         text: int64 [text_len], not empty.
-        max_match: longest match that is told apart.
+        max_match: longest match to look for.
         depth: tokens to follow at most.
 
     Returns:
@@ -106,7 +106,7 @@ def occurrences(
 
 
 @dataclass
-class Output:
+class RunningOutput:
     """What a running request has put out so far."""
 
     # of the request's tokens, prompt included
@@ -126,15 +126,15 @@ class OutputCache:
         """Take the number of tokens to keep."""
         self.max_tokens = max_tokens
         self.text = np.empty(0, dtype=np.int64)
-        self.running: dict[int, Output] = {}
+        self.running: dict[int, RunningOutput] = {}
 
     def read(self, slot: int, text: np.ndarray) -> None:
         """Note a running request's new output; its output begins at its first root."""
-        output = self.running.setdefault(slot, Output(num_read=len(text) - 1))
+        output = self.running.setdefault(slot, RunningOutput(num_read=len(text) - 1))
         output.token_ids += text[output.num_read :].tolist()
         output.num_read = len(text)
 
-    def close(self, slots: np.ndarray) -> None:
+    def finish(self, slots: np.ndarray) -> None:
         """Move the outputs of the ended requests in these slots into ``text``."""
         for slot in slots.tolist():
             output = self.running.pop(slot, None)

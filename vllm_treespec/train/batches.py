@@ -39,7 +39,7 @@ class BatchDataset(Dataset):
     """Each item is one batch, ready for the draft model.
 
         input_ids  int64 [num_rows, longest], padded on the right
-        places     int64 [num_positions], supervised positions of the flat input_ids
+        flat_positions int64 [num_positions], supervised positions of the flat input_ids
         ids, probs, rest    as ``loss.TeacherTargets``
 
     Args:
@@ -86,7 +86,7 @@ class BatchDataset(Dataset):
         targets = self.cache.targets(torch.cat(index))
         return {
             "input_ids": input_ids,
-            "places": torch.cat(places),
+            "flat_positions": torch.cat(places),
             "ids": targets.ids,
             "probs": targets.probs,
             "rest": targets.rest,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerControl, TrainingArguments
 
+from vllm_treespec.train.atomic_files import atomic_writes, newest_complete_checkpoint
 from vllm_treespec.train.loss import TeacherTargets
-from vllm_treespec.train.whole_files import newest_whole_checkpoint, written_whole
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def run_training(
         eval_dataset=eval_set,
         **arguments,
     )
-    newest = newest_whole_checkpoint(folder)
+    newest = newest_complete_checkpoint(folder)
     output = trainer.train(resume_from_checkpoint=newest)
     final = trainer.evaluate(metric_key_prefix="final")
     return {
@@ -179,5 +179,5 @@ def check_same_run(folder: Path, now: dict[str, Any]) -> None:
                 f"{folder} holds a run with other {', '.join(changed)}:"
                 " delete that folder or pass another --out"
             )
-    with written_whole(folder) as partial:
+    with atomic_writes(folder) as partial:
         (partial / "options.json").write_text(json.dumps(now, indent=2) + "\n")

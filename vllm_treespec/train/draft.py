@@ -15,7 +15,7 @@ from vllm_treespec.train.distill import (
     run_training,
     targets_of,
 )
-from vllm_treespec.train.loss import agreement, choose_head_rows, topk_kl
+from vllm_treespec.train.loss import agreement, choose_vocab_rows, topk_kl
 from vllm_treespec.train.teacher import TeacherCache
 
 
@@ -28,7 +28,7 @@ class DraftOptions(DistillOptions):
             target's.
         batch_tokens: tokens of one step, padding included.
         core_rows: likeliest tokens whose logits every step computes; 0 = all tokens.
-        sampled_rows: others drawn per step, see ``loss.choose_head_rows``.
+        sampled_rows: others drawn per step, see ``loss.choose_vocab_rows``.
         exact_share: last share of the steps, in which all logits are computed.
     """
 
@@ -70,16 +70,16 @@ class DraftTrainer(DistillTrainer):
         hidden = self._hidden(model, inputs)
         targets = targets_of(inputs)
         weight = model.lm_head.weight
-        head_rows = None
+        vocab_rows = None
         step = self.state.global_step
         exact_from = self.state.max_steps * (1 - self.options.exact_share)
         if len(self.core) < len(weight) and step < exact_from:
             # Seeded by the step: a resumed run draws what an uncut one would.
             generator = torch.Generator().manual_seed(self.options.seed + step)
-            head_rows = choose_head_rows(
+            vocab_rows = choose_vocab_rows(
                 self.core, targets, self.options.sampled_rows, len(weight), generator
             )
-        return topk_kl(hidden, weight, targets, head_rows, torch.bfloat16)
+        return topk_kl(hidden, weight, targets, vocab_rows, torch.bfloat16)
 
     def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """``agreement`` of the batch's positions."""
@@ -90,7 +90,7 @@ class DraftTrainer(DistillTrainer):
         """Return the final hidden state, float32 [num_positions, hidden_size]."""
         with torch.autocast(self.args.device.type, dtype=torch.bfloat16):
             output = model.model(input_ids=inputs["input_ids"], use_cache=False)
-        return output.last_hidden_state.flatten(0, 1)[inputs["places"]].float()
+        return output.last_hidden_state.flatten(0, 1)[inputs["flat_positions"]].float()
 
 
 def train_draft(

@@ -17,9 +17,9 @@ from vllm_treespec.train.distill import (
 )
 from vllm_treespec.train.head_batches import HeadDataset
 from vllm_treespec.train.loss import (
-    HEAD_CHUNK,
-    HeadRows,
+    LOGITS_CHUNK,
     TeacherTargets,
+    VocabRows,
     in_columns,
     position_loss,
     topk_kl,
@@ -54,7 +54,7 @@ class HeadTrainer(DistillTrainer):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.head: DraftHead = self.model["head"]
-        self.rows = draft_rows(self.head)
+        self.rows = draft_vocab_rows(self.head)
 
     def compute_loss(
         self,
@@ -64,14 +64,16 @@ class HeadTrainer(DistillTrainer):
         num_items_in_batch: Any = None,
     ) -> Tensor:
         """Return the mean loss of one batch; ``inputs`` as ``HeadDataset`` items."""
-        known = inputs["known"]
+        supervised = inputs["supervised"]
         # Seeded by the step: a resumed run draws what an uncut one would.
         seed = self.options.seed + self.state.global_step
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(len(known), 1, generator=generator).to(known.device)
-        levels = torch.arange(known.shape[1], device=known.device)
-        used = known & (drawn < self.options.level_share**levels)
-        part = used[known]
+        drawn = torch.rand(len(supervised), 1, generator=generator).to(
+            supervised.device
+        )
+        levels = torch.arange(supervised.shape[1], device=supervised.device)
+        used = supervised & (drawn < self.options.level_share**levels)
+        part = used[supervised]
         targets = targets_of({k: inputs[k][part] for k in ("ids", "probs", "rest")})
         features = head_features(self.head, inputs, used)
         return topk_kl(
@@ -80,12 +82,12 @@ class HeadTrainer(DistillTrainer):
 
     def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """``level_quality`` of the batch's positions, by level."""
-        known = inputs["known"]
-        features = head_features(self.head, inputs, known)
+        supervised = inputs["supervised"]
+        features = head_features(self.head, inputs, supervised)
         quality = level_quality(self.head, features, targets_of(inputs), self.rows)
-        level = known.nonzero()[:, 1]
+        level = supervised.nonzero()[:, 1]
         found = {"kl": quality.kl}
-        for i in range(known.shape[1]):
+        for i in range(supervised.shape[1]):
             at = level == i
             found[f"accuracy_{i + 1}"] = (quality.rank[at] == 0).float()
             found[f"acceptance_{i + 1}"] = quality.acceptance[at]
@@ -102,7 +104,7 @@ def head_features(head: Any, inputs: dict[str, Tensor], wanted: Tensor) -> Tenso
     return features.float()
 
 
-def draft_rows(head: DraftHead) -> HeadRows:
+def draft_vocab_rows(head: DraftHead) -> VocabRows:
     """The draft vocabulary as the rows of the output layer."""
     size = head.config.draft_vocab_size
     device = head.output.weight.device
@@ -111,7 +113,7 @@ def draft_rows(head: DraftHead) -> HeadRows:
     column[slice(None) if hot is None else hot] = torch.arange(size, device=device)
     bias = torch.zeros(size + 1, device=device)
     bias[-1] = -torch.inf
-    return HeadRows(torch.arange(size, device=device), column, bias)
+    return VocabRows(torch.arange(size, device=device), column, bias)
 
 
 @dataclass(frozen=True)
@@ -126,20 +128,20 @@ class LevelQuality:
 
 
 def level_quality(
-    head: DraftHead, features: Tensor, targets: TeacherTargets, rows: HeadRows
+    head: DraftHead, features: Tensor, targets: TeacherTargets, rows: VocabRows
 ) -> LevelQuality:
     """Compare a head's distributions with the teacher's, in float32.
 
     Args:
         features: [n, hidden_size].
         targets: of the same positions.
-        rows: ``draft_rows`` of the head.
+        rows: ``draft_vocab_rows`` of the head.
     """
     kl, ranks, acceptance = [], [], []
     weight = head.output.weight.float()
     targets = in_columns(targets, rows)
-    for start in range(0, len(features), HEAD_CHUNK):
-        part = slice(start, start + HEAD_CHUNK)
+    for start in range(0, len(features), LOGITS_CHUNK):
+        part = slice(start, start + LOGITS_CHUNK)
         column, probs = targets.ids[part], targets.probs[part]
         logits = torch.nn.functional.linear(features[part], weight)
         logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
@@ -162,16 +164,16 @@ def measure(head: DraftHead, data: HeadDataset) -> dict[str, list[Any]]:
         ``accuracies``: by rank, how often that guess is the target's likeliest token;
         ``acceptance``: mean chance that one draft token is accepted at temperature 1.
     """
-    rows, depth = draft_rows(head), data.depth
+    rows, depth = draft_vocab_rows(head), data.depth
     counts = torch.zeros(depth, NUM_RANKS + 1)
     accepted = torch.zeros(depth)
     device = head.output.weight.device
     for number in range(len(data)):
         inputs = {name: value.to(device) for name, value in data[number].items()}
-        known = inputs["known"]
-        features = head_features(head, inputs, known)
+        supervised = inputs["supervised"]
+        features = head_features(head, inputs, supervised)
         quality = level_quality(head, features, targets_of(inputs), rows)
-        level = known.nonzero()[:, 1]
+        level = supervised.nonzero()[:, 1]
         places = level * (NUM_RANKS + 1) + quality.rank
         counts += torch.bincount(places, minlength=counts.numel()).view(depth, -1).cpu()
         accepted.index_add_(0, level.cpu(), quality.acceptance.cpu())

@@ -14,8 +14,8 @@ class HeadDataset(Dataset):
 
         hidden     [n, target_hidden], from which the first of ``token_ids`` came
         token_ids  int64 [n, depth], that token and those after it
-        known      bool [n, depth], whether the teacher was asked after that token
-        ids, probs, rest    as ``loss.TeacherTargets``, a row for each True of ``known``
+        supervised  bool [n, depth], whether the teacher was asked after that token
+        ids, probs, rest    as ``loss.TeacherTargets``, one row a True of ``supervised``
 
     Args:
         rows: row numbers of the cache; shuffled once by ``seed``.
@@ -65,15 +65,15 @@ class HeadDataset(Dataset):
             ends.append(torch.full_like(index[-1], bounds[row + 1]))
         first = torch.cat(index)
         after = first[:, None] + 1 + torch.arange(self.depth)
-        known = after < torch.cat(ends)[:, None]
+        supervised = after < torch.cat(ends)[:, None]
         # Positions of a row are neighbours, so that the teacher's next one is the
         # next token's; beyond the row's end any token will do.
         places = self.cache.positions[after.clamp(max=len(self.hidden) - 1)].long()
-        targets = self.cache.targets(after[known])
+        targets = self.cache.targets(after[supervised])
         return {
             "hidden": self.hidden[first],
             "token_ids": self.cache.token_ids[places].long(),
-            "known": known,
+            "supervised": supervised,
             "ids": targets.ids,
             "probs": targets.probs,
             "rest": targets.rest,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Positions that go through the head at once; the logits of a chunk are the largest
-# tensor of a step (1024 x 49152 in bfloat16: 100 MB).
-HEAD_CHUNK = 1024
+# Positions that go through the output layer at once; the logits of a chunk are the
+# largest tensor of a step (1024 x 49152 in bfloat16: 100 MB).
+LOGITS_CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """What the target says at each supervised position.
+    """The target's distribution at each supervised position.
 
     Attributes:
         ids: int64 [num_positions, k], the k likeliest tokens, likeliest first.
@@ -29,7 +29,7 @@ class TeacherTargets:
 
 
 @dataclass(frozen=True)
-class HeadRows:
+class VocabRows:
     """The vocabulary rows one training step computes logits for.
 
     Attributes:
@@ -44,15 +44,15 @@ class HeadRows:
     bias: Tensor
 
 
-def choose_head_rows(
+def choose_vocab_rows(
     core: Tensor,
     targets: TeacherTargets,
     num_sampled: int,
     vocab_size: int,
     generator: torch.Generator,
     min_prob: float = 0.01,
-) -> HeadRows:
-    """Pick the rows of the head for one step: a core, what the batch needs, a sample.
+) -> VocabRows:
+    """Pick vocabulary rows for one step: a core, what the batch needs, a sample.
 
     Kept for certain: ``core`` and every token to which the target gives ``min_prob`` at
     some position. Of the other tokens ``num_sampled`` are drawn uniformly, each
@@ -77,14 +77,14 @@ def choose_head_rows(
     bias[-1] = -torch.inf
     column = torch.full((vocab_size,), len(rows), device=device)
     column[rows] = torch.arange(len(rows), device=device)
-    return HeadRows(rows, column, bias)
+    return VocabRows(rows, column, bias)
 
 
 def topk_kl(
     hidden: Tensor,
     weight: Tensor,
     targets: TeacherTargets,
-    head_rows: HeadRows | None = None,
+    vocab_rows: VocabRows | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Mean KL(p || q) over positions, all tokens outside K merged into one bucket.
@@ -94,32 +94,32 @@ def topk_kl(
 
     Args:
         hidden: [num_positions, hidden_size], after the final norm.
-        weight: [vocab_size, hidden_size], the head.
-        head_rows: compute only these rows; target mass on absent tokens joins the rest.
-        compute_dtype: of the head's matrix products and logits.
+        weight: [vocab_size, hidden_size], of the output layer.
+        vocab_rows: compute only these; target mass on absent tokens joins the rest.
+        compute_dtype: of the output layer's matrix products and logits.
 
     Returns:
         float32 scalar with gradients for ``hidden`` and ``weight``.
     """
     bias = None
-    if head_rows is not None:
-        targets = in_columns(targets, head_rows)
+    if vocab_rows is not None:
+        targets = in_columns(targets, vocab_rows)
         # The padding row's logit is -inf by its bias: its weight does not matter.
-        weight = torch.cat([weight[head_rows.rows], weight[:1].detach()])
-        bias = head_rows.bias.to(compute_dtype)
+        weight = torch.cat([weight[vocab_rows.rows], weight[:1].detach()])
+        bias = vocab_rows.bias.to(compute_dtype)
     mean: Tensor = _TopKKL.apply(
         hidden, weight, bias, targets.ids, targets.probs, targets.rest, compute_dtype
     )
     return mean
 
 
-def in_columns(targets: TeacherTargets, head_rows: HeadRows) -> TeacherTargets:
-    """The targets with columns of the head's rows as ids; absent mass joins the rest.
+def in_columns(targets: TeacherTargets, vocab_rows: VocabRows) -> TeacherTargets:
+    """The targets with columns of these rows as ids; absent mass joins the rest.
 
     An absent token's id is the padding column, its probability 0.
     """
-    ids = head_rows.column[targets.ids]
-    absent = ids == len(head_rows.rows)
+    ids = vocab_rows.column[targets.ids]
+    absent = ids == len(vocab_rows.rows)
     rest = targets.rest + (targets.probs * absent).sum(-1)
     return TeacherTargets(ids, targets.probs.masked_fill(absent, 0), rest)
 
@@ -129,21 +129,23 @@ class _TopKKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, probs, rest, compute_dtype):  # type: ignore[no-untyped-def]
-        head = weight.to(compute_dtype)
+        output = weight.to(compute_dtype)
         grad_hidden = torch.empty_like(hidden)
         trains_weight = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=hidden.device)
         count = max(len(hidden), 1)
-        for start in range(0, len(hidden), HEAD_CHUNK):
-            part = slice(start, start + HEAD_CHUNK)
+        for start in range(0, len(hidden), LOGITS_CHUNK):
+            part = slice(start, start + LOGITS_CHUNK)
             inputs = hidden[part].to(compute_dtype)
             logits = (
-                inputs @ head.T if bias is None else torch.addmm(bias, inputs, head.T)
+                inputs @ output.T
+                if bias is None
+                else torch.addmm(bias, inputs, output.T)
             )
             loss, grad = position_loss(logits, ids[part], probs[part], rest[part])
             total += loss.sum()
-            grad_hidden[part] = (grad @ head).to(hidden.dtype) / count
+            grad_hidden[part] = (grad @ output).to(hidden.dtype) / count
             if trains_weight:
                 grad_weight += grad.T @ inputs
         ctx.save_for_backward(grad_hidden, (grad_weight / count).to(weight.dtype))
@@ -192,11 +194,11 @@ def agreement(
         because tokens outside K are left out.
     """
     found: dict[str, list[Tensor]] = {"kl": [], "top1": [], "acceptance": []}
-    head = weight.float()
-    for start in range(0, len(hidden), HEAD_CHUNK):
-        part = slice(start, start + HEAD_CHUNK)
+    output = weight.float()
+    for start in range(0, len(hidden), LOGITS_CHUNK):
+        part = slice(start, start + LOGITS_CHUNK)
         ids, probs = targets.ids[part], targets.probs[part]
-        logits = hidden[part].float() @ head.T
+        logits = hidden[part].float() @ output.T
         found["top1"].append((logits.argmax(-1) == ids[:, 0]).float())
         draft = (logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
         found["acceptance"].append(torch.minimum(draft, probs).sum(-1))

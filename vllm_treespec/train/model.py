@@ -12,10 +12,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from vllm_treespec.train.whole_files import written_whole
+from vllm_treespec.train.atomic_files import atomic_writes
 
 # RMS of one embedding entry at the start. Llama adds layer outputs to the embedding as
-# it is, so this sets how loud the token is beside what fresh layers add (about 0.1).
+# it is. The outputs of fresh layers, which are added to it, have an RMS of about 0.1.
 EMBEDDING_RMS = 0.12
 
 
@@ -97,8 +97,9 @@ def project_embedding(
     ``sum_v weight[v] * E_x (embedding[v] @ x - D[v] @ y(x))^2``, is least, where y(x)
     is the best linear image of the target's hidden state x. The weighted mean row is
     taken off first: it moves all logits of a position alike. Columns are scaled by the
-    inverse square root of their singular value, half way between logits (steep: the
-    first few directions would drown the fresh layers) and whitened rows (flat).
+    inverse square root of their singular value. That is half way between logits, whose
+    first directions would be far larger than the outputs of fresh layers, and whitened
+    rows, whose directions are all of one size.
 
     Args:
         embedding: float [vocab_size, target_hidden].
@@ -148,12 +149,12 @@ def save_draft(draft: LlamaForCausalLM, folder: Path, max_mb: float | None) -> f
     draft = draft.to(torch.bfloat16)
     draft.config.dtype = "bfloat16"
     draft.config.use_cache = True  # the Trainer switches it off
-    with written_whole(folder) as partial:
+    with atomic_writes(folder) as partial:
         draft.save_pretrained(partial)
     return check_size(folder / "model.safetensors", max_mb, "--hidden-size")
 
 
-def check_size(path: Path, max_mb: float | None, to_lower: str) -> float:
+def check_size(path: Path, max_mb: float | None, options: str) -> float:
     """Return a file's size in MB (10^6 bytes).
 
     Raises:
@@ -163,6 +164,6 @@ def check_size(path: Path, max_mb: float | None, to_lower: str) -> float:
     if max_mb is not None and size_mb > max_mb:
         raise ValueError(
             f"{path} has {size_mb:.1f} MB, more than the {max_mb:g} MB allowed:"
-            f" lower {to_lower} or raise --max-mb"
+            f" lower {options} or raise --max-mb"
         )
     return size_mb

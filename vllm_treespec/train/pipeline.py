@@ -1,4 +1,4 @@
-"""The three stages in a row, each going on where a cut run left off."""
+"""The three stages in a row; each continues an interrupted run."""
 
 import json
 from dataclasses import asdict
@@ -19,6 +19,7 @@ from vllm_treespec.heads import (
     load_head,
     save_head,
 )
+from vllm_treespec.train.atomic_files import atomic_writes
 from vllm_treespec.train.draft import DraftOptions, train_draft
 from vllm_treespec.train.head import HeadOptions, evaluate_head, train_head
 from vllm_treespec.train.model import (
@@ -43,7 +44,6 @@ from vllm_treespec.train.text import (
     read_prompts,
     read_rows,
 )
-from vllm_treespec.train.whole_files import written_whole
 
 
 def collect_text(
@@ -147,7 +147,7 @@ def make_head(
         config = {**head.config.model_dump(), "rank_accuracies": ranks}
         head.config = MedusaHeadConfig.model_validate(config)
     plot_head_history(history, out / "curves.png")
-    with written_whole(out) as partial:
+    with atomic_writes(out) as partial:
         size_mb = save_head(head, partial)
     check_size(out / "model.safetensors", max_mb, "--hot-tokens or --blocks")
     record = {
@@ -177,7 +177,7 @@ def write_record(
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "evaluations": [log for log in history if "eval_kl" in log],
     }
-    with written_whole(out) as partial:
+    with atomic_writes(out) as partial:
         (partial / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     return record
 

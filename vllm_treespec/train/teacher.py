@@ -34,7 +34,7 @@ from vllm_treespec.train.model import TargetStatistics
 from vllm_treespec.train.text import Row
 
 # Positions whose logits over the vocabulary are held at once, in float32.
-_HEAD_CHUNK = 512
+_LOGITS_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _run_target(
         places = torch.cat(
             [starts[i] + idx for i, idx in zip(batch, wanted, strict=True)]
         )
-        for part in torch.arange(len(states)).split(_HEAD_CHUNK):
+        for part in torch.arange(len(states)).split(_LOGITS_CHUNK):
             chunk = states[part.to(states.device)]
             found = _top_k_of(target, chunk, options.top_k, sums)
             if options.keep_hidden:

@@ -36,17 +36,17 @@ class TextOptions:
     Attributes:
         num_tokens: answer tokens wanted in all.
         batch_size: conversations generated and appended to the file at a time.
-        self_asked: share of conversations whose question the target samples itself.
+        own_question_share: of conversations whose question the target samples.
         temperatures: one is drawn for each answer.
-        max_answer: tokens of one answer at most.
+        max_answer_tokens: tokens of one answer at most.
         max_model_len: vLLM's context length; longer prompts are left out.
     """
 
     num_tokens: int = 600_000
     batch_size: int = 256
-    self_asked: float = 0.5
+    own_question_share: float = 0.5
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_answer: int = 300
+    max_answer_tokens: int = 300
     max_model_len: int = 1024
     seed: int = 0
 
@@ -203,8 +203,10 @@ def _generate_batch(
     from vllm import SamplingParams
 
     tokenizer = llm.get_tokenizer()
-    num_own = round(options.batch_size * (options.self_asked if prompts else 1.0))
-    questions = _self_asked(llm, num_own, options)
+    num_own = round(
+        options.batch_size * (options.own_question_share if prompts else 1.0)
+    )
+    questions = _sample_questions(llm, num_own, options)
     if prompts:
         questions += rng.choices(prompts, k=options.batch_size - num_own)
     chats = [
@@ -217,13 +219,13 @@ def _generate_batch(
     ]
     # The template writes its own special tokens: encode without adding them again.
     encoded = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
-    room = options.max_model_len - options.max_answer
+    room = options.max_model_len - options.max_answer_tokens
     encoded = [token_ids for token_ids in encoded if len(token_ids) <= room]
     temperatures = rng.choices(options.temperatures, k=len(encoded))
     outputs = llm.generate(
         [{"prompt_token_ids": token_ids} for token_ids in encoded],
         [
-            SamplingParams(temperature=value, max_tokens=options.max_answer)
+            SamplingParams(temperature=value, max_tokens=options.max_answer_tokens)
             for value in temperatures
         ],
         use_tqdm=False,
@@ -238,7 +240,7 @@ def _generate_batch(
         }
 
 
-def _self_asked(llm: Any, count: int, options: TextOptions) -> list[str]:
+def _sample_questions(llm: Any, count: int, options: TextOptions) -> list[str]:
     """Sample questions from the chat template's user turn; drop unfinished ones."""
     from vllm import SamplingParams
 

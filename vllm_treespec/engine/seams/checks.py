@@ -39,7 +39,7 @@ def check_seams(device: str) -> None:
     for seam in SEAMS:
         if seam.on_instances or not seam.needed_on(device):
             continue
-        if not seam.found():
+        if not seam.exists():
             raise SeamError(
                 f"vLLM {vllm.__version__} has no {seam.name} "
                 f"({seam.purpose}); reinstall vllm>={MIN_VLLM},<{BELOW_VLLM}"

@@ -11,7 +11,7 @@ from rich.table import Table
 from vllm_treespec.engine.seams.checks import BELOW_VLLM, MIN_VLLM, supported
 from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS
 from vllm_treespec.engine.seams.seam import Seam
-from vllm_treespec.engine.seams.sources import Sources
+from vllm_treespec.engine.seams.source_files import SourceFiles
 from vllm_treespec.engine.seams.table import SEAMS, TOPICS
 
 DIFFERS = "DIFFERS"
@@ -25,14 +25,14 @@ def doctor(console: Console) -> bool:
     import vllm
     from vllm.platforms import current_platform
 
-    sources = Sources.installed()
+    sources = SourceFiles.installed()
     console.print(f"[bold]vLLM {vllm.__version__}: what vllm_treespec relies on[/]")
     for topic, seams in TOPICS.items():
         console.print(topic_table(topic, seams, sources))
     changed = [
         seam.name
         for seam in SEAMS
-        if seam.replaced and known_as(seam, sources) == DIFFERS
+        if seam.replaced and matching_releases(seam, sources) == DIFFERS
     ]
     if changed:
         console.print(
@@ -53,7 +53,7 @@ def doctor(console: Console) -> bool:
     return complete
 
 
-def topic_table(topic: str, seams: Sequence[Seam], sources: Sources) -> Table:
+def topic_table(topic: str, seams: Sequence[Seam], sources: SourceFiles) -> Table:
     """One topic's seams; those of one owner for one purpose share a row."""
     table = Table(title=topic, title_justify="left", expand=True)
     table.add_column("use")
@@ -61,22 +61,24 @@ def topic_table(topic: str, seams: Sequence[Seam], sources: Sources) -> Table:
     table.add_column("for", ratio=2)
     table.add_column("device")
     table.add_column("found", min_width=len("as in 0.00"))
-    for key, group in groupby(seams, place_and_purpose):
+    for key, group in groupby(seams, row_key):
         kind, module, owner, purpose, device = key
         rows = list(group)
         names = ", ".join(seam.attribute.rpartition(".")[2] for seam in rows)
         place = f"{module}\n  {owner}{names}"
-        table.add_row(kind, place, purpose, device or "all", answer_for(rows, sources))
+        table.add_row(
+            kind, place, purpose, device or "all", found_column(rows, sources)
+        )
     return table
 
 
-def place_and_purpose(seam: Seam) -> tuple[str, str, str, str, str | None]:
+def row_key(seam: Seam) -> tuple[str, str, str, str, str | None]:
     """What seams that share a row have in common."""
     owner, dot, _ = seam.attribute.rpartition(".")
     return seam.kind, seam.module, owner + dot, seam.purpose, seam.device
 
 
-def answer_for(rows: Sequence[Seam], sources: Sources) -> str:
+def found_column(rows: Sequence[Seam], sources: SourceFiles) -> str:
     """What the installed vLLM has of a row's seams."""
     missing = [s.name for s in rows if not sources.has(s.module, s.attribute)]
     if missing:
@@ -84,11 +86,11 @@ def answer_for(rows: Sequence[Seam], sources: Sources) -> str:
         return "[red]no[/]" if len(rows) == 1 else f"[red]no {names}[/]"
     if not rows[0].replaced:
         return "[green]yes[/]"
-    known = known_as(rows[0], sources)
+    known = matching_releases(rows[0], sources)
     return f"[yellow]{known}[/]" if known == DIFFERS else f"[green]{known}[/]"
 
 
-def known_as(seam: Seam, sources: Sources) -> str:
+def matching_releases(seam: Seam, sources: SourceFiles) -> str:
     """Which vLLM releases have a function as it is here: ``"as in 0.32"``, ``"both"``.
 
     ``"DIFFERS"`` where none has.

@@ -107,9 +107,6 @@ STEP = (
     *Owner(f"{_OUTPUT}:CachedRequestData").reads(
         "resumed_req_ids", "which requests were preempted"
     ),
-    *Owner("vllm.v1.spec_decode.metadata:SpecDecodeMetadata").reads(
-        "cu_num_sampled_tokens", "the logits of a request"
-    ),
     *Owner("vllm.sampling_params:SamplingParams").reads(
         "presence_penalty frequency_penalty repetition_penalty min_p min_tokens "
         "logit_bias bad_words allowed_token_ids logprob_token_ids "

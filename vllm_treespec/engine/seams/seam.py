@@ -18,7 +18,7 @@ class Kind(StrEnum):
     # a class of ours has a method of the same name
     OVERRIDES = "overrides"
     CALLS = "calls"
-    # vLLM calls it, and it uses what we gave vLLM the name of
+    # vLLM calls it, and it uses one of our classes, which we gave vLLM by name
     RELIES = "relies on"
     READS = "reads"
     WRITES = "writes"
@@ -55,7 +55,7 @@ class Seam:
         """Whether draft trees need it on ``"cpu"`` or ``"cuda"``."""
         return self.device in (None, device)
 
-    def found(self) -> bool:
+    def exists(self) -> bool:
         """Whether the running vLLM has it; not for attributes of instances."""
         try:
             place: object = importlib.import_module(self.module)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm_treespec.engine.v1.host import V1Runner
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 
-def check_attention(runner: V1Runner, layers: Iterable[str], expected: type) -> None:
-    """Check that layers have our attention.
+class AttentionLayer(Protocol):
+    """A layer, as much as is checked of it."""
+
+    @property
+    def impl(self) -> object:
+        """Its attention."""
+
+
+def check_attention(
+    layers: Mapping[str, AttentionLayer], names: Iterable[str], expected: type
+) -> None:
+    """Check that the layers of these names have our attention.
 
     vLLM chooses attention once in a process; an engine that ran there before ours
     leaves its choice, and stock attention would read trees as chains.
@@ -19,9 +26,8 @@ def check_attention(runner: V1Runner, layers: Iterable[str], expected: type) -> 
         ValueError: naming the remedy.
 
     """
-    context = runner.compilation_config.static_forward_context
-    for name in layers:
-        if not isinstance(context[name].impl, expected):
+    for name in names:
+        if not isinstance(layers[name].impl, expected):
             raise ValueError(
                 "draft trees came too late: another engine chose this process's "
                 "attention; start the engine in a process of its own, or unset "

@@ -12,7 +12,7 @@ from vllm_treespec.engine.attention import BranchingImpl
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.v1.attention_check import check_attention
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
-from vllm_treespec.layouts.base import LargestTrees
+from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.branches import BranchLayout
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
     draft_model_class = PagedDraftModel
     batched_rules = False
 
-    def make_layout(self, largest: LargestTrees) -> BranchLayout:
+    def make_layout(self, limits: LayoutLimits) -> BranchLayout:
         """Trees along branches, for vLLM's own kernels."""
-        self.layout = BranchLayout(largest)
+        self.layout = BranchLayout(limits)
         return self.layout
 
     def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
         """Let every layer and metadata builder see the plan of the running step."""
-        check_attention(self, kv_caches, BranchingImpl)
         layers = self.compilation_config.static_forward_context
+        check_attention(layers, kv_caches, BranchingImpl)
         for name in kv_caches:
-            layers[name].impl.branches = self.layout.switch
+            layers[name].impl.shared_plan = self.layout.shared_plan
         for group in self.attn_groups[0]:
             for builder in group.metadata_builders:
-                builder.branches = self.layout.switch
+                builder.shared_plan = self.layout.shared_plan
 
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
@@ -53,7 +53,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         """Sample without the generators of incomplete prompts."""
         batch = self.input_batch
         incomplete = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
-        self._set_aside = {
+        self._withheld_generators = {
             r: batch.generators.pop(r)
             for r in incomplete.tolist()
             if r in batch.generators
@@ -61,7 +61,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         return super()._sample(logits, spec_decode_metadata)
 
     def _bookkeeping_sync(self, *args: object) -> object:
-        """Keep the books, then put the generators back."""
+        """Do the bookkeeping, then restore the generators."""
         result = super()._bookkeeping_sync(*args)
-        self.input_batch.generators.update(self._set_aside)
+        self.input_batch.generators.update(self._withheld_generators)
         return result

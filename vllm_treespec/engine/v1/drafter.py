@@ -12,11 +12,12 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
 from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.engine.draft_model import PagedDraftModel
-from vllm_treespec.engine.head_source import EngineHead
-from vllm_treespec.layouts.base import LargestTrees, TreeLayout
+from vllm_treespec.engine.head_source import EngineHeadSource
+from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.scorers import RULES, Rule, TypicalAcceptance
 from vllm_treespec.sources.base import DraftSource
 
@@ -33,7 +34,7 @@ class TreeDrafter:
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
         self.stats = StepStats()
         self.draft_models: list[PagedDraftModel] = []
-        self.head: EngineHead | None = None
+        self.head: EngineHeadSource | None = None
         grammars = vllm_config.structured_outputs_config
         # whether a grammar begins at the end of some reasoning only
         self.grammar_after_reasoning = bool(grammars.reasoning_parser)
@@ -41,7 +42,7 @@ class TreeDrafter:
 
     def make_decoder(
         self,
-        make_layout: Callable[[LargestTrees], TreeLayout],
+        make_layout: Callable[[LayoutLimits], TreeLayout],
         draft_model_class: type[PagedDraftModel],
         batched_rules: bool,
         limits: EngineLimits,
@@ -49,26 +50,26 @@ class TreeDrafter:
         """Make the decoder for a device, with sources that are not loaded yet.
 
         Args:
-            make_layout: the device's layout for trees up to these bounds.
+            make_layout: makes the device's layout with room for this much.
             draft_model_class: how draft models run on the device.
-            batched_rules: whether rules look at all nodes at once.
+            batched_rules: whether rules run in their batched form.
             limits: of the engine.
 
         """
-        method = self.method(batched_rules)
-        layout = make_layout(largest_trees(method, bool(self.config.models)))
+        method = self.make_method(batched_rules)
+        layout = make_layout(layout_limits(method, bool(self.config.models)))
         self.decoder = self.decoder_class(
             method, self._sources(draft_model_class), layout, limits, self.stats
         )
         return self.decoder
 
-    def method(self, batched: bool) -> Method:
+    def make_method(self, batched: bool) -> Method:
         """How trees are drawn and verified."""
-        trees = self.config.scheduled()
+        trees = self.config.scheduled_trees()
         return Method(
             schedule=AdaptiveSchedule(trees),
             proposers=[tree.config.proposer() for tree in trees],
-            rule=rule_of(self.config),
+            rule=make_rule(self.config),
             batched=batched,
             max_trees=self.config.max_trees,
         )
@@ -83,9 +84,9 @@ class TreeDrafter:
         ]
         sources: list[DraftSource] = [*self.draft_models]
         if self.config.head is not None:
-            self.head = EngineHead(self.vllm_config, self.config.head, self.stats)
+            self.head = EngineHeadSource(self.vllm_config, self.config.head, self.stats)
             sources.append(self.head)
-        index = self.config.text_index()
+        index = self.config.suffix_index()
         if index is not None:
             sources.append(index)
         return sources
@@ -102,7 +103,7 @@ class TreeDrafter:
         return self.decoder.draft(batch)
 
 
-def rule_of(config: MethodConfig) -> Rule:
+def make_rule(config: MethodConfig) -> Rule:
     """How sampled requests' trees are verified."""
     typical = config.lossy_typical_acceptance
     if typical is not None:
@@ -110,14 +111,7 @@ def rule_of(config: MethodConfig) -> Rule:
     return RULES[config.rule]
 
 
-def largest_trees(method: Method, read_by_models: bool) -> LargestTrees:
-    """Bounds of all trees of a method's schedule."""
-    sizes = [proposer.sizes for proposer in method.proposers]
-    return LargestTrees(
-        max_nodes=max(s.max_nodes for s in sizes),
-        max_depth=max(s.max_depth for s in sizes),
-        max_width=max(s.max_width for s in sizes),
-        max_leaves=max(s.max_leaves for s in sizes),
-        max_trees=method.max_trees,
-        read_by_models=read_by_models,
-    )
+def layout_limits(method: Method, has_draft_models: bool) -> LayoutLimits:
+    """What a layout must have room for, with all trees of a method's schedule."""
+    sizes = TreeSizes.largest([proposer.sizes for proposer in method.proposers])
+    return LayoutLimits(sizes, method.max_trees, has_draft_models)

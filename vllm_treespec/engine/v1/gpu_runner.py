@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_treespec.core.profile import profile_trees
 from vllm_treespec.core.tree import MAX_NODES
-from vllm_treespec.engine.graphed_draft_model import PIECEWISE, GraphedDraftModel
+from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel, draft_graph
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
 from vllm_treespec.engine.v1.attention_check import check_attention
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
-from vllm_treespec.layouts.base import LargestTrees
+from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
 
@@ -34,18 +33,19 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     draft_model_class = GraphedDraftModel
     batched_rules = True
 
-    def make_layout(self, largest: LargestTrees) -> MaskLayout:
+    def make_layout(self, limits: LayoutLimits) -> MaskLayout:
         """Trees under masks, for our kernel; allocates what graphs keep."""
         self.masks = NodeMasks(
-            max(self.max_num_tokens, largest.max_trees * MAX_NODES),
-            max(self.max_num_reqs, largest.max_trees),
+            max(self.max_num_tokens, limits.max_trees * MAX_NODES),
+            max(self.max_num_reqs, limits.max_trees),
             self.device,
         )
-        return MaskLayout(largest, self.masks)
+        return MaskLayout(limits, self.masks)
 
     def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
         """Let every metadata builder see the masks."""
-        check_attention(self, kv_caches, TreeAttentionImpl)
+        layers = self.compilation_config.static_forward_context
+        check_attention(layers, kv_caches, TreeAttentionImpl)
         for group in self.attn_groups[0]:
             for builder in group.metadata_builders:
                 builder.masks = self.masks
@@ -78,19 +78,11 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     def _dummy_run(
         self, num_tokens: int, *args: object, **options: object
     ) -> ModelRunnerOutput:
-        """Run the target, and before and while piecewise graphs are captured, drafts.
-
-        vLLM names the mode in those runs only; whole trees have graphs of the
-        target's alone. With LoRA vLLM has graphs for batches with adapters only, which
-        drafts are not: they run without.
-        """
+        """Run the target, then the draft models where they have a part in the run."""
         outputs = super()._dummy_run(num_tokens, *args, **options)
-        mode = options.get("cudagraph_runtime_mode")
-        if mode in PIECEWISE and not options.get("uniform_decode"):
-            mode, desc = self.cudagraph_dispatcher.dispatch(
-                num_tokens, valid_modes={mode, CUDAGraphMode.NONE}
-            )
+        graph = draft_graph(self.cudagraph_dispatcher, num_tokens, options)
+        if graph is not None:
             for draft_model in self.drafter.draft_models:
                 assert isinstance(draft_model, GraphedDraftModel)
-                draft_model.dummy_run(mode, desc)
+                draft_model.dummy_run(*graph)
         return outputs

@@ -13,15 +13,15 @@ from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
 from vllm_treespec.core.views import HiddenStates
 from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
-from vllm_treespec.engine.v1.sampler_output import first_rows, sampler_output
+from vllm_treespec.engine.v1.sampler_output import sampler_output
 from vllm_treespec.engine.v1.views import (
-    drafts_tree,
     emitted_batch,
+    may_draft_trees,
     sampling_view,
     scheduled_batch,
     target_inputs,
 )
-from vllm_treespec.layouts.base import LargestTrees, TreeLayout
+from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     from vllm_treespec.engine.draft_model import PagedDraftModel
-    from vllm_treespec.engine.v1.host import V1Runner
+    from vllm_treespec.engine.v1.vllm_types import V1Runner
 else:
     V1Runner = object
 
@@ -45,11 +45,11 @@ class TreeRunnerMixin(V1Runner):
 
     decoder: TreeDecoder
     draft_model_class: type[PagedDraftModel]
-    # whether rules look at all nodes, so that the host waits for nothing
+    # whether rules run in their batched form, where the host never waits
     batched_rules: bool
 
     @abstractmethod
-    def make_layout(self, largest: LargestTrees) -> TreeLayout:
+    def make_layout(self, limits: LayoutLimits) -> TreeLayout:
         """Make this device's layout of trees."""
 
     @abstractmethod
@@ -70,13 +70,13 @@ class TreeRunnerMixin(V1Runner):
         )
         # the number that stands for the hidden states after the last layer
         self._final_layer = int(self.model_config.get_total_num_hidden_layers())
-        unknown = self.decoder.committed.features - {self._final_layer}
+        unknown = self.decoder.committed_reader.features - {self._final_layer}
         if unknown:
             raise ValueError(
                 f"a draft source reads hidden states of layers {sorted(unknown)}; "
                 f"only those after the last layer ({self._final_layer}) are at hand"
             )
-        self._reached_forward = 0.0
+        self._forward_start = 0.0
 
     def initialize_kv_cache_tensors(
         self,
@@ -101,7 +101,7 @@ class TreeRunnerMixin(V1Runner):
         ours = {n for model in self.drafter.draft_models for n in model.layer_names}
         target_caches = [kv for name, kv in kv_caches.items() if name not in ours]
         layout.bind(target_caches, num_blocks, kernel_block_size)
-        self.decoder.committed.bind(num_blocks, kernel_block_size)
+        self.decoder.committed_reader.bind(num_blocks, kernel_block_size)
         for model in self.drafter.draft_models:
             model.bind(kv_caches, self.attn_groups[0], layout)
         self.connect_attention(kv_caches)
@@ -114,26 +114,28 @@ class TreeRunnerMixin(V1Runner):
             draft_model.warm_up()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
-        """Take in which requests came, went and were preempted."""
+        """Add new requests, release finished ones, discard trees of preempted ones."""
         decoder = self.decoder
-        decoder.forget(decoder.slots.release(scheduler_output.finished_req_ids))
+        decoder.finish_requests(
+            decoder.slots.release(scheduler_output.finished_req_ids)
+        )
         updated = super()._update_states(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             params = self.requests[new.req_id].sampling_params
-            drafts = drafts_tree(params, self.drafter.grammar_after_reasoning)
+            drafts = may_draft_trees(params, self.drafter.grammar_after_reasoning)
             decoder.slots.add(new.req_id, drafts, params.seed)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        decoder.lose(decoder.slots.of(sorted(resumed)))
+        decoder.discard_trees(decoder.slots.lookup(sorted(resumed)))
         return updated
 
     def _input_fits_in_drafter(self, common_attn_metadata: object | None) -> bool:
-        """Whether to call the drafter: it looks at each request on its own."""
+        """Whether to call the drafter: it checks the length of each request itself."""
         return common_attn_metadata is not None
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> tuple[Tensor, SpecDecodeMetadata | None, int]:
-        """Prepare the stock inputs, then put trees into their places."""
+        """Prepare the stock inputs, then lay out the trees."""
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         logits_indices, _, _ = prepared
         slots = self.decoder.slots
@@ -141,7 +143,7 @@ class TreeRunnerMixin(V1Runner):
             scheduled_batch(self, slots, scheduler_output, num_scheduled_tokens),
             target_inputs(self, logits_indices),
         )
-        self._reached_forward = time.perf_counter()
+        self._forward_start = time.perf_counter()
         return prepared
 
     def _sample(
@@ -151,14 +153,14 @@ class TreeRunnerMixin(V1Runner):
         if logits is None or spec_decode_metadata is None:
             return super()._sample(logits, spec_decode_metadata)
         stats = self.decoder.stats
-        stats.spent("forward", time.perf_counter() - self._reached_forward)
+        stats.add_seconds("forward", time.perf_counter() - self._forward_start)
         with stats.stage("score"):
             scored = self.decoder.score(logits, sampling_view(self.input_batch))
             return sampler_output(
                 self.sampler,
                 self.input_batch.sampling_metadata,
                 logits,
-                first_rows(spec_decode_metadata.cu_num_sampled_tokens),
+                self.decoder.root_rows,
                 self.decoder.trees,
                 scored,
             )
@@ -184,9 +186,9 @@ class TreeRunnerMixin(V1Runner):
             sampled=sample_hidden_states,
             by_layer={self._final_layer: hidden_states},
         )
-        before = self.decoder.batch
+        scheduled = self.decoder.batch
         proposal = self.drafter.propose(
-            emitted_batch(self, before, sampled_token_ids, hidden)
+            emitted_batch(self, scheduled, sampled_token_ids, hidden)
         )
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if proposal is not None:

@@ -14,16 +14,11 @@ from vllm_treespec.core.matching import RunningTrees
 from vllm_treespec.scorers import ScorerOutput
 
 
-def first_rows(cu_num_sampled_tokens: Tensor) -> Tensor:
-    """Logits row of every request's root, int64 [num_reqs]."""
-    return torch.nn.functional.pad(cu_num_sampled_tokens, (1, 0))[:-1].long()
-
-
 def sampler_output(
     sampler: Sampler,
     metadata: SamplingMetadata,
     logits: Tensor,
-    first_row: Tensor,
+    root_rows: Tensor,
     trees: RunningTrees | None,
     scored: ScorerOutput | None,
 ) -> SamplerOutput:
@@ -33,21 +28,21 @@ def sampler_output(
         sampler: vLLM's sampler, for requests without a tree.
         metadata: sampling metadata of the whole batch.
         logits: [num_rows, vocab_size].
-        first_row: int64 [num_reqs], each request's root row.
+        root_rows: int64 [num_reqs], each request's root row.
         trees: of the step, None without any.
         scored: what was accepted of them.
 
     """
     if trees is None or scored is None:
-        return sampler(logits=logits[first_row], sampling_metadata=metadata)
-    num_reqs = len(first_row)
+        return sampler(logits=logits[root_rows], sampling_metadata=metadata)
+    num_reqs = len(root_rows)
     emitted = scored.emitted(trees.tree)
     tokens = emitted.new_full((num_reqs, emitted.shape[1]), -1)
     if len(trees.host_reqs) < num_reqs:
         scored_reqs = set(trees.host_reqs.tolist())
         others = {r: g for r, g in metadata.generators.items() if r not in scored_reqs}
         plain = sampler(
-            logits=logits[first_row],
+            logits=logits[root_rows],
             sampling_metadata=replace(
                 metadata, generators=others, max_num_logprobs=None
             ),
@@ -56,7 +51,7 @@ def sampler_output(
     tokens[trees.reqs] = emitted
     logprobs = None
     if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
-        rows = first_row[:, None].repeat(1, tokens.shape[1])
+        rows = root_rows[:, None].repeat(1, tokens.shape[1])
         rows[trees.reqs, 1:] += scored.path.clamp(min=0)
         logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)

@@ -25,15 +25,17 @@ from vllm_treespec.core.views import (
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from vllm_treespec.engine.v1.host import InputBatch, V1Runner
+    from vllm_treespec.engine.v1.vllm_types import InputBatch, V1Runner
 
 
-def drafts_tree(params: SamplingParams, grammar_after_reasoning: bool = False) -> bool:
+def may_draft_trees(
+    params: SamplingParams, grammar_after_reasoning: bool = False
+) -> bool:
     """Whether a request drafts trees; otherwise it decodes plainly.
 
-    A request whose distribution depends on more than temperature, top-k and top-p
-    would need that per node. A grammar's masks our scheduler fills per node;
-    penalties and other masks vLLM works out for the last token alone.
+    vLLM computes penalties and most masks for the last token only; a tree needs them
+    for every node. A grammar's masks are the exception: our scheduler fills them for
+    every node.
 
     Args:
         params: of the request.
@@ -81,7 +83,7 @@ def scheduled_batch(
         num_scheduled[order], num_computed[order], budget, runner.max_model_len
     )
     return ScheduledBatch(
-        slots=slots.of(req_ids),
+        slots=slots.lookup(req_ids),
         num_computed=num_computed,
         num_scheduled=num_scheduled,
         num_drafts=num_drafts,
@@ -121,15 +123,15 @@ def sampling_view(batch: InputBatch) -> SamplingView:
 
 def emitted_batch(
     runner: V1Runner,
-    before: ScheduledBatch,
+    scheduled: ScheduledBatch,
     sampled_token_ids: Sequence[Sequence[int]],
     hidden: HiddenStates,
 ) -> EmittedBatch:
     """The requests after this step.
 
     Args:
-        runner: after it kept its books.
-        before: what was scheduled.
+        runner: after its bookkeeping.
+        scheduled: what was scheduled.
         sampled_token_ids: new tokens of every request.
         hidden: of the step.
 
@@ -138,16 +140,16 @@ def emitted_batch(
     num_reqs = batch.num_reqs
     table = batch.block_table[0]
     return EmittedBatch(
-        slots=before.slots,
-        num_computed=before.num_computed,
-        num_scheduled=before.num_scheduled,
+        slots=scheduled.slots,
+        num_computed=scheduled.num_computed,
+        num_scheduled=scheduled.num_scheduled,
         num_emitted=np.fromiter(map(len, sampled_token_ids), np.int64, num_reqs),
         num_tokens=batch.num_tokens_no_spec[:num_reqs].astype(np.int64),
         token_ids=batch.token_ids_cpu,
         sampling=sampling_view(batch),
         blocks=BlockTables(
-            host=table.block_table.np[:num_reqs],
-            device=table.get_device_tensor(num_reqs),
+            host_table=table.block_table.np[:num_reqs],
+            device_table=table.get_device_tensor(num_reqs),
             num_blocks=table.num_blocks_per_row[:num_reqs],
         ),
         hidden=hidden,

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 if TYPE_CHECKING:
-    from vllm_treespec.engine.v1.host import V1Runner
+    from vllm_treespec.engine.v1.vllm_types import V1Runner
 
 # Rows of a prompt's chunk, more than one block of the kernel holds.
 PROMPT_ROWS = 256
@@ -29,7 +29,7 @@ def warm_up_attention(runner: V1Runner) -> None:
         builder = group.get_metadata_builder()
         layer = layers[group.layer_names[0]]
         for num_reqs, query_len in batches(
-            runner.max_num_reqs, builder.whole_tree, runner.max_num_tokens
+            runner.max_num_reqs, builder.max_tree_nodes, runner.max_num_tokens
         ):
             metadata = builder.build(0, empty_batch(runner, num_reqs, query_len))
             builder.add_masks(metadata)
@@ -44,11 +44,11 @@ def warm_up_attention(runner: V1Runner) -> None:
 
 
 def batches(
-    max_reqs: int, whole_tree: int, max_tokens: int
+    max_reqs: int, max_tree_nodes: int, max_tokens: int
 ) -> Iterator[tuple[int, int]]:
     """Numbers of requests and of rows of each, one batch for every form."""
-    rows = [1 << exponent for exponent in range(whole_tree.bit_length())]
-    for query_len in (*rows, whole_tree, PROMPT_ROWS):
+    rows = [1 << exponent for exponent in range(max_tree_nodes.bit_length())]
+    for query_len in (*rows, max_tree_nodes, PROMPT_ROWS):
         for num_reqs in (1, max_reqs):
             if num_reqs * query_len <= max_tokens:
                 yield num_reqs, query_len

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_treespec.engine.v1.host import V1Worker
+    from vllm_treespec.engine.v1.vllm_types import V1Worker
 else:
     V1Worker = object
 
@@ -42,4 +42,4 @@ class TreeWorkerMixin(V1Worker):
 
         For benchmarks and tests, through ``LLM.collective_rpc``.
         """
-        self.model_runner.decoder.method.schedule.use_always(shape)
+        self.model_runner.decoder.method.schedule.force_tree(shape)

@@ -1,7 +1,7 @@
-"""Looks things up in vLLM's source files, without importing them.
+"""Finds functions, classes and attributes in vLLM's source files without an import.
 
 An attribute of an instance is found where a method assigns it, which ``hasattr`` on
-the class cannot see; and another release's sources can be asked like the installed one.
+the class cannot see. The sources of another release can be searched in the same way.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Body = list[ast.stmt]
 
 
-class Place(NamedTuple):
+class Definition(NamedTuple):
     """Where a name is defined."""
 
     module: str
     node: ast.AST
 
 
-class Sources:
+class SourceFiles:
     """The source files of one vLLM."""
 
     def __init__(self, root: Path) -> None:
         """Read below ``root``, the folder in which the package ``vllm`` lies."""
         self.root = root
         self._modules: dict[str, Body | None] = {}
+        self._found: dict[tuple[str, str], Definition | None] = {}
 
     @classmethod
-    def installed(cls) -> Sources:
+    def installed(cls) -> SourceFiles:
         """The sources of the vLLM that this process imports."""
         import vllm
 
@@ -49,13 +50,16 @@ class Sources:
             return None
         return fingerprint(place.node)
 
-    def find(self, module: str, attribute: str) -> Place | None:
+    def find(self, module: str, attribute: str) -> Definition | None:
         """Find ``"NAME"`` or ``"CLASS.NAME"``, in base classes too."""
-        first, *rest = attribute.split(".")
-        place = self._in_module(module, first)
-        for name in rest:
-            place = place and self._in_owner(place, name)
-        return place
+        key = module, attribute
+        if key not in self._found:
+            first, *rest = attribute.split(".")
+            place = self._in_module(module, first)
+            for name in rest:
+                place = place and self._in_owner(place, name)
+            self._found[key] = place
+        return self._found[key]
 
     def _body(self, module: str) -> Body | None:
         """The statements of a module; None when it is not there."""
@@ -70,11 +74,11 @@ class Sources:
         files = (path / "__init__.py", path.with_suffix(".py"))
         return next((file for file in files if file.exists()), None)
 
-    def _in_module(self, module: str, name: str) -> Place | None:
+    def _in_module(self, module: str, name: str) -> Definition | None:
         """Find a name that a module defines, or imports from a vLLM module."""
         for statement in flat(self._body(module) or []):
             if defines(statement, name):
-                return Place(module, statement)
+                return Definition(module, statement)
             if not isinstance(statement, ast.ImportFrom):
                 continue
             source = self._imported_module(module, statement)
@@ -96,26 +100,26 @@ class Sources:
         kept = parts[: len(parts) - statement.level + is_package]
         return ".".join([*kept, *(statement.module or "").split(".")]).rstrip(".")
 
-    def _in_owner(self, owner: Place, name: str) -> Place | None:
+    def _in_owner(self, owner: Definition, name: str) -> Definition | None:
         """Find a name in a class or its bases, or among what a function assigns."""
         if not isinstance(owner.node, ast.ClassDef):
             assigned = name in assigned_attributes(owner.node)
             return owner if assigned else None
         for statement in flat(owner.node.body):
             if defines(statement, name):
-                return Place(owner.module, statement)
+                return Definition(owner.module, statement)
         for statement in flat(owner.node.body):
             if isinstance(statement, Function):
                 first = [argument.arg for argument in statement.args.args[:1]]
                 if name in assigned_attributes(statement, *first):
-                    return Place(owner.module, statement)
+                    return Definition(owner.module, statement)
         for base in self._bases(owner):
             place = self._in_owner(base, name)
             if place is not None:
                 return place
         return None
 
-    def _bases(self, owner: Place) -> Iterator[Place]:
+    def _bases(self, owner: Definition) -> Iterator[Definition]:
         """The base classes that vLLM defines."""
         assert isinstance(owner.node, ast.ClassDef)
         for base in owner.node.bases:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever a run is killed."""
+"""Writes and reads files so that a killed run leaves no half-written one."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ _CHECKPOINT_FILES = (
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
+def atomic_writes(folder: Path) -> Iterator[Path]:
     """Give a folder to write files in, which move into ``folder`` at the end.
 
     So a kill leaves each file of ``folder`` whole: as it was, or as written now.
@@ -36,7 +36,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     partial.rmdir()
 
 
-def newest_whole_checkpoint(folder: Path) -> str | None:
+def newest_complete_checkpoint(folder: Path) -> str | None:
     """Return the newest checkpoint that can be read, None without one.
 
     Newer ones, which a kill left half written, are removed and named on the console.
@@ -61,12 +61,12 @@ def newest_whole_checkpoint(folder: Path) -> str | None:
 def _broken_file(checkpoint: Path) -> str | None:
     """Name the first file that is missing or cut short."""
     for name in _CHECKPOINT_FILES:
-        if not _is_whole(checkpoint / name):
+        if not _is_complete(checkpoint / name):
             return name
     return None
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether a file ends where its format says."""
     if path.suffix in (".pt", ".pth"):
         # A file of torch.save is a zip archive, whose directory comes last.

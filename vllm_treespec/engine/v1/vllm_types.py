@@ -107,7 +107,7 @@ class V1Runner:
         """Run the models once before the KV cache is made."""
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
-        """Take in which requests came, went and go on."""
+        """Update the requests of the batch."""
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -124,10 +124,10 @@ class V1Runner:
     def _update_states_after_model_execute(
         self, output_token_ids: Tensor, scheduler_output: SchedulerOutput
     ) -> None:
-        """Take in the emitted tokens, before the books are kept."""
+        """Update the requests with the emitted tokens, before the bookkeeping."""
 
     def _bookkeeping_sync(self, *args: object) -> object:
-        """Keep the books of a step."""
+        """Do the bookkeeping of a step."""
 
     def _dummy_run(
         self, num_tokens: int, *args: object, **options: object
