@@ -43,7 +43,7 @@ def adaptive(
         modes = options.eager_modes(engines)
         both = [{**s, "schedule": how} for s in specs for how in ("fixed", "default")]
         cells = cells_of(batch_sizes, temperatures)
-        plain = [s for s in plain_sides()[:2] if s.engine["enforce_eager"] in modes]
+        plain = plain_sides(modes)
         sides = [*plain, *tree_sides(both, models.draft, modes, models.heads)]
         asked, source = take_prompts(prompts, num_prompts)
         job = base_job(models.target, asked, max_tokens)

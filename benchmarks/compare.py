@@ -24,6 +24,8 @@ from vllm_treespec.tools.sides import PLAIN, Cell, Side
 
 FAMILIES = (PLAIN, "ngram", "draft_model", *METHODS)
 MAX_DEPTHS = 6
+# with vLLM's own processes for scheduler and worker
+PLAIN_DEFAULT = kinds.plain_side("plain-default", eager=False, one_process=False)
 Budgets = Annotated[str, typer.Option(help="Draft tokens, comma-separated.")]
 Trees = Annotated[
     str, typer.Option(help="`one` RSD-C and one RSD-S tree per budget, or `all`.")
@@ -61,6 +63,7 @@ def compare(
             stock.append({"method": "draft_model", "model": models.draft})
         all_sides = [
             *kinds.plain_sides(),
+            PLAIN_DEFAULT,
             *kinds.stock_sides(stock, stock_depth, modes),
             *kinds.tree_sides(specs, models.draft, modes, models.heads),
         ]

@@ -95,7 +95,7 @@ def served(
         suffix = {"method": "suffix_tree"}
         specs = specs or [{**suffix, "schedule": "default"}, suffix]
         modes = options.eager_modes(engines)
-        plain = [s for s in plain_sides()[:2] if s.engine["enforce_eager"] in modes]
+        plain = plain_sides(modes)
         ours = tree_sides(specs, models.draft, modes, models.heads)
         if data is None:
             asked, source = take_prompts(prompts, num_prompts)

@@ -121,7 +121,7 @@ def sides_of(
         for spec in specs
     ]
     return [
-        *kinds.plain_sides()[:2],
+        *kinds.plain_sides(),
         *kinds.stock_sides([kinds.NGRAM], stock_depth, modes),
         *kinds.tree_sides(own_text, models.draft, modes, models.heads),
     ]

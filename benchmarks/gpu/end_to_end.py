@@ -213,11 +213,11 @@ def shown_differences(row: Row) -> str:
 
 COLUMNS = {
     "side": lambda row: "plain, other batch" if row["side"] == PLAIN else row["side"],
-    "dtype": step.column("dtype", "{}"),
-    "batch": step.column("batch", "{}"),
+    "dtype": report.column("dtype", "{}"),
+    "batch": report.column("batch", "{}"),
     "identical": lambda row: f"{row['identical']} of {row['answers']}",
-    "tokens": step.column("num_tokens", "{}"),
-    "tokens/step": step.column("acceptance_length", "{:.2f}"),
+    "tokens": report.column("num_tokens", "{}"),
+    "tokens/step": report.column("acceptance_length", "{:.2f}"),
     "first difference (prompt:token)": shown_differences,
 }
 

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.gpu import card, kernel_calls
 from benchmarks.gpu.kernel_calls import CHAIN, FA3, SIDES, STOCK, TREE, Case
-from benchmarks.gpu.step import CARD_SHAPES, SHAPES, Row, column
+from benchmarks.gpu.step import CARD_SHAPES, SHAPES, Row
 from benchmarks.harness import options, plan, plot, report
 from vllm_treespec.tools.launch import OnEvent
 from vllm_treespec.tools.sides import Cell, CellResult, Job, Side
@@ -184,16 +184,16 @@ def contents(finished: Sequence[plan.StoredCell]) -> report.Content:
 
 
 COLUMNS = {
-    "nodes": column("nodes", "{}"),
-    "context": column("context", "{}"),
-    **{f"{side} µs": column(side, "{:.1f}", "us") for side in SIDES},
-    "tree / stock": column(STOCK, "{:.2f}×", "over"),
-    "tree / fa3": column(FA3, "{:.2f}×", "over"),
-    "tree / chain": column(CHAIN, "{:.2f}×", "over"),
-    "tree GB/s": column("gb_per_s", "{:.0f}"),
-    "of copy": column("percent_of_copy", "{:.0f} %"),
-    "float32 error": column(TREE, "{:.0e}", "errors", "float32"),
-    "bfloat16 error": column(TREE, "{:.0e}", "errors", "bfloat16"),
+    "nodes": report.column("nodes", "{}"),
+    "context": report.column("context", "{}"),
+    **{f"{side} µs": report.column(side, "{:.1f}", "us") for side in SIDES},
+    "tree / stock": report.column(STOCK, "{:.2f}×", "over"),
+    "tree / fa3": report.column(FA3, "{:.2f}×", "over"),
+    "tree / chain": report.column(CHAIN, "{:.2f}×", "over"),
+    "tree GB/s": report.column("gb_per_s", "{:.0f}"),
+    "of copy": report.column("percent_of_copy", "{:.0f} %"),
+    "float32 error": report.column(TREE, "{:.0e}", "errors", "float32"),
+    "bfloat16 error": report.column(TREE, "{:.0e}", "errors", "bfloat16"),
 }
 
 

@@ -6,7 +6,7 @@ measured and how.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -286,29 +286,18 @@ def rows_of(stored: Sequence[plan.StoredCell], measure: str) -> list[Row]:
     return sorted(rows, key=lambda r: (*(r[k] for k in keys), r["acceptance"] or 0))
 
 
-def column(key: str, form: str, *inside: str) -> Callable[[Row], str]:
-    """Make a column: a value of the row, or of mappings in it, if it is there."""
-
-    def show(row: Row) -> str:
-        for name in inside:
-            row = row[name]
-        return report.number(row.get(key), form)
-
-    return show
-
-
 COLUMNS = {
-    "side": column("side", "{}"),
-    "batch": column("batch", "{}"),
-    "acceptance": column("acceptance", "{:g}"),
-    "tokens/s": column("tokens_per_s", "{:.0f}"),
-    "step ms": column("step_ms", "{:.2f}"),
-    "/ v1-sync": column(PLAIN_SYNC, "{:.2f}×", "over"),
-    "/ default": column(PLAIN_DEFAULT, "{:.2f}×", "over"),
-    "forward ms": column("forward_ms", "{:.2f}"),
-    "outside ms": column("outside_ms", "{:.2f}"),
-    **{f"{stage} ms": column(stage, "{:.2f}", "stage_ms") for stage in STAGES},
-    "tokens/step": column("acceptance_length", "{:.2f}"),
+    "side": report.column("side", "{}"),
+    "batch": report.column("batch", "{}"),
+    "acceptance": report.column("acceptance", "{:g}"),
+    "tokens/s": report.column("tokens_per_s", "{:.0f}"),
+    "step ms": report.column("step_ms", "{:.2f}"),
+    "/ v1-sync": report.column(PLAIN_SYNC, "{:.2f}×", "over"),
+    "/ default": report.column(PLAIN_DEFAULT, "{:.2f}×", "over"),
+    "forward ms": report.column("forward_ms", "{:.2f}"),
+    "outside ms": report.column("outside_ms", "{:.2f}"),
+    **{f"{stage} ms": report.column(stage, "{:.2f}", "stage_ms") for stage in STAGES},
+    "tokens/step": report.column("acceptance_length", "{:.2f}"),
 }
 
 

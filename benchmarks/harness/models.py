@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from benchmarks.harness.provenance import model, sha256
 from vllm_treespec.heads import read_head_config
@@ -84,5 +85,11 @@ def num_parameters(folder: str) -> int:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors; name a model's folder")
-    weights = (tensor for file in files for tensor in load_file(file).values())
-    return sum(tensor.numel() for tensor in weights if tensor.is_floating_point())
+    total = 0
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                tensor = weights.get_slice(name)
+                if tensor.get_dtype()[0] not in ("I", "U"):
+                    total += prod(tensor.get_shape())
+    return total

@@ -37,9 +37,15 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
 
 
-def column(key: str, form: str) -> Callable[[Any], str]:
-    """Make a column of a row's number, which may be missing."""
-    return lambda row: number(row[key], form)
+def column(key: str, form: str, *inside: str) -> Callable[[Any], str]:
+    """Make a column: a value of the row, or of mappings in it, if it is there."""
+
+    def show(row: Any) -> str:
+        for name in inside:
+            row = row[name]
+        return number(row.get(key), form)
+
+    return show
 
 
 def spread(median: float, low: float, high: float, rounds: int = 2) -> str:

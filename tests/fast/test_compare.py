@@ -151,7 +151,7 @@ def test_every_tree_fills_its_budget(budget: int) -> None:
 
 def test_sides_have_distinct_names_and_can_be_chosen() -> None:
     modes = [True, False]
-    sides = [*plain_sides(), *stock_sides(STOCK, 6, modes)]
+    sides = [*plain_sides(), compare.PLAIN_DEFAULT, *stock_sides(STOCK, 6, modes)]
     sides += tree_sides(compare.tree_specs("6,10,14,21,30", "all"), "draft", modes)
     assert len({side.name for side in sides}) == len(sides)
     chosen = choose_sides(sides, ["rsd_s-2x3", "plain"])

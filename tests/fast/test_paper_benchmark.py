@@ -14,7 +14,7 @@ from benchmarks.__main__ import app
 from benchmarks.harness import plot, report
 from benchmarks.harness.models import num_parameters
 from benchmarks.harness.plan import Engine, Plan, base_job, execute, make_plan
-from benchmarks.harness.rescoring import name_of, split_scores
+from benchmarks.harness.rescoring import split_scores
 from benchmarks.rsd import experiment, references, toy
 from benchmarks.rsd.experiment import engines_of
 from benchmarks.rsd.law import comparisons
@@ -28,6 +28,7 @@ from benchmarks.rsd.trees import (
     tree_of,
     trees_of,
 )
+from tests.fast.stored_scores import store_scores
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.proposers import PROPOSERS
 from vllm_treespec.tools.assets import shipped_drafter
@@ -235,23 +236,7 @@ def evidence(mine: Plan) -> report.Content:
 
 def score(mine: Plan) -> None:
     """Store scores of all answers, lower the warmer they are."""
-    rescoring = experiment.scoring(mine, mine.finished())
-    warmth = {
-        name_of(c): c.result.cell.temperature
-        for c in split_scores(mine, mine.finished())[0]
-    }
-    for _, job in rescoring.todo():
-        for cell in job.cells:
-            means = [-1.0 - warmth[cell.label], -2.0 - warmth[cell.label]]
-            result = CellResult(
-                cell=cell,
-                seconds=0.0,
-                num_tokens=[],
-                tpot_ms=[],
-                token_ids=[],
-                details={"mean_logprobs": means},
-            )
-            rescoring.keep(job, 0, result)
+    store_scores(experiment.scoring(mine, mine.finished()), mine)
 
 
 def test_rows_are_relative_to_plain_and_the_best_tree_is_found(tmp_path: Path) -> None:

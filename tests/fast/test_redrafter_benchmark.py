@@ -15,7 +15,7 @@ from vllm.outputs import RequestOutput
 from benchmarks.__main__ import app
 from benchmarks.harness import plot, report
 from benchmarks.harness.plan import Engine, Plan, base_job, execute, make_plan
-from benchmarks.harness.rescoring import name_of, split_scores
+from benchmarks.harness.rescoring import split_scores
 from benchmarks.redrafter.chains import (
     FILLER_TOKEN,
     Chains,
@@ -36,6 +36,7 @@ from benchmarks.redrafter.parts import (
 )
 from benchmarks.redrafter.report import render
 from benchmarks.redrafter.rows import Evidence, compression_of, stretches_of
+from tests.fast.stored_scores import store_scores
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import TreeBatch, ancestor_mask, preorder
@@ -109,23 +110,7 @@ def finish(
 
 def score(mine: Plan) -> None:
     """Store scores of the tables' answers, lower the warmer they are."""
-    rescoring = scoring(mine, SIZES.entries(), mine.finished())
-    warmth = {
-        name_of(c): c.result.cell.temperature
-        for c in split_scores(mine, mine.finished())[0]
-    }
-    for _, job in rescoring.todo():
-        for cell in job.cells:
-            means = [-1.0 - warmth[cell.label], -2.0 - warmth[cell.label]]
-            result = CellResult(
-                cell=cell,
-                seconds=0.0,
-                num_tokens=[],
-                tpot_ms=[],
-                token_ids=[],
-                details={"mean_logprobs": means},
-            )
-            rescoring.keep(job, 0, result)
+    store_scores(scoring(mine, SIZES.entries(), mine.finished()), mine)
 
 
 def finished_plan(out: Path, heads: dict[str, str]) -> Plan:

@@ -267,13 +267,10 @@ def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideRes
     return result
 
 
-def plain_sides() -> list[Side]:
-    """Make the sides of vLLM without speculative decoding."""
-    return [
-        plain_side("plain-eager", eager=True),
-        plain_side("plain-compiled", eager=False),
-        plain_side("plain-default", eager=False, one_process=False),
-    ]
+def plain_sides(eager: Sequence[bool] = (True, False)) -> list[Side]:
+    """Make the sides of vLLM in one process without speculative decoding."""
+    names = {True: "plain-eager", False: "plain-compiled"}
+    return [plain_side(names[mode], mode) for mode in eager]
 
 
 def stock_sides(
