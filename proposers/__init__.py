@@ -7,6 +7,7 @@ from vllm_treespec.proposers.base import (
     ProposerInputs,
     register_proposer,
 )
+from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.proposers.rsd_c import RsdC
@@ -14,11 +15,14 @@ from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.sd import Sd
 from vllm_treespec.proposers.specinfer import SpecInfer
 from vllm_treespec.proposers.spectr import SpecTr
+from vllm_treespec.proposers.static_tree import StaticTree
+from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.proposers.suffix import Suffix
 
 __all__ = [
     "PROPOSERS",
     "DraftModel",
+    "DynamicTree",
     "Medusa",
     "Proposer",
     "ProposerInputs",
@@ -28,6 +32,8 @@ __all__ = [
     "Sd",
     "SpecInfer",
     "SpecTr",
+    "StaticTree",
+    "StochasticTree",
     "Suffix",
     "register_proposer",
 ]

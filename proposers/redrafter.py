@@ -8,6 +8,7 @@ from torch import Tensor
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
+from vllm_treespec.core.tree_builders import highest
 from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
@@ -144,7 +145,7 @@ def tree_of_beams(
     # Level by level from here on, [num_reqs, length * width].
     token_ids = beams.gather(1, order).transpose(1, 2).flatten(1)
     log_probs = log_probs.gather(1, order).transpose(1, 2).flatten(1)
-    kept = _most_probable(log_probs, num_drafts)
+    kept = highest(log_probs, num_drafts)
     # A prefix that a beam shares with the beam before it has that one's node.
     nodes = kept.cumsum(1)
     parents = torch.nn.functional.pad(nodes[:, :-width], (width, 0))
@@ -176,13 +177,3 @@ def _neighbours(match: Tensor) -> Tensor:
     occurs = match.gather(2, parting)
     num_before = (occurs.transpose(1, 2) < occurs).sum(dim=2)
     return num_before.argsort(dim=1, stable=True)
-
-
-def _most_probable(log_probs: Tensor, num_drafts: int) -> Tensor:
-    """Mark the ``num_drafts`` highest that are not -inf, earlier ones among equals."""
-    possible = log_probs > -torch.inf
-    if log_probs.shape[1] <= num_drafts:
-        return possible
-    best = log_probs.sort(dim=1, descending=True, stable=True).indices
-    chosen = torch.zeros_like(possible).scatter_(1, best[:, :num_drafts], True)
-    return chosen & possible

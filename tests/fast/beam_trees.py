@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.fast.enumeration import Weighted, propose, token_uniforms
 from tests.fast.languages import Language, plain_sampling
-from vllm_treespec.proposers import RsdS
+from vllm_treespec.proposers import RsdS, StochasticTree
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
@@ -19,8 +19,18 @@ def all_rsd_s_trees(
     draft: Language, beam_width: int, seed: int, vocabulary: Tensor | None = None
 ) -> Weighted:
     """Every token draw of two levels, under one choice of the Gumbel uniforms."""
-    proposer = RsdS(beam_width, 2)
-    tokens, weights = token_uniforms(draft, (beam_width, beam_width))
+    return all_beam_trees(RsdS(beam_width, 2), draft, beam_width, seed, vocabulary)
+
+
+def all_beam_trees(
+    proposer: RsdS | StochasticTree,
+    draft: Language,
+    width: int,
+    seed: int,
+    vocabulary: Tensor | None = None,
+) -> Weighted:
+    """The same for any proposer that draws ``width`` children of ``width`` nodes."""
+    tokens, weights = token_uniforms(draft, (width, width))
     noise = rand(1, proposer.sizes.num_uniforms // 2, seed=seed).expand(len(tokens), -1)
     uniforms = torch.cat([tokens, noise], dim=1)
     sampling = plain_sampling(len(tokens))

@@ -96,12 +96,26 @@ def side_by_side(one: Weighted, other: Weighted) -> Weighted:
     """Both sets of trees in one batch, each with half of its weight."""
     trees = (one.tree, other.tree)
     draws = [tree.draws for tree in trees if tree.draws is not None]
-    parts = ("nodes", "rows", "without_replacement", "probs")
     fields = ("token_ids", "parents", "depths", "num_nodes")
     tree = TreeBatch(
         **{name: torch.cat([getattr(t, name) for t in trees]) for name in fields},
         draws=Draws(
-            **{name: torch.cat([getattr(d, name) for d in draws]) for name in parts}
+            nodes=torch.cat([d.nodes for d in draws]),
+            rows=torch.cat([d.rows for d in draws]),
+            without_replacement=torch.cat([d.without_replacement for d in draws]),
+            probs=torch.cat([d.probs for d in draws]),
         ),
     )
     return Weighted(tree, torch.cat([one.weights, other.weights]) / 2)
+
+
+def as_if_drawn(tree: TreeBatch, draft: Language) -> TreeBatch:
+    """Call likeliest tokens draws without replacement, which they are not."""
+    nodes = torch.arange(1, tree.max_nodes).expand(tree.num_reqs, -1)
+    draws = Draws(
+        nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
+        rows=tree.parents[:, 1:].clamp(min=0),
+        without_replacement=tree.parents[:, 1:] == tree.parents[:, :-1],
+        probs=draft.table[draft.prefixes(tree)],
+    )
+    return replace(tree, draws=draws)

@@ -32,6 +32,7 @@ from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_repl
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import (
+    DynamicTree,
     Medusa,
     Proposer,
     ProposerInputs,
@@ -40,6 +41,8 @@ from vllm_treespec.proposers import (
     RsdS,
     Sd,
     SpecTr,
+    StaticTree,
+    StochasticTree,
 )
 from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.greedy import GREEDY_MATCHING
@@ -166,6 +169,9 @@ METHODS: dict[str, tuple[Proposer, str]] = {
     "spectr": (SpecTr(3, 2), "multi_round"),
     "k_seq": (SpecTr(3, 2), "k_seq"),
     "redrafter": (ReDrafter(3, 2, 5), "target_draw"),
+    "dynamic_tree": (DynamicTree(3, 3, 6), "target_draw"),
+    "static_tree": (StaticTree(3, 3, 6), "target_draw"),
+    "stochastic_tree": (StochasticTree(3, 2, 6), "recursive_rejection"),
     "medusa": (Medusa(4, [[0.5, 0.2], [0.4]]), "target_draw"),
 }
 ODD_TEMPERATURES = [1.0, 0.0, 0.01]

@@ -7,12 +7,15 @@ from torch import Tensor
 from tests.fast.no_waiting import NoWaiting, on_meta
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.proposers.rsd_c import RsdC
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.sd import Sd
 from vllm_treespec.proposers.specinfer import SpecInfer
+from vllm_treespec.proposers.static_tree import StaticTree
+from vllm_treespec.proposers.stochastic_tree import StochasticTree
 
 NUM_REQS, VOCAB_SIZE = 3, 50
 # All but suffix_tree, which draws on the host.
@@ -22,6 +25,9 @@ PROPOSERS: dict[str, Proposer] = {
     "rsd_s": RsdS(4, 3),
     "specinfer": SpecInfer([(2, 1), (1, 1)]),
     "redrafter": ReDrafter(4, 3, 8),
+    "dynamic_tree": DynamicTree(4, 3, 8),
+    "static_tree": StaticTree(4, 5, 25),
+    "stochastic_tree": StochasticTree(4, 3, 8),
     "medusa_tree": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
 }
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.fast.beam_trees import all_rsd_s_trees
+from tests.fast.drawn_trees import as_if_drawn
 from tests.fast.enumeration import (
     Weighted,
     grid_law_error,
@@ -33,7 +33,6 @@ from tests.fast.tiny_heads import (
     token_paths,
 )
 from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import Draws, TreeBatch
 from vllm_treespec.proposers import PROPOSERS, ReDrafter, RsdS
 from vllm_treespec.proposers.redrafter import prefix_match, tree_of_beams
 from vllm_treespec.scorers import recursive_rejection, target_draw
@@ -327,18 +326,6 @@ def test_law_of_beam_trees_under_target_draw(
     drawn = beam_tree(random_tables(kind, 3, 2)[0], shape)
     assert int(drawn.tree.num_nodes) > 2
     assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
-
-
-def as_if_drawn(tree: TreeBatch, draft: Language) -> TreeBatch:
-    """Call beams draws without replacement from the draft, which they are not."""
-    nodes = torch.arange(1, tree.max_nodes).expand(tree.num_reqs, -1)
-    draws = Draws(
-        nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
-        rows=tree.parents[:, 1:].clamp(min=0),
-        without_replacement=tree.parents[:, 1:] == tree.parents[:, :-1],
-        probs=draft.table[draft.prefixes(tree)],
-    )
-    return replace(tree, draws=draws)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 4), (3, 2, 4)])

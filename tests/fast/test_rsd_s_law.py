@@ -20,9 +20,9 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from tests.fast.beam_trees import all_rsd_s_trees, rand
+from tests.fast.chi_square import emitted_p_value
 from tests.fast.enumeration import (
     ALMOST_ONE,
-    Scorer,
     Weighted,
     law_error,
     propose,
@@ -42,8 +42,6 @@ from tests.reference.proposers import (
     truncate,
 )
 from vllm_treespec.core.sampling import (
-    SamplingTensors,
-    draw,
     draw_without_replacement,
     truncated_gumbel,
 )
@@ -239,18 +237,6 @@ def test_reference_truncation() -> None:
 # Chi-square
 
 
-def goodness_of_fit(counts: Tensor, law: Tensor) -> float:
-    """p-value of counts under a law; cells that expect under 10 are one cell."""
-    expected = law * counts.sum()
-    rare = expected < 10
-    observed = torch.cat([counts[~rare].double(), counts[rare].sum()[None].double()])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    used = expected > 0
-    assert bool((observed[~used] == 0).all())
-    statistic = ((observed - expected).square() / expected)[used].sum()
-    return float(chi2.sf(float(statistic), int(used.sum()) - 1))
-
-
 def same_law(first: Tensor, second: Tensor) -> float:
     """p-value of two samples of rows being from one law."""
     rows, cell = torch.cat([first, second]).unique(dim=0, return_inverse=True)
@@ -322,29 +308,6 @@ def test_gumbel_top_k_draws_without_replacement() -> None:
     assert same_law(drawn.flip(1), gumbel_top_k(law.log(), 3, noise)) < LUCK
 
 
-def first_two_tokens(
-    scorer: Scorer, proposer: RsdS, vocab_size: int, count: int
-) -> float:
-    """p-value of the first two emitted tokens under the target's joint law."""
-    draft, target = (
-        Language(language.table.log().float())
-        for language in random_tables("random", vocab_size, proposer.sizes.max_depth)
-    )
-    sampling = SamplingTensors(torch.ones(count), all_random=True)
-    uniforms = rand(count, proposer.sizes.num_uniforms, seed=8)
-    tree = propose(proposer, draft, sampling, uniforms)
-    uniforms = rand(count, tree.max_nodes + 2, seed=9)
-    logits = target.target_logits(tree, sampling)
-    tokens = scorer(tree, logits, uniforms).emitted(tree)[:, :2]
-    target_probs = target.table.double().softmax(1)
-    if int(tokens.max()) >= vocab_size:
-        return 0.0
-    second = draw(target_probs[1 + tokens[:, 0]], uniforms[:, -1])
-    second = torch.where(tokens[:, 1] >= 0, tokens[:, 1], second)
-    counts = torch.bincount(tokens[:, 0] * vocab_size + second, minlength=vocab_size**2)
-    return goodness_of_fit(counts, Language(target_probs).true_law(2))
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "beam_width", "depth", "count"),
     [(5, 3, 2, 400_000), (4, 2, 3, 400_000), (5, 4, 3, 200_000)],
@@ -354,14 +317,14 @@ def test_first_two_tokens_follow_the_target(
 ) -> None:
     """Red when anything from float32 draws to the last draw changes the law."""
     proposer = RsdS(beam_width, depth)
-    p_value = first_two_tokens(recursive_rejection, proposer, vocab_size, count)
+    p_value = emitted_p_value(recursive_rejection, proposer, vocab_size, count)
     assert p_value > LUCK
 
 
 @pytest.mark.parametrize("name", WRONG_SCORERS)
 def test_wrong_scorers_are_noticed_by_sampling(name: str) -> None:
     """Red when the chi-square test could no longer see a lossy scorer."""
-    assert first_two_tokens(WRONG_SCORERS[name], RsdS(3, 2), 5, 100_000) < LUCK
+    assert emitted_p_value(WRONG_SCORERS[name], RsdS(3, 2), 5, 100_000) < LUCK
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -38,10 +38,17 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             yield {"num_drafts": drafts, "depth": depth, "max_match": match}
     elif method == "redrafter":
         for width, length, kept in product(numbers, numbers, (*numbers, 40, None)):
-            keys = {"beam_width": width, "length": length, "num_drafts": kept}
+            keys: dict[str, Any] = {"beam_width": width, "length": length}
+            keys["num_drafts"] = kept
             yield {**model, **keys}
             if kept is None:
                 yield {**model, **keys, "beam_search": "stochastic"}
+            yield {**model, **keys, "tree": "dynamic"}
+    elif method == "eagle_tree":
+        for top_k, depth, kept in product(numbers, numbers, (*numbers, 40)):
+            keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
+            yield from ({**keys, "tree": tree} for tree in ("dynamic", "stochastic"))
+            yield {**keys, "tree": "stochastic", "num_drafts": None}
     elif method == "medusa_tree":
         yield from ({**model, "num_drafts": drafts} for drafts in (*numbers, 20, 63))
     else:
@@ -95,6 +102,17 @@ def test_sizes_bound_a_medusa_tree(
         config = parse_spec_config({"method": "medusa_tree", **keys, "model": head})
         bounds, built = asdict(config.sizes), asdict(config.proposer().sizes)
         assert all(built[name] <= bound for name, bound in bounds.items()), keys
+
+
+def test_sizes_bound_a_static_tree(tmp_path: Path) -> None:
+    """Red when a static tree grows larger than its spec-config allows."""
+    head = write_head(tmp_path, HEADS["eagle_tree"])
+    for keys in keys_of("eagle_tree"):
+        if keys["num_drafts"] is not None:
+            spec = {"method": "eagle_tree", **keys, "model": head}
+            config = parse_spec_config({**spec, "tree": "static"})
+            bounds, built = asdict(config.sizes), asdict(config.proposer().sizes)
+            assert all(built[name] <= bound for name, bound in bounds.items()), keys
 
 
 def test_what_is_left_out_follows() -> None:

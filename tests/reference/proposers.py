@@ -1,10 +1,14 @@
-"""Twin of ``vllm_treespec.proposers.rsd_s``: draws as the paper writes them.
+"""Twins of proposers, as the papers write them.
 
-It adds Gumbel noise to the whole vocabulary and takes the largest sums. The proposer
-takes two uniform numbers a child instead.
+RSD-S adds Gumbel noise to the whole vocabulary and takes the largest sums; the proposer
+takes two uniform numbers a child instead. The dynamic and the static tree are plain
+Python: one request, lists of paths.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +17,55 @@ from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import DraftModel, tokens_of
+
+# Tokens from the root's child down to a node.
+Path = tuple[int, ...]
+# Log probability of every token after a path.
+LogLaw = Callable[[Path], Sequence[float]]
+
+
+def likeliest(law: Sequence[float], count: int) -> list[int]:
+    """The tokens of the highest log probability, the likeliest first."""
+    return sorted(range(len(law)), key=lambda token: -law[token])[:count]
+
+
+def dynamic_tree_reference(
+    log_law: LogLaw, top_k: int, depth: int, num_drafts: int
+) -> list[Path]:
+    """Grow EAGLE-2's tree (arXiv 2406.16858, sections 4.1 and 4.2).
+
+    Returns:
+        the paths in level order, siblings side by side and the likeliest first. Among
+        equally likely ones the earlier in this order is read, and kept.
+
+    """
+    value: dict[Path, float] = {(): 0.0}
+    candidates: list[Path] = []
+    layer: list[Path] = [()]
+    for _ in range(depth):
+        children = []
+        for path in layer:
+            law = log_law(path)
+            for token in likeliest(law, top_k):
+                value[(*path, token)] = value[path] + law[token]
+                children.append((*path, token))
+        candidates += children
+        best = sorted(children, key=lambda path: -value[path])[:top_k]
+        layer = [path for path in children if path in best]
+    ranked = sorted(candidates, key=lambda path: -value[path])[:num_drafts]
+    kept = {path for path in ranked if value[path] > -math.inf}
+    return [path for path in candidates if path in kept]
+
+
+def static_tree_reference(log_law: LogLaw, rank_paths: Sequence[Path]) -> list[Path]:
+    """Fill a tree of rank paths with tokens, every node from its own law."""
+    paths = []
+    for ranks in rank_paths:
+        path: Path = ()
+        for rank in ranks:
+            path = (*path, likeliest(log_law(path), rank + 1)[rank])
+        paths.append(path)
+    return paths
 
 
 def gumbel(uniforms: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class MethodConfig(BaseModel, ABC):
 
     @property
     def head(self) -> str | None:
-        """Folder of the head that drafts from the target's hidden state."""
+        """Folder or hub id of the head that drafts from the target's hidden states."""
         return None
 
     @property

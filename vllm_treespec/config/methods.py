@@ -1,6 +1,7 @@
 """The registry: the spec-config type of every method, by the method's name."""
 
 from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.config.medusa_tree import MedusaTreeConfig
 from vllm_treespec.config.redrafter import ReDrafterConfig
@@ -21,6 +22,7 @@ TYPES: tuple[type[MethodConfig], ...] = (
     SuffixTreeConfig,
     ReDrafterConfig,
     MedusaTreeConfig,
+    EagleTreeConfig,
 )
 METHODS = {method.method_name(): method for method in TYPES}
 # The method that drafts with a head, by kind of head.

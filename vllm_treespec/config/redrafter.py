@@ -9,7 +9,14 @@ from pydantic import Field, ValidationInfo, field_validator
 from vllm_treespec.config.base import MAX_DRAFTS, Count
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import Proposer, RsdS, redrafter, rsd_s
+from vllm_treespec.proposers import (
+    DynamicTree,
+    Proposer,
+    RsdS,
+    dynamic_tree,
+    redrafter,
+    rsd_s,
+)
 
 BEAM_WIDTH = 4
 LENGTH = 2
@@ -32,6 +39,11 @@ class ReDrafterConfig(HeadMethodConfig):
         description="stochastic: beams are drawn; they are verified by recursive "
         "rejection, which uses the head's probabilities",
     )
+    tree: Literal["beams", "dynamic"] = Field(
+        default="beams",
+        description="dynamic: the likeliest nodes of all levels, whether a beam ends "
+        "below them or not; beam_width are read of each level",
+    )
     # A null becomes NUM_DRAFTS when validated, but for a stochastic beam.
     num_drafts: Count | None = Field(
         default=None,
@@ -53,12 +65,16 @@ class ReDrafterConfig(HeadMethodConfig):
         """How large its trees become."""
         if self.num_drafts is None:  # all of a stochastic beam
             return rsd_s.sizes(self.beam_width, self.length)
+        if self.tree == "dynamic":
+            return dynamic_tree.sizes(self.beam_width, self.length, self.num_drafts)
         return redrafter.sizes(self.beam_width, self.length, self.num_drafts)
 
     def proposer(self) -> Proposer:
-        """Make the proposer of this kind of beam search."""
-        if self.beam_search == "stochastic":
+        """Make the proposer of this kind of tree."""
+        if self.num_drafts is None:  # all of a stochastic beam
             return RsdS(self.beam_width, self.length)
+        if self.tree == "dynamic":
+            return DynamicTree(self.beam_width, self.length, self.num_drafts)
         return super().proposer()
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
@@ -78,6 +94,16 @@ class ReDrafterConfig(HeadMethodConfig):
     def drafting_cost(self, depth: int) -> float:
         """One pass of the head a level."""
         return 0.06 * depth
+
+    @field_validator("tree")
+    @classmethod
+    def _dynamic_trees_are_not_drawn(cls, tree: str, info: ValidationInfo) -> str:
+        if tree == "dynamic" and info.data.get("beam_search") == "stochastic":
+            raise ValueError(
+                "a dynamic tree holds the likeliest tokens and a stochastic beam drawn "
+                "ones; remove 'tree', or write 'beam_search' 'deterministic'"
+            )
+        return tree
 
     @field_validator("num_drafts")
     @classmethod

@@ -13,8 +13,12 @@ class TreeSizes:
     Attributes:
         max_nodes: nodes of the largest tree, root included.
         max_depth: levels below the root.
-        max_width: nodes of the widest level, which one forward of a draft model reads.
+        max_width: nodes of the widest level.
         max_leaves: leaves of the most branching tree.
+        draft_width: most nodes that one forward of a draft model reads; left out:
+            ``max_width``.
+        draft_nodes: most nodes that a draft model reads in all levels; left out: all
+            draft nodes.
         num_uniforms: uniform numbers that drawing one tree takes; 0 where drafts are
             not drawn.
         max_draws: draws behind the largest tree, repeats included; left out: as many
@@ -30,6 +34,8 @@ class TreeSizes:
     max_depth: int
     max_width: int
     max_leaves: int
+    draft_width: int = 0
+    draft_nodes: int = 0
     num_uniforms: int = 0
     max_draws: int = 0
     max_siblings: int = 0
@@ -48,6 +54,8 @@ class TreeSizes:
     def __post_init__(self) -> None:
         """Put the bounds in place that were left out, which 0 stands for."""
         parents = min(self.max_nodes, 1 + (self.max_depth - 1) * self.max_width)
+        object.__setattr__(self, "draft_width", self.draft_width or self.max_width)
+        object.__setattr__(self, "draft_nodes", self.draft_nodes or self.max_nodes - 1)
         object.__setattr__(self, "max_draws", self.max_draws or self.max_nodes - 1)
         object.__setattr__(self, "max_siblings", self.max_siblings or self.max_width)
         object.__setattr__(self, "max_parents", self.max_parents or parents)

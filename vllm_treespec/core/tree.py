@@ -31,6 +31,9 @@ class Draws:
     # int64 [draft_vocab_size], ascending, the token of every column of ``probs``;
     # None = the target's whole vocabulary
     vocabulary: Tensor | None = None
+    # A tree that is cut to fewer nodes keeps no draws: whether a node is among its
+    # first ones depends on draws that come later (``from_candidates``).
+    min_nodes: int = 0
 
     def select(self, reqs: Tensor) -> Draws:
         """Return the draws of the given requests, ``reqs`` int64 [n]."""
@@ -158,6 +161,7 @@ class TreeBatch:
         columns = torch.arange(draws.nodes.shape[1], device=draws.nodes.device)
         place = highest.gather(1, first.clamp(min=0)) + columns - first + 1
         gone = (parents < 0) | (place >= num_nodes[:, None])
+        gone |= (num_nodes < draws.min_nodes)[:, None]
         return replace(draws, nodes=draws.nodes.masked_fill(gone, 0))
 
 

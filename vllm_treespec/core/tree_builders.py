@@ -1,8 +1,9 @@
-"""Draft trees from levels, from draws that may repeat, and from lists."""
+"""Draft trees from levels, candidates, draws that may repeat, and from lists."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ def from_levels(
     valid: Sequence[Tensor],
     draft_probs: Tensor | None,
     vocabulary: Tensor | None = None,
+    rows: Tensor | None = None,
+    max_nodes: int | None = None,
 ) -> TreeBatch:
     """Build the trees from their levels, leaving out invalid nodes.
 
@@ -26,10 +29,13 @@ def from_levels(
         parents: per level, int64 [num_reqs, width]: index *within the level above*,
             ascending along the row, so that siblings lie side by side.
         valid: per level, bool [num_reqs, width]; a valid node has a valid parent.
-        draft_probs: float32 [num_reqs, num_rows, draft_vocab_size]; row ``i`` belongs
-            to node ``i`` counted before invalid nodes are left out. None when the
+        draft_probs: float32 [num_reqs, num_rows, draft_vocab_size]. None when the
             drafts are deterministic.
         vocabulary: of ``draft_probs``' columns, see ``Draws``.
+        rows: int64 [sum of widths], row of ``draft_probs`` that every node below the
+            root was drawn from, level after level; left out: row ``i`` belongs to the
+            children of node ``i`` counted before invalid nodes are left out.
+        max_nodes: no tree has more; left out: 1 + sum of widths.
 
     """
     num_reqs, device = root_token_ids.shape[0], root_token_ids.device
@@ -44,7 +50,7 @@ def from_levels(
     depths = [depth for depth, width in enumerate(widths) for _ in range(width)]
     flat_depths = torch.tensor(depths, device=device).expand(num_reqs, -1)
 
-    order = torch.argsort(~flat_valid, dim=1, stable=True)
+    order = torch.argsort(~flat_valid, dim=1, stable=True)[:, :max_nodes]
     new_index = flat_valid.cumsum(1) - 1
     kept = flat_valid.gather(1, order)
     old_parents = flat_parents.clamp(min=0).gather(1, order)
@@ -53,9 +59,13 @@ def from_levels(
     draws = None
     if draft_probs is not None:
         nodes = torch.arange(order.shape[1], device=device).expand_as(order)
+        if rows is None:
+            draw_rows = old_parents[:, 1:].clamp(max=draft_probs.shape[1] - 1)
+        else:
+            draw_rows = rows[order[:, 1:] - 1]
         draws = Draws(
             nodes=nodes.masked_fill(~kept, 0)[:, 1:],
-            rows=old_parents[:, 1:].clamp(max=draft_probs.shape[1] - 1),
+            rows=draw_rows,
             without_replacement=new_parents[:, 1:] == new_parents[:, :-1],
             probs=draft_probs,
             vocabulary=vocabulary,
@@ -67,6 +77,60 @@ def from_levels(
         num_nodes=flat_valid.sum(1),
         draws=draws,
     )
+
+
+def from_candidates(
+    root_token_ids: Tensor,
+    token_ids: Sequence[Tensor],
+    parents: Sequence[Tensor],
+    values: Sequence[Tensor],
+    num_drafts: int,
+    draft_probs: Tensor | None = None,
+    vocabulary: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> TreeBatch:
+    """Build the trees of the candidates with the highest values of all levels.
+
+    Args:
+        root_token_ids: int64 [num_reqs].
+        token_ids: per level below the root, int64 [num_reqs, width].
+        parents: per level, int64 [num_reqs, width], see ``from_levels``.
+        values: per level, [num_reqs, width], no higher than the parent's; -inf where
+            there is no candidate. Among equals the earlier ones are kept.
+        num_drafts: how many are kept.
+        draft_probs: see ``from_levels``; then the values must be such that the trees
+            are lawful as they are. A tree that is cut keeps none of its draws.
+        vocabulary: of ``draft_probs``' columns, see ``Draws``.
+        rows: int64 [sum of widths], see ``from_levels``.
+
+    """
+    kept = highest(torch.cat(list(values), dim=1), num_drafts)
+    tree = from_levels(
+        root_token_ids,
+        token_ids,
+        parents,
+        kept.split([level.shape[1] for level in values], dim=1),
+        draft_probs,
+        vocabulary,
+        rows,
+        max_nodes=1 + num_drafts,
+    )
+    if tree.draws is None:
+        return tree
+    return replace(tree, draws=replace(tree.draws, min_nodes=tree.max_nodes))
+
+
+def highest(values: Tensor, count: int) -> Tensor:
+    """Mark the ``count`` highest of each row that are not -inf, bool, same shape.
+
+    Among equals the earlier ones are marked.
+    """
+    possible = values > -torch.inf
+    if values.shape[1] <= count:
+        return possible
+    best = values.sort(dim=1, descending=True, stable=True).indices
+    chosen = torch.zeros_like(possible).scatter_(1, best[:, :count], True)
+    return chosen & possible
 
 
 def from_draws(

@@ -1,0 +1,104 @@
+"""Dynamic tree: the likeliest nodes of all levels, by joint probability."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_candidates
+from vllm_treespec.proposers.base import (
+    Proposer,
+    ProposerInputs,
+    register_proposer,
+    tokens_of,
+)
+
+
+def useful(top_k: int, depth: int, num_drafts: int) -> tuple[int, int]:
+    """Width and depth beyond which no candidate can be among the ``num_drafts`` best.
+
+    A node has as many better siblings as its rank, and as many ancestors as its level.
+    """
+    return min(top_k, num_drafts), min(depth, num_drafts)
+
+
+def sizes(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
+    """Sizes of trees of the ``num_drafts`` best candidates."""
+    width, depth = useful(top_k, depth, num_drafts)
+    read = width * (depth - 1)
+    num_kept = min(num_drafts, width + read * width)
+    # Every node has at most ``width`` children, so that so many are inner nodes.
+    leaves = num_kept - (num_kept - 1) // width
+    return TreeSizes(
+        max_nodes=1 + num_kept,
+        max_depth=depth,
+        max_width=min(leaves, width if depth == 1 else width * width),
+        max_leaves=leaves,
+        draft_width=width,
+        draft_nodes=read,
+        max_siblings=width,
+        max_parents=min(num_kept, 1 + read),
+    )
+
+
+@register_proposer("eagle_tree")
+class DynamicTree(Proposer):
+    """Drafts the tree of EAGLE-2 (arXiv 2406.16858, sections 4.1 and 4.2).
+
+    Expansion: of every level the ``top_k`` nodes of the highest joint probability are
+    read, and their ``top_k`` likeliest tokens become candidates. Re-ranking: the
+    ``num_drafts`` candidates of the highest joint probability are the tree; among
+    equals those nearer to the root. Probabilities are those under the request's
+    sampling parameters (a greedy request's at temperature 1). The nodes are no
+    samples, so the trees have no ``draws``.
+    """
+
+    def __init__(self, top_k: int, depth: int, num_drafts: int) -> None:
+        """Take nodes read a level (and children of each), levels, and draft nodes."""
+        self.top_k, self.depth = useful(top_k, depth, num_drafts)
+        self.num_drafts = num_drafts
+        self.sizes = sizes(top_k, depth, num_drafts)
+
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        """Draft one tree per request, one draft forward per level."""
+        (draft_model,) = inputs.draft_models
+        vocabulary = draft_model.vocabulary
+        logits = draft_model.root_logits()[:, None]
+        place = torch.zeros_like(inputs.root_token_ids)[:, None]
+        joint = torch.zeros_like(place, dtype=torch.float64)
+        tokens: list[Tensor] = []
+        parents: list[Tensor] = []
+        log_probs: list[Tensor] = []
+        for level in range(self.depth):
+            probs = inputs.sampling.probs(logits)
+            count = min(self.top_k, probs.shape[-1])
+            mass, columns = probs.topk(count, dim=-1)
+            children = joint[..., None] + mass.double().log()
+            tokens.append(tokens_of(columns.flatten(1), vocabulary))
+            parents.append(place.repeat_interleave(count, dim=1))
+            log_probs.append(children.flatten(1))
+            if level + 1 < self.depth:
+                place = frontier(log_probs[-1], self.top_k)
+                joint = log_probs[-1].gather(1, place)
+                read = tokens[-1].gather(1, place)
+                logits = draft_model.extend(read, place // count)
+        return from_candidates(
+            inputs.root_token_ids, tokens, parents, log_probs, self.num_drafts
+        )
+
+
+def frontier(values: Tensor, top_k: int) -> Tensor:
+    """Places of a level's best candidates, ascending.
+
+    Args:
+        values: [num_reqs, width], what ranks them.
+        top_k: how many to find; all when there are fewer.
+
+    Returns:
+        int64 [num_reqs, at most top_k]; among equals the earlier ones.
+
+    """
+    best = values.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    return best.sort(dim=1).values

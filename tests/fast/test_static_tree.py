@@ -1,0 +1,119 @@
+"""The static tree: EAGLE-1's shape, every node's own guesses, and its law."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.fast.batched_rules import drawing
+from tests.fast.drawn_trees import as_if_drawn
+from tests.fast.enumeration import (
+    Weighted,
+    grid_law_error,
+    grid_target,
+    law_error,
+    propose,
+)
+from tests.fast.languages import LanguageDraft, plain_sampling, random_tables
+from tests.fast.test_dynamic_tree import log_law, weighted
+from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token_paths
+from tests.fast.tree_bounds import CountingDraft, check_bounds
+from tests.reference.proposers import static_tree_reference
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import ProposerInputs, StaticTree
+from vllm_treespec.proposers.static_tree import RANK_ACCURACIES, sizes
+from vllm_treespec.scorers import recursive_rejection, target_draw
+
+EXACT = 1e-12
+NOTICEABLE = 1e-3
+NO_UNIFORMS = torch.zeros(1, 0)
+# The tree that EAGLE-1 publishes, by ranks.
+EAGLE_1 = (
+    "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 "
+    "0000 0001 0002 00000 00001"
+)
+
+
+def test_25_drafts_are_eagle_1s_tree() -> None:
+    """Red when the table no longer gives the published tree."""
+    expected = [tuple(map(int, path)) for path in EAGLE_1.split()]
+    assert list(StaticTree(4, 5, 25).paths) == expected
+    assert list(StaticTree(10, 7, 25).paths) == expected
+    assert all(sum(ranks) <= 1 for ranks in RANK_ACCURACIES)
+
+
+def test_limits_of_ranks_and_levels() -> None:
+    """Red when a tree reads more ranks or levels than its keys allow."""
+    paths = StaticTree(2, 3, 40).paths
+    assert len(paths) == 2 + 4 + 8
+    assert max(map(len, paths)) == 3
+    assert {rank for path in paths for rank in path} == {0, 1}
+    own = StaticTree(4, 5, 4, rank_accuracies=((0.3, 0.2, 0.1), (0.9,)))
+    assert own.paths == ((0,), (1,), (0, 0), (1, 0))
+    with pytest.raises(ValueError, match="rank_accuracies of the head are all 0"):
+        StaticTree(4, 5, 4, rank_accuracies=((0.0,),))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 5, 8, 25, 40])
+def test_nodes_hold_their_parents_own_guesses(num_drafts: int) -> None:
+    """Red when a node gets the guess of another node, or of another rank."""
+    language = random_tables("random", 5, 5)[0]
+    proposer = StaticTree(4, 5, num_drafts)
+    tree = propose(proposer, language, plain_sampling(2), torch.zeros(2, 0))
+    expected = static_tree_reference(log_law(language), proposer.paths)
+    for req in range(2):
+        assert token_paths(tree, req)[1:] == expected
+    assert tree.num_nodes.tolist() == [1 + num_drafts] * 2
+    assert tree.draws is None
+
+
+def test_hot_tokens_are_drafted() -> None:
+    """Red when columns of a head are taken for tokens."""
+    head = tiny_head("redrafter")
+    hidden, roots = step_inputs(3)
+    tree = drafted(StaticTree(4, 4, 20), head, hidden, roots, greedy(3))
+    assert head.hot_token_ids is not None
+    assert bool(torch.isin(tree.token_ids[:, 1:], head.hot_token_ids).all())
+
+
+def test_sizes_bound_the_trees() -> None:
+    """Red when a tree, or a level that is read, outgrows what is announced."""
+    accuracies = [RANK_ACCURACIES, ((0.5,),) * 3, ((0.1,) * 4,), ((0.4, 0.4),) * 4]
+    for top_k, depth, kept in product((1, 2, 4), (1, 2, 4), (1, 5, 25, 60)):
+        bounds = vars(sizes(top_k, depth, kept))
+        for table in accuracies:
+            proposer = StaticTree(top_k, depth, kept, table)
+            exact = vars(proposer.sizes)
+            assert all(exact[name] <= bound for name, bound in bounds.items())
+            draft = CountingDraft(LanguageDraft(random_tables("random", 4, 4)[0], 1))
+            root, sampling = torch.zeros(1, dtype=torch.int64), plain_sampling(1)
+            inputs = ProposerInputs(root, sampling, NO_UNIFORMS, [draft])
+            check_bounds(proposer.sizes, proposer.propose(inputs), draft.widths)
+    eagle_1 = StaticTree(4, 5, 25).sizes
+    assert isinstance(eagle_1, TreeSizes)
+    assert (eagle_1.draft_width, eagle_1.draft_nodes) == (4, 10)
+
+
+def static(num_drafts: int) -> Weighted:
+    """The tree of two levels that is drafted from a random language."""
+    language = random_tables("random", 3, 2)[0]
+    proposer = StaticTree(3, 2, num_drafts)
+    return weighted(propose(proposer, language, plain_sampling(1), NO_UNIFORMS))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 6, 12])
+def test_law_under_target_draw(num_drafts: int) -> None:
+    """Red when the tree's nodes or their order change what is emitted."""
+    drawn = static(num_drafts)
+    assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
+    assert grid_law_error(drawing, drawn, grid_target()) < EXACT
+
+
+@pytest.mark.parametrize("num_drafts", [3, 6])
+def test_rejection_of_a_static_tree_is_lossy(num_drafts: int) -> None:
+    """Red when a deterministic tree judged like a drawn one would pass."""
+    draft, target = random_tables("random", 3, 2)
+    tree = as_if_drawn(static(num_drafts).tree, draft)
+    assert law_error(recursive_rejection, weighted(tree), target) > NOTICEABLE
