@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tests.published_heads import PublishedHead
 from vllm_treespec.config import HEAD_METHODS
 from vllm_treespec.heads import (
     MedusaHeadConfig,
@@ -25,9 +26,33 @@ RANK_ACCURACIES = ((0.5, 0.2, 0.1), (0.3, 0.1, 0.05), (0.2, 0.1, 0.05))
 
 def write_head(folder: Path, kind: str, **config: Any) -> str:
     """Write a head of a small target, or of one as ``config`` says; its folder."""
+    if kind == "eagle":
+        return write_eagle_head(folder, **config)
     sizes: dict[str, Any] = {"hidden_size": 8, "vocab_size": 32, "depth": 3}
     if kind == "medusa":
         sizes["rank_accuracies"] = RANK_ACCURACIES
     torch.manual_seed(0)
     save_head(build_head(KINDS[kind](**{**sizes, **config})), folder)
     return str(folder)
+
+
+def write_eagle_head(
+    folder: Path,
+    hidden_size: int = 64,
+    vocab_size: int = 32,
+    num_hot_tokens: int | None = None,
+    layer_ids: tuple[int, ...] = (0, 1, 2),
+) -> str:
+    """Write an EAGLE-3 head as it is published; its folder."""
+    head = PublishedHead(
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=num_hot_tokens,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        layer_ids=layer_ids,
+        max_positions=512,
+    )
+    return str(head.write(folder))

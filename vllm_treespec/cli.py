@@ -31,6 +31,14 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class HeadDtype(StrEnum):
+    """What weights of heads are converted to."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
 def _fail(error: Exception) -> typer.Exit:
     """Print the error as one line on stderr; the result is to be raised."""
     typer.echo(f"treespec: {error}", err=True)
@@ -105,6 +113,33 @@ def train(context: typer.Context) -> None:
     from vllm_treespec.train import cli
 
     typer.main.get_group(cli.app).main(args=context.args, prog_name="treespec train")
+
+
+@app.command()
+def convert_head(
+    model: Annotated[
+        str, typer.Argument(metavar="IN", help="Folder or hub id of the head.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="New folder.", file_okay=False)
+    ],
+    dtype: Annotated[
+        HeadDtype | None, typer.Option(help="Of the weights; without it, as they are.")
+    ] = None,
+) -> None:
+    """Convert a published EAGLE head from pytorch_model.bin to safetensors."""
+    import torch
+
+    from vllm_treespec.heads import convert, read_head_config
+
+    typer.echo(f"Reading {model}")
+    try:
+        kind = getattr(torch, dtype.value) if dtype else None
+        size_mb = convert.convert_head(model, out, kind)
+        typer.echo(f"Wrote {out}, {size_mb:.0f} MB")
+        read_head_config(out)
+    except (OSError, ValueError) as error:
+        raise _fail(error) from None
 
 
 app.command()(soak)

@@ -30,6 +30,7 @@ GOOD: dict[str, tuple[dict, int]] = {
     "suffix_tree": ({"num_drafts": 8, "depth": 4}, 9),
     "redrafter": ({"beam_width": 3, "length": 4, "num_drafts": 10}, 11),
     "medusa_tree": ({"num_drafts": 7}, 8),
+    "eagle_tree": ({**MODEL, "top_k": 3, "depth": 2, "num_drafts": 10}, 11),
 }
 
 
@@ -43,6 +44,7 @@ LEAST: dict[str, dict] = {
     "suffix_tree": {},
     "redrafter": {},
     "medusa_tree": {},
+    "eagle_tree": MODEL,
 }
 
 

@@ -13,6 +13,7 @@ from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head, check_head_files, check_weights
 from vllm_treespec.plugin import expand_file, with_trees
+from vllm_treespec.proposers import DynamicTree, ReDrafter
 
 
 @pytest.fixture
@@ -63,11 +64,29 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
     assert (proposer.sizes.max_nodes, proposer.num_beam_tokens) == (16, None)
 
 
+def test_dynamic_tree_of_a_recurrent_head(parse: Callable[..., MethodConfig]) -> None:
+    """Red when the beams' keys do not shape the tree, or it is judged wrongly."""
+    keys = {"beam_width": 6, "length": 3, "num_drafts": 12}
+    config = parse("redrafter", tree="dynamic", **keys)
+    proposer = config.proposer()
+    assert isinstance(proposer, DynamicTree)
+    assert (proposer.top_k, proposer.depth, proposer.num_drafts) == (6, 3, 12)
+    assert config.rule == "target_draw"
+    assert config.scheduled_trees()[0].name == "redrafter 6x3x12"
+    assert all(
+        isinstance(tree.config.proposer(), DynamicTree)
+        for tree in config.scheduled_trees()
+    )
+    assert parse("redrafter", tree="dynamic").proposer().sizes.max_nodes == 6
+    assert isinstance(parse("redrafter", tree="beams").proposer(), ReDrafter)
+
+
 @pytest.mark.parametrize("method", list(HEADS))
 def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> None:
     """Red when larger batches get larger trees, or drafting costs as a model's."""
     trees = parse(method).scheduled_trees()
     batch_sizes = {"redrafter": [1, 2, 4], "medusa_tree": [1, 2, 4]}
+    batch_sizes["eagle_tree"] = [1, 1, 2, 4]
     assert [tree.batch_size for tree in trees] == batch_sizes[method]
     sizes = [tree.config.proposer().sizes.max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)
@@ -89,6 +108,12 @@ def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> No
             "'num_drafts' is 8: a stochastic beam keeps all beam_width x length draft "
             "tokens; remove 'num_drafts'",
         ),
+        (
+            {"beam_search": "stochastic", "tree": "dynamic"},
+            "'tree' is 'dynamic': a dynamic tree holds the likeliest tokens and a "
+            "stochastic beam drawn ones; remove 'tree', or write 'beam_search' 'deter",
+        ),
+        ({"tree": "static"}, "'tree' is 'static': Input should be 'beams' or 'dynami"),
         (
             {"beam_search": "stochastic", "beam_width": 32},
             "64 draft tokens and at most 63 fit; lower beam_width, length",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,21 @@ from huggingface_hub.errors import StrictDataclassError
 from vllm_treespec.config import HEAD_METHODS, SpecConfigError
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.heads import HeadMethodConfig
-from vllm_treespec.config.weights import weights_problem
-from vllm_treespec.heads import HeadError, MedusaHeadConfig, read_head_config
+from vllm_treespec.heads import (
+    EagleHeadConfig,
+    HeadError,
+    MedusaHeadConfig,
+    head_folder,
+    read_head_config,
+)
+from vllm_treespec.heads.checkpoint import tensor_shapes
+from vllm_treespec.heads.published import is_eagle
+from vllm_treespec.heads.weights import weights_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 # What a draft model's config.json must say, with the names that it has there.
 SIZES = {
@@ -58,6 +69,8 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {problem}; copy or save the draft model "
                 f"again"
             )
+        if is_eagle(name for file in files for name in tensor_shapes(file)):
+            raise _no_draft_model(folder, "eagle")
 
 
 def _check_config_file(path: Path) -> None:
@@ -76,10 +89,9 @@ def _check_config_file(path: Path) -> None:
         )
     kind = config.get("method")
     if isinstance(kind, str) and kind in HEAD_METHODS:
-        raise SpecConfigError(
-            f"speculative_config 'model': {path.parent} holds a {kind} head, not a "
-            f"draft model; write method '{HEAD_METHODS[kind]}'"
-        )
+        raise _no_draft_model(path.parent, kind)
+    if "speculators_model_type" in config:
+        raise _no_draft_model(path.parent, "eagle")
     text = config.get("text_config")
     keys = {*config, *(text if isinstance(text, dict) else ())}
     for size, names in SIZES.items():
@@ -88,6 +100,13 @@ def _check_config_file(path: Path) -> None:
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"
             )
+
+
+def _no_draft_model(folder: Path, kind: str) -> SpecConfigError:
+    return SpecConfigError(
+        f"speculative_config 'model': {folder} holds {_a_head(kind)}, not a draft "
+        f"model; write method '{HEAD_METHODS[kind]}'"
+    )
 
 
 def check_head_files(config: MethodConfig) -> None:
@@ -100,7 +119,7 @@ def check_head_files(config: MethodConfig) -> None:
     if not isinstance(config, HeadMethodConfig):
         return
     try:
-        _check_head_folder(Path(config.model), config.HEAD)
+        _check_head_folder(head_folder(config.model), config.HEAD)
         # a Medusa head's accuracies must give a tree
         config.proposer()
     except ValueError as error:
@@ -114,17 +133,15 @@ def _check_head_folder(folder: Path, kind: str) -> None:
         HeadError: naming the file that is missing or broken.
 
     """
-    if not folder.is_dir():
-        raise HeadError(
-            f"there is no folder {folder}; name the folder of a head, "
-            f"`treespec train {kind}` makes one"
-        )
     head = read_head_config(folder)
     if head.method != kind:
         raise HeadError(
-            f"{folder} holds a {head.method} head; write method "
-            f"'{HEAD_METHODS[head.method]}', or name the folder of a {kind} head"
+            f"{folder} holds {_a_head(head.method)}; write method "
+            f"'{HEAD_METHODS[head.method]}', or name the folder of {_a_head(kind)}"
         )
+    if isinstance(head, EagleHeadConfig):
+        # reading it has read the headers of its weights
+        return
     weights = folder / "model.safetensors"
     if not weights.is_file():
         raise HeadError(f"{folder} holds no model.safetensors; train it again")
@@ -136,6 +153,10 @@ def _check_head_folder(folder: Path, kind: str) -> None:
             f"'rank_accuracies' in {folder}/config.json has {levels} levels and "
             f"there are {head.depth} heads; remove the last levels"
         )
+
+
+def _a_head(kind: str) -> str:
+    return f"{'an' if kind == 'eagle' else 'a'} {kind} head"
 
 
 def read_config(
@@ -210,17 +231,21 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     """
     if config.head is None:
         return
-    head = read_head_config(Path(config.head))
-    sizes = {
-        "hidden_size": (head.hidden_size, target.hidden_size),
-        "vocab_size": (head.vocab_size, target.vocab_size),
-    }
+    head = read_head_config(config.head)
+    sizes = {"vocab_size": (head.vocab_size, target.vocab_size)}
+    if isinstance(head, EagleHeadConfig):
+        states = (head.target_hidden_size, target.hidden_size)
+        sizes["target_hidden_size"] = states
+    if not isinstance(head, EagleHeadConfig) or (
+        head.share_embedding or head.share_output
+    ):
+        sizes["hidden_size"] = (head.hidden_size, target.hidden_size)
     for name, (found, wanted) in sizes.items():
         if found != wanted:
             raise SpecConfigError(
                 f"speculative_config 'model': the head {config.head} has {name} "
-                f"{found}, the target {wanted}; use a head trained for this target "
-                f"(treespec train {head.method})"
+                f"{found}, the target {wanted}; use a head trained for this target"
+                f" (treespec train {head.method})"
             )
     embedding_size = target.to_dict().get("word_embed_proj_dim", target.hidden_size)
     if embedding_size != target.hidden_size:
@@ -228,4 +253,32 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
             f"heads do not support targets whose embeddings ({embedding_size}) and "
             f"hidden states ({target.hidden_size}) differ in size yet; remove "
             f"speculative_config"
+        )
+    if isinstance(head, EagleHeadConfig):
+        _check_target_layers(config.head, head, target)
+
+
+def layers_read(config: MethodConfig, num_target_layers: int) -> list[int]:
+    """Before which layers of the target the method's head reads hidden states."""
+    head = None if config.head is None else read_head_config(config.head)
+    if not isinstance(head, EagleHeadConfig):
+        return []
+    return list(head.with_target(num_target_layers).layers)
+
+
+def _check_target_layers(
+    name: str, head: EagleHeadConfig, target: PretrainedConfig
+) -> None:
+    """Check the layers that an EAGLE head reads, and warn of another architecture."""
+    try:
+        head.with_target(target.num_hidden_layers)
+    except HeadError as error:
+        raise SpecConfigError(f"speculative_config 'model': {name}: {error}") from None
+    found = target.architectures or ()
+    if head.verifier and found and not set(found) & set(head.verifier):
+        logger.warning(
+            "The head %s was trained for a %s, and the target is a %s",
+            name,
+            ", ".join(head.verifier),
+            ", ".join(found),
         )

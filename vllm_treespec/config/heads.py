@@ -15,11 +15,11 @@ class HeadMethodConfig(MethodConfig):
     # the kind of head
     HEAD: ClassVar[str]
 
-    model: str = Field(min_length=1, description="folder of the head")
+    model: str = Field(min_length=1, description="folder or hub id of the head")
 
     @property
     def head(self) -> str:
-        """The folder of the head."""
+        """The folder or hub id of the head."""
         return self.model
 
     @property

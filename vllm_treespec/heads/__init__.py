@@ -1,19 +1,31 @@
-"""Heads that draft from the target's hidden state (torch only)."""
+"""Heads that draft from the target's hidden state (no vLLM)."""
 
-from vllm_treespec.heads.base import DraftHead, OutputLayer
+from vllm_treespec.heads.base import DraftHead, Head, OutputLayer
+from vllm_treespec.heads.checkpoint import head_folder
 from vllm_treespec.heads.config import (
+    EagleHeadConfig,
     HeadConfig,
     HeadError,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
-    read_head_config,
 )
-from vllm_treespec.heads.files import build_head, load_head, save_head
+from vllm_treespec.heads.eagle import EagleHead
+from vllm_treespec.heads.files import (
+    build_head,
+    load_eagle_head,
+    load_head,
+    read_head_config,
+    save_head,
+)
 from vllm_treespec.heads.medusa import MedusaHead
+from vllm_treespec.heads.published_weights import save_published
 from vllm_treespec.heads.redrafter import ReDrafterHead
 
 __all__ = [
     "DraftHead",
+    "EagleHead",
+    "EagleHeadConfig",
+    "Head",
     "HeadConfig",
     "HeadError",
     "MedusaHead",
@@ -22,7 +34,10 @@ __all__ = [
     "ReDrafterHead",
     "ReDrafterHeadConfig",
     "build_head",
+    "head_folder",
+    "load_eagle_head",
     "load_head",
     "read_head_config",
     "save_head",
+    "save_published",
 ]

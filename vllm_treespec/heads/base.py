@@ -11,12 +11,11 @@ from vllm_treespec.heads.config import HeadConfig
 from vllm_treespec.sources.base import DraftModel
 
 
-class DraftHead(nn.Module, ABC):
-    """Small layers that draft from the target's last hidden state.
+class Head(nn.Module):
+    """Small layers that draft from the target's hidden states.
 
     The *draft vocabulary* are the tokens that the head can draft: hot tokens, or the
-    whole vocabulary of the target. Hidden states and embeddings are read at root mean
-    square 1, so that one set of initial weights suits every target.
+    whole vocabulary of the target.
 
     Attributes:
         hot_token_ids: int64 [draft_vocab_size], ascending; None: all tokens.
@@ -58,14 +57,22 @@ class DraftHead(nn.Module, ABC):
             return output[: self.config.vocab_size]
         return output[self.hot_token_ids]
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings of tokens of the target's vocabulary, at root mean square 1."""
-        return unit_rms(nn.functional.embedding(token_ids, self.embedding.weight))
-
     def logits(self, features: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [..., draft_vocab_size]."""
         logits: Tensor = self.output(features)
         return logits
+
+
+class DraftHead(Head, ABC):
+    """A head that reads the target's last hidden state at the roots, and no context.
+
+    Hidden states and embeddings are read at root mean square 1, so that one set of
+    initial weights suits every target.
+    """
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings of tokens of the target's vocabulary, at root mean square 1."""
+        return unit_rms(nn.functional.embedding(token_ids, self.embedding.weight))
 
     @abstractmethod
     def forward(self, hidden: Tensor, token_ids: Tensor, wanted: Tensor) -> Tensor:

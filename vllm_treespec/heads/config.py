@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+from vllm_treespec.sources.base import FINAL_LAYER
 
 # true is no size
 Size = Annotated[int, Field(strict=True, gt=0)]
@@ -34,10 +28,7 @@ class HeadConfig(BaseModel):
     num_hot_tokens: Size | None = Field(
         default=None, description="tokens the head can draft; null: the vocabulary"
     )
-    depth: Size = Field(default=5, description="levels it was trained on")
-    num_blocks: NonNegativeInt = Field(
-        default=2, strict=True, description="ResNet blocks"
-    )
+    depth: Size = Field(default=5, description="levels it was measured on")
     share_embedding: bool = Field(
         default=True, description="read tokens through the target's embedding"
     )
@@ -51,7 +42,15 @@ class HeadConfig(BaseModel):
         return self.num_hot_tokens or self.vocab_size
 
 
-class ReDrafterHeadConfig(HeadConfig):
+class BlockHeadConfig(HeadConfig):
+    """A head of ResNet blocks, which reads no context."""
+
+    num_blocks: NonNegativeInt = Field(
+        default=2, strict=True, description="ResNet blocks"
+    )
+
+
+class ReDrafterHeadConfig(BlockHeadConfig):
     """One recurrent head for all levels."""
 
     method: Literal["redrafter"] = "redrafter"
@@ -60,7 +59,7 @@ class ReDrafterHeadConfig(HeadConfig):
     )
 
 
-class MedusaHeadConfig(HeadConfig):
+class MedusaHeadConfig(BlockHeadConfig):
     """One head a level."""
 
     method: Literal["medusa"] = "medusa"
@@ -70,32 +69,103 @@ class MedusaHeadConfig(HeadConfig):
     )
 
 
-_ADAPTER: TypeAdapter[ReDrafterHeadConfig | MedusaHeadConfig] = TypeAdapter(
-    Annotated[ReDrafterHeadConfig | MedusaHeadConfig, Field(discriminator="method")]
-)
+class EagleHeadConfig(HeadConfig):
+    """A head with context: EAGLE-1 (or 2, its weights are the same), or EAGLE-3.
 
-
-def read_head_config(folder: Path) -> ReDrafterHeadConfig | MedusaHeadConfig:
-    """Read the ``config.json`` of a head's folder.
-
-    Raises:
-        HeadError: there is none, or it is not a head's.
-
+    Folders hold published forms of it (``published.py``), none of our own.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise HeadError(f"{folder} holds no config.json; name the folder of a head")
-    try:
-        return _ADAPTER.validate_python(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise HeadError(
-            f"{path} is not the configuration of a head ({_first_problem(error)}); "
-            f"name a folder made by `treespec train redrafter` (or `medusa`)"
-        ) from None
 
+    method: Literal["eagle"] = "eagle"
+    version: Literal[1, 3] = Field(
+        default=3, description="1: fuses embedding and feature; 3: attends to both"
+    )
+    target_layers: tuple[int, ...] | None = Field(
+        default=(FINAL_LAYER,),
+        description="hidden states before these layers of the target are read; -1: "
+        "those behind its final norm; null: three, by its number of layers",
+    )
+    target_hidden_size: Size = Field(description="of those hidden states")
+    combines: bool = Field(
+        default=False, description="a linear layer makes one feature of the layers"
+    )
+    num_layers: Size = Field(default=1, description="decoder layers")
+    num_heads: Size = Field(description="attention heads")
+    num_kv_heads: Size = Field(description="key-value heads")
+    head_size: Size = Field(description="of one attention head")
+    intermediate_size: Size = Field(description="width of the MLP")
+    norm_eps: float = Field(default=1e-5, gt=0, description="of all norms")
+    rope: dict[str, Any] = Field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0},
+        description="transformers' rope_parameters",
+    )
+    max_positions: Size = Field(
+        default=4096, description="positions that scaled RoPE was trained on"
+    )
+    fuse_bias: bool = Field(default=False, description="bias of EAGLE-1's fc")
+    qkv_bias: bool = Field(default=False, description="biases of q, k and v")
+    qk_norm: bool = Field(default=False, description="norms of q and k, as in Qwen3")
+    norm_before_residual: bool = Field(
+        default=False, description="EAGLE-3: the normed feature is the residual"
+    )
+    norm_layers: bool = Field(
+        default=False, description="a norm of each target layer before they combine"
+    )
+    norm_before_combine: bool = Field(
+        default=False, description="one norm of all target layers before they combine"
+    )
+    norm_output: bool = Field(
+        default=False, description="the next feature is the normed output"
+    )
+    norms: tuple[Literal["embedding", "fused", "output"], ...] = Field(
+        default=(), description="further norms of EAGLE-1's variants (HASS)"
+    )
+    rank_accuracies: tuple[tuple[Share, ...], ...] = Field(
+        default=(),
+        description="by level and rank, how often that guess is the target's token",
+    )
 
-def _first_problem(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    problem = error.errors()[0]
-    return ": ".join([*map(str, problem["loc"]), problem["msg"]])
+    verifier: tuple[str, ...] = Field(
+        default=(), description="architectures of the target, where the file says so"
+    )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """``target_layers``, which are known once ``with_target`` was called."""
+        assert self.target_layers is not None
+        return self.target_layers
+
+    @property
+    def num_target_layers(self) -> int:
+        """Number of the target's layers whose hidden states are read."""
+        return 3 if self.target_layers is None else len(self.target_layers)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of what is kept of a token."""
+        if self.combines:
+            return self.hidden_size
+        return self.target_hidden_size * self.num_target_layers
+
+    def with_target(self, num_layers: int) -> EagleHeadConfig:
+        """The same for a target of ``num_layers`` layers: ``target_layers`` is known.
+
+        Without layers of its own a head reads those of EAGLE-3's authors: 2, the
+        middle, the last but two.
+
+        Raises:
+            HeadError: the target has no such layers.
+
+        """
+        layers = self.target_layers
+        if layers is None:
+            layers = (2, num_layers // 2, num_layers - 3)
+        if layers != (FINAL_LAYER,) and not (
+            all(a < b for a, b in pairwise(layers))
+            and layers[0] >= 0
+            and layers[-1] <= num_layers
+        ):
+            raise HeadError(
+                f"the head reads hidden states before the layers {list(layers)}, and "
+                f"the target has {num_layers}; use a head trained for this target"
+            )
+        return self.model_copy(update={"target_layers": layers})

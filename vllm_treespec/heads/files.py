@@ -1,22 +1,69 @@
-"""A head's folder: ``config.json`` and ``model.safetensors``."""
+"""Heads as folders: reading those of every kind, and writing our own kinds."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from vllm_treespec.config.weights import weights_problem
 from vllm_treespec.heads.base import DraftHead
+from vllm_treespec.heads.checkpoint import (
+    WEIGHTS,
+    Checkpoint,
+    head_folder,
+    not_a_head,
+    read_config_file,
+)
 from vllm_treespec.heads.config import (
+    EagleHeadConfig,
     HeadError,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
-    read_head_config,
 )
+from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.medusa import MedusaHead
+from vllm_treespec.heads.published import (
+    eagle_config,
+    first_problem,
+    read_published,
+)
+from vllm_treespec.heads.published_weights import load_weights
 from vllm_treespec.heads.redrafter import ReDrafterHead
+from vllm_treespec.heads.weights import weights_problem
+
+_ADAPTER: TypeAdapter[ReDrafterHeadConfig | MedusaHeadConfig] = TypeAdapter(
+    Annotated[ReDrafterHeadConfig | MedusaHeadConfig, Field(discriminator="method")]
+)
+_TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(list[Annotated[int, Field(ge=0)]])
+
+
+def read_head_config(
+    model: str | Path, num_target_layers: int | None = None
+) -> ReDrafterHeadConfig | MedusaHeadConfig | EagleHeadConfig:
+    """Read the configuration of a head of ours, or of a published EAGLE head.
+
+    Args:
+        model: folder or hub id.
+        num_target_layers: of the target; without it, ``target_layers`` of an EAGLE
+            head may stay unknown.
+
+    Raises:
+        HeadError: there is none, or it is not a head's.
+
+    """
+    folder = head_folder(model)
+    config = read_config_file(folder)
+    if "method" not in config:
+        said = read_published(config, folder / "config.json")
+        eagle = eagle_config(said, Checkpoint.read(folder))
+        return eagle.with_target(num_target_layers) if num_target_layers else eagle
+    try:
+        return _ADAPTER.validate_python(config)
+    except ValueError as error:
+        raise not_a_head(folder / "config.json", first_problem(error)) from None
 
 
 def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:
@@ -26,17 +73,24 @@ def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:
     return ReDrafterHead(config)
 
 
-def load_head(folder: Path) -> DraftHead:
-    """Load a head; shared weights are missing until ``DraftHead.share``.
+def load_head(model: str | Path) -> DraftHead:
+    """Load a head without context; shared weights are missing until ``share``.
+
+    Args:
+        model: folder or hub id.
 
     Raises:
         HeadError: a file is missing, or its tensors are not those of the config.
 
     """
-    head = build_head(read_head_config(folder))
-    path = folder / "model.safetensors"
+    folder = head_folder(model)
+    config = read_head_config(folder)
+    if isinstance(config, EagleHeadConfig):
+        raise HeadError(f"{folder} holds an eagle head; name one without context")
+    head = build_head(config)
+    path = folder / WEIGHTS
     if not path.is_file():
-        raise HeadError(f"{folder} holds no model.safetensors; train the head again")
+        raise HeadError(f"{folder} holds no {WEIGHTS}; train the head again")
     if problem := weights_problem(path):
         raise HeadError(f"{problem}; copy the head again, or train it again")
     try:
@@ -44,6 +98,63 @@ def load_head(folder: Path) -> DraftHead:
     except RuntimeError as error:
         raise HeadError(f"{path} does not fit its config.json: {error}") from None
     return head.eval().requires_grad_(False)
+
+
+def load_eagle_head(
+    model: str | Path,
+    num_target_layers: int | None = None,
+    hot_tokens: Path | None = None,
+) -> EagleHead:
+    """Load a published EAGLE head, in the dtypes of its files.
+
+    Shared weights are missing until ``EagleHead.share``.
+
+    Args:
+        model: folder or hub id.
+        num_target_layers: of the target, see ``read_head_config``.
+        hot_tokens: a JSON list of token ids, the only ones to draft.
+
+    Raises:
+        HeadError: it is no EAGLE head, or its files do not fit together.
+
+    """
+    folder = head_folder(model)
+    config = read_head_config(folder, num_target_layers)
+    if not isinstance(config, EagleHeadConfig):
+        raise HeadError(f"{folder} holds a {config.method} head; name an EAGLE head")
+    head = EagleHead(config)
+    load_weights(head, Checkpoint.read(folder))
+    if hot_tokens is not None:
+        head.restrict(read_hot_tokens(hot_tokens, config))
+    return head.eval().requires_grad_(False)
+
+
+def read_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
+    """Read which tokens a head is to draft, ascending.
+
+    Raises:
+        HeadError: they cannot be those of this head.
+
+    """
+    try:
+        ids = _TOKEN_IDS.validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else first_problem(error)
+        raise HeadError(
+            f"'hot_tokens': {path} is no JSON list of token ids ({reason})"
+        ) from None
+    if config.num_hot_tokens is not None:
+        raise HeadError(
+            f"'hot_tokens' is {path}, and the head has a draft vocabulary of its own "
+            f"({config.num_hot_tokens} tokens); remove 'hot_tokens'"
+        )
+    hot = torch.tensor(sorted(set(ids)), dtype=torch.int64)
+    if len(hot) == 0 or hot[-1] >= config.vocab_size:
+        raise HeadError(
+            f"'hot_tokens': {path} must name tokens below {config.vocab_size}, the "
+            f"vocabulary of the head, and at least one"
+        )
+    return hot
 
 
 def save_head(
@@ -57,7 +168,7 @@ def save_head(
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in head.state_dict().items()
     }
-    path = folder / "model.safetensors"
+    path = folder / WEIGHTS
     save_file(tensors, path)
     (folder / "config.json").write_text(head.config.model_dump_json(indent=2) + "\n")
     return path.stat().st_size / 1e6

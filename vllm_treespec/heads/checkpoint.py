@@ -1,0 +1,164 @@
+"""The files of a head: its folder or hub id, ``config.json``, names and shapes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vllm_treespec.heads.config import HeadError
+from vllm_treespec.heads.weights import weights_problem
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# What is fetched of a head on the hub.
+READ = ("config.json", "*.safetensors", "*.safetensors.index.json")
+
+
+def head_folder(model: str | Path, files: tuple[str, ...] = READ) -> Path:
+    """The folder of a head; one on the Hugging Face hub is fetched.
+
+    Args:
+        model: a folder, or a hub id.
+        files: patterns of what is fetched.
+
+    Raises:
+        HeadError: there is no such folder, and it cannot be fetched.
+
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or folder.exists() or str(model).startswith((".", "~")):
+        raise HeadError(
+            f"there is no folder {model}; name the folder of a head, `treespec train` "
+            f"makes one"
+        )
+    return _fetched(str(model), files)
+
+
+@cache
+def _fetched(model: str, files: tuple[str, ...]) -> Path:
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(files)))
+    # answers of the hub and a missing network are OSErrors
+    except (OSError, HFValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise HeadError(
+            f"there is no folder {model}, and the hub gave no head of that name "
+            f"({reason}); name the folder, or the hub id, of a head"
+        ) from None
+
+
+def read_config_file(folder: Path) -> dict[str, Any]:
+    """Read ``config.json``.
+
+    Raises:
+        HeadError: there is none, or it is no JSON object.
+
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise HeadError(f"{folder} holds no config.json; name the folder of a head")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise not_a_head(path, str(error)) from None
+    if not isinstance(config, dict):
+        raise not_a_head(path, "it holds no JSON object")
+    return config
+
+
+def not_a_head(path: Path, reason: str) -> HeadError:
+    """The refusal of a ``config.json`` that is no head's."""
+    return HeadError(
+        f"{path} is not the configuration of a head ({reason}); name a folder made by "
+        f"`treespec train redrafter` (or `medusa`, `eagle`), or a published EAGLE head"
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Names and shapes of the weights in a folder, read from the files' headers.
+
+    Attributes:
+        files: the file of each tensor.
+        shapes: of each tensor.
+
+    """
+
+    folder: Path
+    files: dict[str, Path]
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read the headers of ``model.safetensors``, or of its shards.
+
+        Raises:
+            HeadError: a file is missing or broken.
+
+        """
+        files: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in _weight_files(folder):
+            if problem := weights_problem(path):
+                raise HeadError(f"{problem}; copy the head again, or train it again")
+            found = tensor_shapes(path)
+            files |= dict.fromkeys(found, path)
+            shapes |= found
+        return cls(folder, files, shapes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Read all tensors, in the dtypes of the files."""
+        tensors: dict[str, Tensor] = {}
+        for path in sorted(set(self.files.values())):
+            tensors |= load_file(path)
+        return tensors
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a safetensors file, from its header."""
+    with safe_open(path, "pt") as file:
+        names = list(file.keys())
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+
+
+def listed_files(index: Path) -> list[Path]:
+    """The files of weights that an index lists, all of which must exist.
+
+    Raises:
+        HeadError: it lists none, or one is missing.
+
+    """
+    try:
+        names = set(
+            json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        )
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise HeadError(f"{index} lists no files; copy the head again") from None
+    missing = sorted(name for name in names if not (index.parent / name).is_file())
+    if missing:
+        raise HeadError(
+            f"{index.parent} holds no {', '.join(missing)}; copy the head again"
+        )
+    return [index.parent / name for name in sorted(names)]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        return listed_files(folder / INDEX)
+    if not (folder / WEIGHTS).is_file():
+        raise HeadError(
+            f"{folder} holds no {WEIGHTS}; `treespec convert-head {folder} OUT` makes "
+            f"one of pytorch_model.bin"
+        )
+    return [folder / WEIGHTS]
