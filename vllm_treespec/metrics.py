@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
-from vllm_treespec.core.stats import DRAFT_FORWARD, STAGES, StepCounts
+from vllm_treespec.core.stats import DRAFT_FORWARD, KEEP_FEATURES, STAGES, StepCounts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +56,8 @@ COUNTERS = {
     ),
     "stage_seconds": (
         "stage",
-        "Seconds of worker time per stage; draft_forward is a part of draft.",
+        "Seconds of worker time per stage; draft_forward and keep_features are parts "
+        "of draft.",
     ),
     "num_steps": ("mode", "Steps per mode: the tree drafted with, or plain."),
 }
@@ -125,7 +126,7 @@ class SharedCounters:
         self._keys: dict[tuple[str, str], str] = {}
         self._values: defaultdict[str, float] = defaultdict(float)
         self.add(StepCounts())
-        for stage in (*STAGES, DRAFT_FORWARD):
+        for stage in (*STAGES, DRAFT_FORWARD, KEEP_FEATURES):
             self._add("stage_seconds", 0, stage)
 
     def add(self, counts: StepCounts) -> None:

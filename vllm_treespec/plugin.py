@@ -32,6 +32,7 @@ from vllm_treespec.config.checks import (
     check_shards,
     check_vocabulary,
     check_weights,
+    layers_read,
     read_config,
 )
 
@@ -100,6 +101,10 @@ def with_trees(
         setattr(expanded, name, value)
     vllm_config = make(expanded)
     refuse_models(config, vllm_config, device)
+    # A target that hands out other hidden states is compiled to another graph: vLLM's
+    # compile cache tells them apart by this.
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    vllm_config.additional_config["treespec_layers"] = layers_read(config, num_layers)
     refuse_short_chunks(vllm_config)
     if not args.disable_log_stats:
         from vllm_treespec.metrics import show_counters

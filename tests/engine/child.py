@@ -56,7 +56,7 @@ def capture_kv(runner: Any, num_blocks: int) -> list:
                 table = batch.block_table[0].block_table.np[0, :num_blocks]
                 layers = runner.compilation_config.static_forward_context
                 for name, layer in layers.items():
-                    if not name.startswith("draft_model"):
+                    if not name.startswith("draft_"):
                         found.append(layer.kv_cache[table].clone())
         return result
 

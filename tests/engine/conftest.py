@@ -53,7 +53,20 @@ SPECS: dict[str, dict[str, object]] = {
         "beam_width": 3,
         "length": 3,
     },
+    "redrafter-dynamic": {
+        "method": "redrafter",
+        "tree": "dynamic",
+        "beam_width": 4,
+        "length": 3,
+        "num_drafts": 10,
+    },
     "medusa_tree": {"method": "medusa_tree", "num_drafts": 7},
+    "eagle_tree": {"method": "eagle_tree", "num_drafts": 10},
+    "eagle-stochastic": {
+        "method": "eagle_tree",
+        "tree": "stochastic",
+        "num_drafts": 10,
+    },
 }
 
 # An engine of a small target, for ``run_engine``.
@@ -193,7 +206,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(shared_folder: Path) -> dict[str, str]:
-    """Folders of a small target, of a draft model that often agrees, and of a head.
+    """Folders of a small target, of a draft model that often agrees, and of heads.
 
     All have random weights.
     """
@@ -203,7 +216,9 @@ def tiny(shared_folder: Path) -> dict[str, str]:
             write_pair(folder)
             sizes = {name: SIZES[name] for name in ("hidden_size", "vocab_size")}
             write_head(folder / "redrafter", "redrafter", **sizes)
-    return {name: str(folder / name) for name in ("target", "draft", "redrafter")}
+            write_head(folder / "eagle_tree", "eagle", **sizes)
+    names = ("target", "draft", "redrafter", "eagle_tree")
+    return {name: str(folder / name) for name in names}
 
 
 @pytest.fixture(scope="session")

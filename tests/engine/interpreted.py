@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
 from vllm_treespec.engine.tree_attention import (
     TreeAttentionBackend,
     TreeAttentionImpl,
@@ -109,8 +110,9 @@ class InterpretedRunner(TreeGPUModelRunner, CPUModelRunner):
         """Run the models once; draft models read padded batches afterwards."""
         super().profile_run(*args, **options)
         masks = self.masks
-        for draft_model in self.drafter.draft_models:
-            draft_model.prepare(masks.max_tokens, PaddingDispatcher())
+        for source in self.drafter.paged:
+            if isinstance(source, GraphedDraftModel):
+                source.prepare(masks.max_tokens, PaddingDispatcher())
         for heads, size in masks.workspaces:
             # A card's number of splits would fill a card: too much for an interpreter.
             masks.workspaces[heads, size] = Workspace(

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.tiny_models import SIZES, write_pair, write_windowed
+from tests.engine.eagle_models import VOCAB_SIZE, write_known_language
+from tests.engine.tiny_models import write_pair, write_windowed
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.plugin import stock_arguments
 
@@ -15,6 +16,7 @@ SAMPLED = {"temperature": 0.8, "max_tokens": 12, "ignore_eos": True, "seed": 5}
 SPECS: dict[str, dict[str, object]] = {
     "rsd_s": {"method": "rsd_s", "beam_width": 3, "depth": 2},
     "spectr": {"method": "spectr", "num_paths": 3, "depth": 2},
+    "eagle_tree": {"method": "eagle_tree", "top_k": 3, "depth": 2},
 }
 # Prompts that cross a page at once, late, and while they are read in chunks.
 LENGTHS = (31, 5, 40)
@@ -33,6 +35,12 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Folders of a small target and of a draft model that often agrees."""
     return write_pair(tmp_path_factory.mktemp("pair"), **HEADS)
+
+
+@pytest.fixture(scope="module")
+def known_language(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a target and of an EAGLE head that knows its language."""
+    return write_known_language(tmp_path_factory.mktemp("known"))
 
 
 @pytest.fixture
@@ -55,6 +63,7 @@ def test_gpu_path_equals_plain_and_cpu_path(
     run_engine: Callable[..., dict],
     interpreted: Callable[..., dict],
     pair: tuple[str, str],
+    known_language: tuple[str, str],
 ) -> None:
     """Red when kernel, masks, moves or rules of the GPU path are wrong anywhere.
 
@@ -64,9 +73,9 @@ def test_gpu_path_equals_plain_and_cpu_path(
     are those of the CPU path, which draws the same numbers: branches and masks are one
     method.
     """
-    target, draft = pair
+    target, draft = known_language if method == "eagle_tree" else pair
     prompts = [
-        [(7 * i + 13 * j) % SIZES["vocab_size"] for i in range(length)]
+        [(7 * i + 13 * j) % VOCAB_SIZE for i in range(length)]
         for j, length in enumerate(LENGTHS)
     ]
     job = {"prompts": prompts, "params": [GREEDY, SAMPLED, GREEDY], "max_in_flight": 3}

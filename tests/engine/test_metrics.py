@@ -143,6 +143,7 @@ def test_ours_agree(counted: dict[str, Any]) -> None:
     assert len(worker["modes"]) == 3, "two trees and plain"
     assert worker["modes"]["plain"] > 0
     seconds = samples(counted, "treespec_stage_seconds", "stage")
+    assert seconds.pop("keep_features") == 0.0, "only heads with context keep any"
     assert seconds == pytest.approx(worker["seconds"], rel=1e-6)
     assert all(seconds.values())
 

@@ -40,10 +40,12 @@ def law_target(
             if not folder.exists():
                 write_pair(folder, sharpness=sharpness, vocab_size=vocab_size)
                 sizes = {"hidden_size": SIZES["hidden_size"], "vocab_size": vocab_size}
-                write_head(folder / "redrafter", "redrafter", **sizes)
+                for kind in ("redrafter", "eagle"):
+                    write_head(folder / kind, kind, **sizes)
                 for file in Path(target).glob("tokenizer*") if tokenizer else ():
                     shutil.copy(file, folder / "target")
         models = {n: str(folder / n) for n in ("target", "draft", "redrafter")}
+        models["eagle_tree"] = str(folder / "eagle")
         return models, {**TINY, "skip_tokenizer_init": not tokenizer}
 
     return make
@@ -69,8 +71,18 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
         ("rsd_s", True),
         ("redrafter", False),
         ("redrafter-stochastic", False),
+        ("eagle_tree", False),
+        ("eagle-stochastic", False),
     ],
-    ids=["rsd_s", "spectr", "grammar", "redrafter", "redrafter-stochastic"],
+    ids=[
+        "rsd_s",
+        "spectr",
+        "grammar",
+        "redrafter",
+        "redrafter-stochastic",
+        "eagle_tree",
+        "eagle-stochastic",
+    ],
 )
 def test_tokens_follow_the_target(
     method: str,

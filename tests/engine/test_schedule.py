@@ -17,10 +17,17 @@ SPECS: dict[str, dict] = {
         "length": 2,
         "schedule": [{"batch_size": 2}, {"batch_size": 4, "beam_width": 2}],
     },
+    "eagle_tree": {
+        "top_k": 3,
+        "depth": 2,
+        "num_drafts": 5,
+        "schedule": [{"batch_size": 2}, {"batch_size": 4, "depth": 1}],
+    },
 }
 MODES = {
     "rsd_c": {"plain", "rsd_c 3.2", "rsd_c 2"},
     "redrafter": {"plain", "redrafter 3x2x5", "redrafter 2x2x5"},
+    "eagle_tree": {"plain", "eagle_tree 3x2x5", "eagle_tree 3x1x5"},
 }
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.engine.processes import EngineProcessError, call
-from tests.engine.tiny_models import write_pair
-from tests.heads import write_head
+from tests.engine.tiny_models import SIZES, write_pair
+from tests.heads import HEADS, write_head
 
 # No multiple of what vLLM pads to, so that the last rank's part has padding.
 VOCAB_SIZE = 100
-PLAIN, RSD_S, REDRAFTER = "plain", "rsd_s", "redrafter"
+PLAIN, RSD_S, REDRAFTER, EAGLE = "plain", "rsd_s", "redrafter", "eagle_tree"
 SHAPES: dict[str, dict[str, Any]] = {
     RSD_S: {"beam_width": 3, "depth": 3, "schedule": [{"batch_size": 3}]},
     # So wide that a head of random weights is right now and then.
@@ -27,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_drafts": 15,
         "schedule": "fixed",
     },
+    EAGLE: {"top_k": 15, "depth": 2, "num_drafts": 15, "schedule": "fixed"},
 }
 JOBS: dict[str, dict[str, Any]] = {
     # More requests than the schedule above has a tree for.
@@ -105,7 +106,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensor_parallel")
     _, draft = write_pair(folder, vocab_size=VOCAB_SIZE)
     Path(draft).rename(folder / RSD_S)
-    write_head(folder / REDRAFTER, REDRAFTER, hidden_size=128, vocab_size=VOCAB_SIZE)
+    sizes = {"hidden_size": SIZES["hidden_size"], "vocab_size": VOCAB_SIZE}
+    for method in (REDRAFTER, EAGLE):
+        write_head(folder / method, HEADS[method], **sizes)
     return folder
 
 
@@ -137,7 +140,7 @@ def run(folder: Path) -> Callable[[str, int], dict[str, Any]]:
     return run
 
 
-@pytest.mark.parametrize("method", [RSD_S, REDRAFTER])
+@pytest.mark.parametrize("method", [RSD_S, REDRAFTER, EAGLE])
 def test_two_ranks_answer_as_one(
     method: str, run: Callable[[str, int], dict[str, Any]]
 ) -> None:
@@ -149,7 +152,7 @@ def test_two_ranks_answer_as_one(
         assert two[job] == plain[job], job
 
 
-@pytest.mark.parametrize("method", [RSD_S, REDRAFTER])
+@pytest.mark.parametrize("method", [RSD_S, REDRAFTER, EAGLE])
 def test_ranks_draw_the_same_trees(
     method: str, run: Callable[[str, int], dict[str, Any]]
 ) -> None:

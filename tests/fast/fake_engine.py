@@ -278,9 +278,9 @@ def make_layout(
 ) -> TreeLayout:
     """A layout with room for the method's trees."""
     sizes = [proposer.sizes for proposer in method.proposers]
-    has_draft_models = any(isinstance(s, ToyDraftModel) for s in sources)
+    has_own_kv = any(isinstance(s, ToyDraftModel) for s in sources)
     largest = TreeSizes.largest(sizes)
-    limits = LayoutLimits(largest, method.max_trees, has_draft_models)
+    limits = LayoutLimits(largest, method.max_trees, has_own_kv)
     if masks:
         return MaskLayout(limits, NodeMasks(256, habits.max_running, DEVICE))
     return BranchLayout(limits)

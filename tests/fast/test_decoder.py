@@ -22,6 +22,7 @@ from tests.fast.toy_models import (
     after,
     hidden_state,
 )
+from tests.fast.toy_pairs import ToyPairHead
 from tests.fast.toy_workloads import (
     HABITS,
     PROPOSERS,
@@ -64,6 +65,16 @@ def test_habits_happen() -> None:
     assert engine.scheduler.blocks.num_shared > 10, "no prefix was found in the cache"
 
 
+def test_pairs_are_stale_only_behind_shared_blocks() -> None:
+    """Red when a pair is read with another token, or not read again when committed."""
+    for share in (True, False):
+        engine = make_engine("pairs", replace(HABITS["all"], share=share))
+        check_greedy(engine, workload(0))
+        (source,) = engine.decoder.sources
+        assert isinstance(source, ToyPairHead)
+        assert bool(source.num_stale) == share
+
+
 @pytest.fixture
 def kernels_in_interpreter() -> Iterator[None]:
     """Run the KV move's kernel without a card."""
@@ -73,7 +84,7 @@ def kernels_in_interpreter() -> Iterator[None]:
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
 @pytest.mark.parametrize("habits", ["whole", "all"])
-@pytest.mark.parametrize("name", ["rsd_s", "rsd_c", "suffix_tree"])
+@pytest.mark.parametrize("name", ["rsd_s", "rsd_c", "suffix_tree", "pairs"])
 def test_masks_emit_the_same(name: str, habits: str) -> None:
     """Red when nodes under masks see, or commit, another path."""
     engine = make_engine(name, HABITS[habits], masks=True)

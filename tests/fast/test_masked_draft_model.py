@@ -81,6 +81,7 @@ def committed(device: torch.device) -> CommittedTokens:
         end=np.array([5, 8]),
         drafting=np.array([0, 1]),
         block_table=table.to(device),
+        host_table=table.numpy(),
         num_blocks=np.array([2, 2]),
     )
 

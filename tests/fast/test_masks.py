@@ -41,7 +41,7 @@ def two_trees(
     The batch: a prompt of 3 tokens, the first tree, a chain of 2, the second tree.
     """
     sizes = TreeSizes(max_nodes=4, max_depth=2, max_width=2, max_leaves=2)
-    limits = LayoutLimits(sizes, max_trees=4, has_draft_models=False)
+    limits = LayoutLimits(sizes, max_trees=4, has_own_kv=False)
     layout = MaskLayout(limits, NodeMasks(16, 4, device))
     positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9])
     inputs = TargetInputs(

@@ -31,7 +31,6 @@ from vllm_treespec.core.views import (
     scheduler_room,
 )
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.sources.base import Reads
 
 CPU = torch.device("cpu")
 STEP = 7
@@ -225,7 +224,15 @@ def test_committed_rows_without_trees() -> None:
     """
     batch = after_step([8, 30, 5], [4, 4, 1], [0, 1, 1])
     assert batch.end.tolist() == [12, 31, 6]
-    assert committed_rows(batch).tolist() == [0, 1, 2, 3, 4, 8]
+    rows = committed_rows(batch)
+    assert isinstance(rows, torch.Tensor)
+    assert rows.tolist() == [0, 1, 2, 3, 4, 8]
+
+
+def test_committed_rows_of_steps_without_drafts() -> None:
+    """Red when a plain step gathers rows that all lie in order."""
+    batch = after_step([8, 5], [4, 1], [0, 1])
+    assert committed_rows(batch) == slice(5)
 
 
 def test_committed_rows_of_trees() -> None:
@@ -251,14 +258,8 @@ def test_committed_rows_of_trees() -> None:
     # As a layout might order them.
     node_rows = torch.tensor([[3, 4, 2, 5], [8, 7, 9, -5]])
     rows = committed_rows(batch, trees, scored, node_rows)
+    assert isinstance(rows, torch.Tensor)
     assert rows.tolist() == [0, 1, 3, 2, 5, 6, 8]
-
-
-def test_features_cannot_be_caught_up_with() -> None:
-    """Red when a source may ask for features that are not kept."""
-    assert not Reads(features=(2,), own_kv=True).catches_up
-    with pytest.raises(ValueError, match="cannot catch up, so leave out catches_up"):
-        Reads(features=(2,), own_kv=True, catches_up=True)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -117,6 +117,8 @@ class ToyDraftModel:
 
     reads = Reads(own_kv=True, catches_up=True)
     vocabulary = None
+    # how many slots before a token's own its KV lies
+    lag = 0
 
     def __init__(self, language: Language) -> None:
         """Speak the language's draft."""
@@ -186,8 +188,8 @@ class ToyDraftModel:
         ]
         level = self.level_reader.next_level(parents)
         flat = [path for paths in self.paths for path in paths]
-        assert level.positions.tolist() == [len(path) - 1 for path in flat]
-        kv = [texts_so_far(path) for path in flat]
+        assert level.positions.tolist() == [len(path) - 1 - self.lag for path in flat]
+        kv = [texts_so_far(path)[self.lag :] for path in flat]
         self.kv.write(level.slots, np.array([row[-1] for row in kv]))
         self._check(kv, level.query_start_loc, level.seq_lens, level.block_table)
         self.level_reader.end_level()
@@ -206,7 +208,10 @@ class ToyDraftModel:
             assert self.layout.shared_plan.plan is None, "the target's plan is left"
         places = query_start_loc, seq_lens, block_table
         for row, slots in seen_slots(self.layout, *places):
-            assert np.array_equal(self.kv.read(slots), kv[row]), "another path"
+            self._check_row(self.kv.read(slots), kv[row])
+
+    def _check_row(self, seen: np.ndarray, own: np.ndarray) -> None:
+        assert np.array_equal(seen, own), "another path"
 
 
 class ToyHead:

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from tests.fast.fake_engine import FakeEngine
 from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, ToyHead
+from tests.fast.toy_pairs import ToyPairHead
 from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.schedule import AdaptiveSchedule
-from vllm_treespec.proposers import Proposer, RsdC, RsdS, Sd, Suffix
+from vllm_treespec.proposers import (
+    DynamicTree,
+    Proposer,
+    RsdC,
+    RsdS,
+    Sd,
+    StochasticTree,
+    Suffix,
+)
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import DraftSource
 from vllm_treespec.sources.suffix_index import SuffixIndex
@@ -20,9 +29,13 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "rsd_s": lambda: RsdS(beam_width=3, depth=3),
     "rsd_c": lambda: RsdC((3, 2, 1)),
     "sd": lambda: Sd(depth=4),
+    "dynamic_tree": lambda: DynamicTree(top_k=3, depth=3, num_drafts=7),
+    "stochastic_tree": lambda: StochasticTree(top_k=3, depth=3, num_drafts=7),
     "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, max_match=6),
     "head": lambda: RsdS(beam_width=2, depth=3),
+    "pairs": lambda: RsdS(beam_width=3, depth=3),
 }
+NOT_DRAWN = ("suffix_tree", "head", "dynamic_tree")
 HABITS = {
     "whole": Habits(),
     "cut": Habits(cut=0.5),
@@ -62,7 +75,9 @@ def sources_of(name: str, language: Language) -> list[DraftSource]:
     """What a method draws from."""
     if name == "suffix_tree":
         return [SuffixIndex(depth=5, max_match=6, max_cached_tokens=100)]
-    return [ToyHead(language) if name == "head" else ToyDraftModel(language)]
+    if name == "head":
+        return [ToyHead(language)]
+    return [ToyPairHead(language) if name == "pairs" else ToyDraftModel(language)]
 
 
 def make_method(
@@ -93,7 +108,7 @@ def make_engine(
 ) -> FakeEngine:
     """An engine for one method; with masks it scores all nodes, as on a GPU."""
     language = Language(seed)
-    rule = "target_draw" if name in ("suffix_tree", "head") else "recursive_rejection"
+    rule = "target_draw" if name in NOT_DRAWN else "recursive_rejection"
     method = make_method([PROPOSERS[name]()], rule, max_trees=max_trees, batched=masks)
     return FakeEngine(
         language,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,15 +13,16 @@ from vllm_treespec.core.matching import RunningTrees
 from vllm_treespec.core.reading import ReadingPlan, ReadMarks, plan_reading
 from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.sources.base import CommittedTokens, DraftSource
+from vllm_treespec.sources.base import CommittedTokens, DraftSource, FeatureKeeper
 
 
 class CommittedReader:
     """Gives each source the tokens that it has not read, and says who may draft.
 
     A source that catches up reads when trees are drawn, within a budget of tokens a
-    step; a request that is still behind drafts later. Any other source reads every
-    step's tokens in that step.
+    step; a request that is still behind drafts later. If it reads features it is handed
+    them in every step, to keep. Any other source reads every step's tokens in that
+    step.
     """
 
     marks: ReadMarks
@@ -33,6 +35,9 @@ class CommittedReader:
         self.step_sources = [
             s for s in sources if s.reads.every_token and s not in self.late_sources
         ]
+        self.keepers: list[FeatureKeeper] = [
+            cast(FeatureKeeper, s) for s in self.late_sources if s.reads.features
+        ]
         self.features = {layer for s in sources for layer in s.reads.features}
         self.max_num_tokens = max_num_tokens
 
@@ -43,7 +48,7 @@ class CommittedReader:
     def read(
         self,
         batch: EmittedBatch,
-        rows: Tensor | None,
+        rows: Tensor | slice | None,
         reqs: np.ndarray,
         may_draft: np.ndarray,
         max_trees: int,
@@ -64,6 +69,10 @@ class CommittedReader:
 
         """
         drafting = reqs[may_draft][:max_trees]
+        if self.keepers:
+            computed = self._step_tokens(batch, rows, reqs[:0])
+            for keeper in self.keepers:
+                keeper.keep(computed)
         if self.late_sources:
             self.marks.mark_written(
                 batch.blocks.host_table, batch.num_computed, batch.end
@@ -95,7 +104,7 @@ class CommittedReader:
         return plan.reqs[plan.drafting]
 
     def _step_tokens(
-        self, batch: EmittedBatch, rows: Tensor | None, drafting: np.ndarray
+        self, batch: EmittedBatch, rows: Tensor | slice | None, drafting: np.ndarray
     ) -> CommittedTokens:
         """All tokens that the target computed in this step and that were committed."""
         every = np.arange(batch.num_reqs)
@@ -120,6 +129,7 @@ def committed_tokens(
         end=plan.end,
         drafting=plan.drafting,
         block_table=batch.blocks.device_table[reqs],
+        host_table=batch.blocks.host_table[plan.reqs],
         num_blocks=batch.blocks.num_blocks[plan.reqs],
         features=features or {},
     )
@@ -130,7 +140,7 @@ def committed_rows(
     trees: RunningTrees | None = None,
     scored: ScorerOutput | None = None,
     node_rows: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | slice:
     """Query row of every token that a step committed, request after request.
 
     Of a request without a tree these are its first rows (those of drafts that were
@@ -143,10 +153,13 @@ def committed_rows(
         node_rows: int64 [num_trees, max_nodes], query row of every node.
 
     Returns:
-        int64 [sum of batch.end - batch.num_computed].
+        int64 [sum of batch.end - batch.num_computed]; a slice where no row is left
+        out and there are no trees.
 
     """
     counts = batch.end - batch.num_computed
+    if trees is None and np.array_equal(counts, batch.num_scheduled):
+        return slice(int(counts.sum()))
     starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     offsets = np.cumsum(counts) - counts
     within = np.arange(counts.sum()) - np.repeat(offsets, counts)

@@ -291,7 +291,7 @@ class TreeDecoder:
         assert self.scored is not None
         return self.root_rows.index_add(0, self.trees.reqs, self.scored.last_node())
 
-    def _committed_rows(self, batch: EmittedBatch) -> Tensor | None:
+    def _committed_rows(self, batch: EmittedBatch) -> Tensor | slice | None:
         """Query rows of all tokens that were committed in this step, in order.
 
         None when no source asks for hidden states of every token.

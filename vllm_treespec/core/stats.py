@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# In the order of a step. "draft_forward", also counted, is the part of "draft" that the
-# draft models' or the head's forwards take.
+# In the order of a step.
 STAGES = ("tree_build", "forward", "score", "commit", "draft")
-DRAFT_FORWARD = "draft_forward"
+# Also counted, parts of "draft": forwards of draft models or a head; what is kept of
+# the target's hidden states.
+DRAFT_FORWARD, KEEP_FEATURES = "draft_forward", "keep_features"
 
 
 @dataclass

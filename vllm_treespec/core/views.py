@@ -129,8 +129,8 @@ class HiddenStates:
 
     # [num_rows, hidden_size], after the last layer, by row of the logits
     sampled: Tensor
-    # layer -> [num_tokens, hidden_size], by query row; before that layer, the number of
-    # layers stands for after the last
+    # layer -> [num_tokens, hidden_size], by query row; before that layer, or behind the
+    # final norm (``sources.base.FINAL_LAYER``)
     by_layer: dict[int, Tensor]
 
 

@@ -107,7 +107,7 @@ class GraphedDraftModel(PagedDraftModel):
             attn_metadata,
             self.vllm_config,
             num_tokens=size,
-            slot_mapping=self._slot_mapping(inputs.slots[:size]),
+            slot_mapping=self.slot_mapping(inputs.slots[:size]),
             cudagraph_runtime_mode=mode,
             batch_descriptor=desc,
         ):

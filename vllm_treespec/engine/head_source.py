@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from vllm._custom_ops import rms_norm
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -16,7 +17,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_treespec.core.stats import StepStats
-from vllm_treespec.heads import DraftHead, OutputLayer, load_head
+from vllm_treespec.heads import Head, OutputLayer, load_head
+from vllm_treespec.heads.decoder import RMSNorm
 from vllm_treespec.sources.head import HeadSource
 
 
@@ -65,11 +67,28 @@ class PackedLinear(torch.nn.Module):
         return self.cpu_linear(x, self.weight, self.bias)
 
 
-def pack_layers(head: DraftHead) -> None:
-    """Pack all linear layers of a head, the output layer too."""
+class FusedNorm(torch.nn.Module):
+    """A norm on vLLM's kernel for this CPU; PyTorch's own is a chain of operations."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        """Take the norm's weight."""
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it to [..., size]."""
+        normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rms_norm(normed, x.contiguous(), self.weight, self.eps)
+        return normed
+
+
+def pack_layers(head: Head) -> None:
+    """Put vLLM's kernels for this CPU into a head, its output layer too."""
     for name, layer in list(head.named_modules()):
         if isinstance(layer, torch.nn.Linear | OutputLayer):
             head.set_submodule(name, PackedLinear(layer))
+        elif isinstance(layer, RMSNorm):
+            head.set_submodule(name, FusedNorm(layer))
 
 
 def shared_weights(target_model: torch.nn.Module) -> tuple[Tensor, Tensor]:

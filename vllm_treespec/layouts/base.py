@@ -59,13 +59,16 @@ class LayoutLimits:
     sizes: TreeSizes
     # trees in one step
     max_trees: int
-    # whether draft models with KV of their own read levels
-    has_draft_models: bool
+    # whether a source with KV of its own reads levels
+    has_own_kv: bool
 
 
 @dataclass(frozen=True)
 class RootBlocks:
-    """Where the roots of the trees lie that a draft model is going to grow."""
+    """Where the trees begin that a draft model, or a head, is going to grow.
+
+    That is where the root lies, of a head that reads pairs where the last pair lies.
+    """
 
     # int64 [num_trees], positions of the roots, on the host and on the device
     host_positions: np.ndarray

@@ -56,9 +56,9 @@ class BranchLayout:
     def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
         sizes = self.limits.sizes
         forks = sizes.max_leaves - 1
-        if self.limits.has_draft_models:
-            # One a node of a level, and one for the root.
-            forks = max(forks, sizes.max_width + 1)
+        if self.limits.has_own_kv:
+            # One a node that is read at once, and one for the root.
+            forks = max(forks, sizes.draft_width + 1)
         return ForkSpace(
             first_block=first_block,
             forks_per_tree=forks,

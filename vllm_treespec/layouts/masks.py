@@ -46,10 +46,10 @@ class MaskLayout:
         return self._fork_space(0, block_size).num_blocks(self.limits.max_trees)
 
     def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
-        last = self.limits.sizes.max_nodes - 1
+        last = self.limits.sizes.draft_nodes
         return ForkSpace(
             first_block=first_block,
-            forks_per_tree=int(self.limits.has_draft_models),
+            forks_per_tree=int(self.limits.has_own_kv),
             blocks_per_fork=(block_size - 1 + last) // block_size + 1,
             block_size=block_size,
         )

@@ -8,35 +8,26 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+# Stands for the target's hidden states behind its final norm.
+FINAL_LAYER = -1
+
 
 @dataclass(frozen=True)
 class Reads:
-    """What a source reads of a request; the decoder provides this and no more.
-
-    Raises:
-        ValueError: when features are to be read later than the target computes them.
-
-    """
+    """What a source reads of a request; the decoder provides this and no more."""
 
     # the committed tokens of requests that draft (``Roots.token_ids``)
     token_ids: bool = False
     # the target's final hidden state from which a root was emitted (``Roots.hidden``)
     root_hidden: bool = False
-    # hidden states of every committed token, before these layers of the target; the
-    # number of layers stands for the final one (``CommittedTokens.features``)
+    # hidden states of every committed token, before these layers of the target;
+    # ``FINAL_LAYER`` stands for those behind its final norm
     features: tuple[int, ...] = ()
     # every committed token, into KV of its own (``DraftSource.read``)
     own_kv: bool = False
-    # whether it may read a token in a later step than the target computes it
+    # whether it may read a token in a later step than the target computes it; features
+    # are at hand in that step only, so it keeps them (``FeatureKeeper.keep``)
     catches_up: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse features that would be read after their step."""
-        if self.features and self.catches_up:
-            raise ValueError(
-                "features are at hand only in the step that computes them; a source "
-                "that reads features cannot catch up, so leave out catches_up"
-            )
 
     @property
     def every_token(self) -> bool:
@@ -63,10 +54,13 @@ class CommittedTokens:
     end: np.ndarray
     # int64 [num_drafting], which of the reading requests draft, ascending
     drafting: np.ndarray
-    # int32 [num_reading, max_blocks] and the filled columns, int [num_reading]
+    # int32 [num_reading, max_blocks], on the device and on the host, and the filled
+    # columns, int [num_reading]
     block_table: Tensor
+    host_table: np.ndarray
     num_blocks: np.ndarray
-    # layer -> [sum of end - first, hidden_size], token after token
+    # layer -> [sum of end - first, hidden_size], token after token, which the engine
+    # may overwrite in the next step; empty for a source that catches up
     features: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -151,3 +145,14 @@ class DraftSource(Protocol):
 
     def finish_requests(self, slots: np.ndarray) -> None:
         """Drop what is kept of requests that ended, by their slots, int64 [n]."""
+
+
+class FeatureKeeper(DraftSource, Protocol):
+    """A source that reads features and catches up: it keeps them until it reads."""
+
+    def keep(self, committed: CommittedTokens) -> None:
+        """Keep the features of the tokens that the target computed in this step.
+
+        It is called in every step, also when no tree is drawn. What is kept must lie
+        where the tokens' KV does, as with ``read``.
+        """

@@ -72,6 +72,10 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
             "0.32": "e80e93519bb2801d",
             "0.33": "e80e93519bb2801d",
         },
+        "GPUModelRunner._get_eagle3_aux_layers_from_config": {
+            "0.33": "d1ab862948fee082",
+            "0.32": "d1ab862948fee082",
+        },
         "GPUModelRunner.propose_draft_token_ids": {
             "0.32": "9fb2624a60de9a37",
             "0.33": "c1fd76a0224c775a",

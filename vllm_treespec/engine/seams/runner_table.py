@@ -27,6 +27,9 @@ RUNNER_OVERRIDDEN = (
         "_input_fits_in_drafter",
         "drafting near max_model_len is decided per request",
     ),
+    *_RUNNER.overrides(
+        "_get_eagle3_aux_layers_from_config", "the layers that a head reads"
+    ),
     *_RUNNER.overrides("propose_draft_token_ids", "the next draft trees"),
     *_RUNNER.overrides("take_draft_token_ids", "trees go to the scheduler"),
 )
@@ -41,6 +44,12 @@ RUNNER_READ = (
     *_RUNNER.reads("drafter", "vLLM made it from our class"),
     *_RUNNER.reads("sampler", "requests without a tree are sampled as in stock vLLM"),
     *_RUNNER.reads("requests input_batch", "the requests of a step"),
+    *_RUNNER.writes(
+        "use_aux_hidden_state_outputs", "the layers that a head reads: they are kept"
+    ),
+    *_RUNNER.relies(
+        "_setup_eagle3_aux_hidden_state_outputs", "the target learns which layers"
+    ),
     *_RUNNER.reads("discard_request_mask", "requests whose prompt is not complete yet"),
     *_RUNNER.writes(
         "input_ids positions", "node order and tree positions: their contents"

@@ -284,6 +284,7 @@ KV_CACHE = (
     ),
 )
 
+_INTERFACES = Owner("vllm.model_executor.models.interfaces")
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 _CUDAGRAPH_MODE = Owner("vllm.config.compilation:CUDAGraphMode", "cuda")
 LOADING = (
@@ -326,6 +327,18 @@ LOADING = (
     *Owner("vllm.v1.cudagraph_dispatcher:CudagraphDispatcher", "cuda").calls(
         "dispatch", "graphs of draft models"
     ),
+    *_INTERFACES.calls(
+        "supports_eagle3", "whether the target hands out its layers' hidden states"
+    ),
+    *Owner("vllm.model_executor.layers.attention").calls(
+        "Attention", "attention of a head"
+    ),
+    *Owner(f"{_LAYER}:Attention").reads("layer_name", "attention of a head"),
+    *Owner(f"{_LAYER}:Attention").calls("forward", "attention of a head"),
+    *_CONFIG.calls("set_current_vllm_config", "attention of a head"),
+    *Owner("vllm.utils.torch_utils").calls(
+        "set_default_torch_dtype", "attention of a head"
+    ),
     *Owner(_EMBEDDING).reads(
         "VocabParallelEmbedding", "the embedding that a head shares"
     ),
@@ -343,6 +356,7 @@ LOADING = (
     *Owner("vllm.model_executor.layers.utils", "cpu").calls(
         "dispatch_cpu_unquantized_gemm", "packed linear layers for heads"
     ),
+    *Owner("vllm._custom_ops", "cpu").calls("rms_norm", "norms of heads"),
     *Owner(
         "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", "cpu"
     ).reads("cpu_linear", "packed linear layers for heads"),

@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
 from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.schedule import AdaptiveSchedule
@@ -17,6 +18,8 @@ from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.head_source import EngineHeadSource
+from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.scorers import RULES, Rule, TypicalAcceptance
 from vllm_treespec.sources.base import DraftSource
@@ -33,7 +36,8 @@ class TreeDrafter:
         self.vllm_config = vllm_config
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
         self.stats = StepStats()
-        self.draft_models: list[PagedDraftModel] = []
+        # draft models, or a head with context
+        self.paged: list[PagedSource] = []
         self.head: EngineHeadSource | None = None
         grammars = vllm_config.structured_outputs_config
         # whether a grammar begins at the end of some reasoning only
@@ -57,10 +61,9 @@ class TreeDrafter:
 
         """
         method = self.make_method(batched_rules)
-        layout = make_layout(layout_limits(method, bool(self.config.models)))
-        self.decoder = self.decoder_class(
-            method, self._sources(draft_model_class), layout, limits, self.stats
-        )
+        sources = self._sources(draft_model_class)
+        layout = make_layout(layout_limits(method, bool(self.paged)))
+        self.decoder = self.decoder_class(method, sources, layout, limits, self.stats)
         return self.decoder
 
     def make_method(self, batched: bool) -> Method:
@@ -76,25 +79,36 @@ class TreeDrafter:
 
     def _sources(self, draft_model_class: type[PagedDraftModel]) -> list[DraftSource]:
         """What the method's proposers draw from, in the spec-config's order."""
-        self.draft_models = [
+        config = self.config
+        self.paged = [
             draft_model_class(
-                self.vllm_config, model, f"draft_model_{index}", self.stats
+                self.vllm_config, model, f"draft_model_{number}", self.stats
             )
-            for index, model in enumerate(self.config.models)
+            for number, model in enumerate(config.models)
         ]
-        sources: list[DraftSource] = [*self.draft_models]
-        if self.config.head is not None:
-            self.head = EngineHeadSource(self.vllm_config, self.config.head, self.stats)
+        if isinstance(config, EagleTreeConfig):
+            head = PagedHead(
+                self.vllm_config,
+                config.model,
+                config.hot_tokens,
+                "draft_head",
+                self.stats,
+            )
+            self.paged.append(head)
+        elif config.head is not None:
+            self.head = EngineHeadSource(self.vllm_config, config.head, self.stats)
+        sources: list[DraftSource] = [*self.paged]
+        if self.head is not None:
             sources.append(self.head)
-        index = self.config.suffix_index()
+        index = config.suffix_index()
         if index is not None:
             sources.append(index)
         return sources
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the draft models or the head; vLLM has just loaded the target."""
-        for draft_model in self.draft_models:
-            draft_model.load()
+        """Load draft models or a head; vLLM has just loaded the target."""
+        for source in self.paged:
+            source.load(target_model)
         if self.head is not None:
             self.head.load(target_model)
 
@@ -111,7 +125,7 @@ def make_rule(config: MethodConfig) -> Rule:
     return RULES[config.rule]
 
 
-def layout_limits(method: Method, has_draft_models: bool) -> LayoutLimits:
+def layout_limits(method: Method, has_own_kv: bool) -> LayoutLimits:
     """What a layout must have room for, with all trees of a method's schedule."""
     sizes = TreeSizes.largest([proposer.sizes for proposer in method.proposers])
-    return LayoutLimits(sizes, method.max_trees, has_draft_models)
+    return LayoutLimits(sizes, method.max_trees, has_own_kv)

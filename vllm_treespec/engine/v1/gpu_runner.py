@@ -55,14 +55,12 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
 
         Buffers that last are made before, so that they are measured.
         """
-        models = [self.model_config]
-        for draft_model in self.drafter.draft_models:
-            assert isinstance(draft_model, GraphedDraftModel)
-            draft_model.prepare(self.masks.max_tokens, self.cudagraph_dispatcher)
-            models.append(draft_model.model_config)
-        for model in models:
-            num_heads = model.get_num_attention_heads(self.parallel_config)
-            self.masks.workspace(num_heads, model.get_head_size())
+        num_heads = self.model_config.get_num_attention_heads(self.parallel_config)
+        self.masks.workspace(num_heads, self.model_config.get_head_size())
+        for source in self.drafter.paged:
+            self.masks.workspace(*source.attention_shape)
+            if isinstance(source, GraphedDraftModel):
+                source.prepare(self.masks.max_tokens, self.cudagraph_dispatcher)
         super().profile_run(*args, **options)
         hidden = torch.zeros(
             (
@@ -82,7 +80,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
         outputs = super()._dummy_run(num_tokens, *args, **options)
         graph = draft_graph(self.cudagraph_dispatcher, num_tokens, options)
         if graph is not None:
-            for draft_model in self.drafter.draft_models:
-                assert isinstance(draft_model, GraphedDraftModel)
-                draft_model.dummy_run(*graph)
+            for source in self.drafter.paged:
+                if isinstance(source, GraphedDraftModel):
+                    source.dummy_run(*graph)
         return outputs

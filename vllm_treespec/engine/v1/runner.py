@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ from vllm_treespec.engine.v1.views import (
     target_inputs,
 )
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
+from vllm_treespec.sources.base import FINAL_LAYER
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -68,15 +70,15 @@ class TreeRunnerMixin(V1Runner):
         self.decoder = self.drafter.make_decoder(
             self.make_layout, self.draft_model_class, self.batched_rules, limits
         )
-        # the number that stands for the hidden states after the last layer
-        self._final_layer = int(self.model_config.get_total_num_hidden_layers())
-        unknown = self.decoder.committed_reader.features - {self._final_layer}
-        if unknown:
-            raise ValueError(
-                f"a draft source reads hidden states of layers {sorted(unknown)}; "
-                f"only those after the last layer ({self._final_layer}) are at hand"
-            )
+        layers = self.decoder.committed_reader.features - {FINAL_LAYER}
+        # ascending, as vLLM hands their hidden states out
+        self._aux_layers = tuple(sorted(layers))
+        self.use_aux_hidden_state_outputs = bool(layers)
         self._forward_start = 0.0
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        """Before which layers vLLM hands out hidden states."""
+        return self._aux_layers or None
 
     def initialize_kv_cache_tensors(
         self,
@@ -98,20 +100,20 @@ class TreeRunnerMixin(V1Runner):
         )
         (kernel_block_size, *_) = kernel_block_sizes
         num_blocks = kv_cache_config.num_blocks * (block_size // kernel_block_size)
-        ours = {n for model in self.drafter.draft_models for n in model.layer_names}
+        ours = {n for source in self.drafter.paged for n in source.layer_names}
         target_caches = [kv for name, kv in kv_caches.items() if name not in ours]
         layout.bind(target_caches, num_blocks, kernel_block_size)
         self.decoder.committed_reader.bind(num_blocks, kernel_block_size)
-        for model in self.drafter.draft_models:
-            model.bind(kv_caches, self.attn_groups[0], layout)
+        for source in self.drafter.paged:
+            source.bind(kv_caches, self.attn_groups[0], layout)
         self.connect_attention(kv_caches)
         return kv_caches
 
     def profile_run(self, *args: object, **options: object) -> None:
-        """Run the models once before the KV cache is made, draft models included."""
+        """Run all models and heads once before the KV cache is made."""
         super().profile_run(*args, **options)
-        for draft_model in self.drafter.draft_models:
-            draft_model.warm_up()
+        for source in self.drafter.paged:
+            source.warm_up()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
         """Add new requests, release finished ones, discard trees of preempted ones."""
@@ -179,12 +181,14 @@ class TreeRunnerMixin(V1Runner):
         sampling_metadata: SamplingMetadata,
         hidden_states: Tensor,
         sample_hidden_states: Tensor,
+        aux_hidden_states: Sequence[Tensor] | None,
         *_: object,
     ) -> list[list[int]]:
         """Draw the next tree of every request that may have one."""
+        layers = zip(self._aux_layers, aux_hidden_states or (), strict=True)
         hidden = HiddenStates(
             sampled=sample_hidden_states,
-            by_layer={self._final_layer: hidden_states},
+            by_layer={FINAL_LAYER: hidden_states, **dict(layers)},
         )
         scheduled = self.decoder.batch
         proposal = self.drafter.propose(

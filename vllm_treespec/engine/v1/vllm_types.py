@@ -89,10 +89,14 @@ class V1Runner:
     attn_groups: Sequence[Sequence[AttentionGroup]]
     cudagraph_dispatcher: CudagraphDispatcher
     discard_request_mask: Buffer
+    use_aux_hidden_state_outputs: bool
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Describe the KV cache of every layer."""
         raise NotImplementedError
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        """Before which layers the target hands out hidden states."""
 
     def initialize_kv_cache_tensors(
         self,

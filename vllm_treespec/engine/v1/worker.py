@@ -14,7 +14,10 @@ class TreeWorkerMixin(V1Worker):
     """What CPU and GPU workers share."""
 
     def determine_available_memory(self) -> int:
-        """Memory for the scheduler's KV blocks: what is left beside fork blocks."""
+        """Memory for the scheduler's KV blocks.
+
+        Fork blocks take a part, and features that are kept beside each block.
+        """
         available = super().determine_available_memory()
         runner = self.model_runner
         block_size = self.cache_config.block_size
@@ -27,7 +30,8 @@ class TreeWorkerMixin(V1Worker):
                 f"{available / 2**30:.2f} GiB for KV cache; lower 'max_trees' or the "
                 "tree in speculative_config, or --block-size, or give more KV memory"
             )
-        return available - fork_bytes
+        feature_bytes = sum(s.feature_bytes(block_size) for s in runner.drafter.paged)
+        return (available - fork_bytes) * page_bytes // (page_bytes + feature_bytes)
 
     def treespec_stats(self, reset: bool = False) -> dict[str, object]:
         """Totals of this worker's steps, for ``LLM.collective_rpc``."""

@@ -1,0 +1,190 @@
+"""EAGLE heads in the engine: what they read is right in every kind of step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.engine.conftest import MAX_MODEL_LEN, TINY
+from tests.engine.eagle_models import VOCAB_SIZE, write_known_language
+from tests.engine.processes import call
+from tests.engine.tiny_models import SIZES
+from tests.published_heads import Form, PublishedHead
+
+FORMS: dict[str, Form] = {
+    "speculators": "speculators",
+    "eagle3": "eagle3",
+    "eagle1": "eagle",
+}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+BLOCK_SIZE = 32
+# Shorter and longer than a block, and than a chunk of a prompt.
+LENGTHS = (3, 31, 32, 100, 200)
+DEPTH = 3
+
+
+def prompts(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    rng = random.Random(1)
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def run(shared_folder: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function that runs jobs on an engine and notes all drafts."""
+
+    def start(
+        model: str, spec: dict[str, Any], jobs: list[dict], **options: Any
+    ) -> dict[str, Any]:
+        arguments = {
+            "model": model,
+            "dtype": "float32",
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 192,
+            "enforce_eager": True,
+            "block_size": BLOCK_SIZE,
+            **TINY,
+            "speculative_config": spec,
+            **options,
+        }
+        shared_folder.mkdir(parents=True, exist_ok=True)
+        name = hashlib.sha256(json.dumps([arguments, jobs]).encode()).hexdigest()
+        log = shared_folder / f"eagle-{name[:16]}.log"
+        result: dict[str, Any] = call(
+            "tests.engine.draft_log:run",
+            arguments,
+            jobs,
+            log=log,
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        )
+        return result
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def known_language(shared_folder: Path) -> tuple[str, str]:
+    """Folders of a target and of a head that knows its language."""
+    folder = shared_folder / "known"
+    with FileLock(f"{folder}.lock"):
+        if folder.exists():
+            return str(folder / "target"), str(folder / "head")
+        return write_known_language(folder)
+
+
+def jobs_of_all_kinds(vocab_size: int) -> list[dict]:
+    """Jobs in which a pair is read long after its feature was kept.
+
+    One request at a time; two of different lengths, of which the longer one drafts when
+    the other has ended; all again, from the prefix cache.
+    """
+    texts = prompts(vocab_size)
+    lengths = [{**GREEDY, "max_tokens": n} for n in (20, 60)]
+    return [
+        {"prompts": texts, "params": GREEDY, "max_in_flight": 1},
+        {"prompts": texts[:4], "params": lengths * 2, "max_in_flight": 2},
+        {"prompts": texts, "params": GREEDY, "max_in_flight": 1},
+    ]
+
+
+# Trees are drawn while one request runs.
+ALONE = {"schedule": [{"batch_size": 1}]}
+
+
+def test_exact_features_are_always_accepted(
+    run: Callable[..., dict[str, Any]], known_language: tuple[str, str]
+) -> None:
+    """Red when a pair is read with another token's feature, or with a stale one.
+
+    After plain steps, from the prefix cache, and after preemption.
+    """
+    target, head = known_language
+    spec = {"method": "eagle_tree", "model": head, "top_k": 2, "depth": DEPTH}
+    static = {**spec, "tree": "static", **ALONE}
+    found = run(target, static, jobs_of_all_kinds(VOCAB_SIZE))
+    for accepted in found["accepted"]:
+        assert accepted.keys() == {str(DEPTH)}
+        assert accepted[str(DEPTH)] >= 20
+    cached = [answer["num_cached_tokens"] for answer in found["answers"][2]]
+    assert max(cached) >= 6 * BLOCK_SIZE
+
+    job = {
+        "prompts": prompts(VOCAB_SIZE, (90,) * 4),
+        "params": {**GREEDY, "max_tokens": 100},
+        "max_in_flight": 4,
+    }
+    tight = run(
+        target, {**spec, "schedule": "fixed"}, [job], num_gpu_blocks_override=16
+    )
+    assert tight["preemptions"] > 0
+    assert tight["accepted"][0].keys() == {str(DEPTH)}
+
+
+@pytest.fixture(scope="module", params=["speculators", "eagle3", "eagle1"])
+def random_head(
+    request: pytest.FixtureRequest, shared_folder: Path, tiny: dict[str, str]
+) -> tuple[str, str, str]:
+    """Folders of a target and of a head with random weights, and the form's name."""
+    form = request.param
+    return tiny["target"], write_random_head(shared_folder / form, form), form
+
+
+def write_random_head(folder: Path, form: str) -> str:
+    """Write a head with random weights for the tiny target; the folder."""
+    head = PublishedHead(
+        form=FORMS[form],
+        hidden_size=SIZES["hidden_size"],
+        intermediate_size=SIZES["intermediate_size"],
+        vocab_size=SIZES["vocab_size"],
+        draft_vocab_size=None if form == "eagle1" else 200,
+        head_dim=SIZES["head_dim"],
+        layer_ids=(0, 1, 2),
+        lm_head=form != "eagle1",
+        norm_before_residual=form == "speculators",
+        max_positions=MAX_MODEL_LEN,
+    )
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            head.write(folder)
+    return str(folder)
+
+
+def test_chains_equal_stock_vllm(
+    run: Callable[..., dict[str, Any]], random_head: tuple[str, str, str]
+) -> None:
+    """Red when positions, shifts, norms or layers differ from vLLM's own EAGLE."""
+    target, head, form = random_head
+    texts = prompts(SIZES["vocab_size"])
+    job = {"prompts": texts, "params": GREEDY, "max_in_flight": 1}
+    method = "eagle" if form == "eagle1" else "eagle3"
+    stock = {"method": method, "model": head, "num_speculative_tokens": DEPTH}
+    ours = {"method": "eagle_tree", "model": head, "top_k": 1, "depth": DEPTH}
+    (expected,) = run(target, stock, [job])["drafts"]
+    (found,) = run(target, {**ours, "schedule": "fixed"}, [job])["drafts"]
+    # Each leaves out other drafts that no request has room for.
+    both = expected.keys() & found.keys()
+    assert len(both) > 0.9 * len(expected)
+    # Rounding may decide between two tokens that are all but equally likely.
+    assert sum(found[text] != expected[text] for text in both) <= 0.01 * len(both)
+
+
+def test_drafts_follow_from_the_text(
+    run: Callable[..., dict[str, Any]], random_head: tuple[str, str, str]
+) -> None:
+    """Red when drafts depend on how the text was computed, not on the text alone."""
+    target, head, _ = random_head
+    spec = {"method": "eagle_tree", "model": head, "top_k": 3, "depth": DEPTH}
+    jobs = jobs_of_all_kinds(SIZES["vocab_size"])
+    alone, mixed, cached = run(target, {**spec, **ALONE}, jobs)["drafts"]
+    for drafts in (mixed, cached):
+        both = alone.keys() & drafts.keys()
+        assert len(both) > 30
+        assert sum(drafts[text] != alone[text] for text in both) <= 0.01 * len(both)

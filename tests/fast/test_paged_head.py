@@ -1,0 +1,161 @@
+"""What a head with context is given to read, pair by pair and level by level."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.no_waiting import NoWaiting
+from tests.fast.small_engine import engine_config
+from tests.fast.test_masked_draft_model import FORKS, PAGE, Copies, committed
+from tests.heads import write_head
+from vllm_treespec.core.feature_store import MAX_WAITING, FeatureStore
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.heads import load_eagle_head
+from vllm_treespec.layouts.base import LevelInputs
+from vllm_treespec.layouts.masks import MaskLevelReader
+from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.sources.base import CommittedTokens
+
+HIDDEN_SIZE = 64
+
+
+class Recorded(PagedHead):
+    """Notes what it reads; what it makes of a pair is the pair's feature plus 100."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        config = engine_config({"method": "suffix_tree"})
+        model = write_head(folder, "eagle", layer_ids=(0, 1))
+        super().__init__(config, model, None, "draft_head", StepStats())
+        self.head = load_eagle_head(model, 1).to(device)
+        self.device = device
+        self.forks = FORKS
+        self.groups: list[Any] = []
+        num_slots = FORKS.first_block * PAGE
+        self.store = FeatureStore(
+            num_slots, HIDDEN_SIZE, torch.float32, device, self.head.features
+        )
+        self.masks = NodeMasks(32, 4, device)
+        self.level_reader = MaskLevelReader(FORKS, Copies(), self.masks)
+
+    def _forward(
+        self, features: Tensor, token_ids: Tensor, inputs: LevelInputs
+    ) -> Tensor:
+        self.features, self.token_ids, self.inputs = features, token_ids, inputs
+        self.masks_then = self.masks.node_masks.clone()
+        return super()._forward(features, token_ids, inputs)
+
+    def _run(
+        self,
+        attn_metadata: dict[str, Any] | None,
+        features: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+    ) -> Tensor:
+        return features + 100
+
+
+def some_tokens(device: torch.device) -> CommittedTokens:
+    """Two pairs of one request and one of another, as drafting requests have."""
+    tokens = committed(device)
+    tokens.first[:] = 3, 7
+    return tokens
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Recorded:
+    """A head whose store has each slot's number as its feature."""
+    head = Recorded(torch.device("cpu"), tmp_path)
+    head.store.features += torch.arange(len(head.store.features))[:, None]
+    return head
+
+
+def test_pairs_lie_where_their_features_do(head: Recorded) -> None:
+    """Red when a pair has another slot, position, feature or second token.
+
+    Request 0 has its last pair at position 4, request 1 at 7; roots lie one further.
+    """
+    tokens = some_tokens(head.device)
+    head.read(tokens)
+    assert head.token_ids.tolist() == [4, 5, 18]
+    assert head.inputs.positions.tolist() == [3, 4, 7]
+    slots = [PAGE + 3, 2 * PAGE, 4 * PAGE + 3]
+    assert head.inputs.slots.tolist() == slots
+    assert head.features[:, 0].tolist() == slots
+    assert head.inputs.query_start_loc.tolist() == [0, 2, 3]
+    assert head.inputs.seq_lens.tolist() == [5, 8]
+
+
+def test_levels_follow_the_last_pairs(head: Recorded) -> None:
+    """Red when a level's slots, positions or masks are off, or a parent is another."""
+    head.read(some_tokens(head.device))
+    head.extend(torch.tensor([[7, 8, 9]] * 2), torch.zeros((2, 3), dtype=torch.int64))
+    root_features = [2 * PAGE + 100, 4 * PAGE + 3 + 100]
+    assert head.features[:, 0].tolist() == np.repeat(root_features, 3).tolist()
+    assert head.inputs.positions.tolist() == [5] * 3 + [8] * 3
+    first, second = 10 * PAGE, 12 * PAGE + 3
+    slots = [first + 1, first + 2, first + 3, second + 1, second + 2, second + 3]
+    assert head.inputs.slots.tolist() == slots
+    head.outputs[0, :, 0] = torch.tensor([1.0, 2.0, 3.0])
+    head.extend(torch.tensor([[5, 6]] * 2), torch.tensor([[1, 2], [0, 2]]))
+    assert head.features[:2, 0].tolist() == [2.0, 3.0]
+    assert head.inputs.positions.tolist() == [6] * 2 + [9] * 2
+    assert head.masks_then[:2].tolist() == [0b010101, 0b101001]
+
+
+def test_what_is_kept_is_read(head: Recorded) -> None:
+    """Red when layers are put together in another order, or into other slots."""
+    tokens = some_tokens(head.device)
+    for layer in (0, 1):
+        tokens.features[layer] = torch.randn(3, HIDDEN_SIZE)
+    head.keep(tokens)
+    states = torch.cat([tokens.features[0], tokens.features[1]], dim=1)
+    slots = torch.tensor([PAGE + 3, 2 * PAGE, 4 * PAGE + 3])
+    torch.testing.assert_close(head.store.read(slots), head.head.features(states))
+
+
+@pytest.mark.parametrize("what", ["keep", "read", "extend"])
+def test_the_host_never_waits(what: str, tmp_path: Path) -> None:
+    """Red when keeping or reading waits for the device."""
+    device = torch.device("meta")
+    head, tokens = Recorded(device, tmp_path), some_tokens(device)
+    for layer in (0, 1):
+        tokens.features[layer] = torch.empty((3, HIDDEN_SIZE), device=device)
+    if what == "keep":
+        with NoWaiting():
+            head.keep(tokens)
+        return
+    if what == "read":
+        with NoWaiting():
+            head.read(tokens)
+        return
+    head.read(tokens)
+    ids = torch.zeros((2, 3), dtype=torch.int64, device=device)
+    with NoWaiting():
+        head.extend(ids, torch.zeros_like(ids))
+
+
+def test_the_last_feature_of_a_slot_stays(head: Recorded) -> None:
+    """Red when a token that is computed again finds the feature of the first time."""
+    slots = np.array([5, 6])
+    first, second = torch.randn(2, 2, 2 * HIDDEN_SIZE)
+    head.store.keep(slots, first)
+    head.store.keep(slots[1:], second[1:])
+    expected = head.head.features(torch.stack([first[0], second[1]]))
+    found = head.store.read(torch.from_numpy(slots))
+    torch.testing.assert_close(found, expected)
+    assert not head.store.waiting
+
+
+def test_few_hidden_states_wait(head: Recorded) -> None:
+    """Red when steps without trees fill the memory with hidden states."""
+    for step in range(2 * MAX_WAITING):
+        head.store.keep(np.array([step % 7]), torch.randn(1, 2 * HIDDEN_SIZE))
+        assert len(head.store.waiting) < MAX_WAITING

@@ -1,0 +1,245 @@
+"""A head with context on vLLM's paged KV cache, growing trees by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_treespec.core.feature_store import FeatureStore, block_bytes
+from vllm_treespec.core.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
+from vllm_treespec.engine.head_source import pack_layers, shared_weights
+from vllm_treespec.engine.paged_source import PagedSource, token_places
+from vllm_treespec.heads import (
+    EagleHead,
+    EagleHeadConfig,
+    load_eagle_head,
+    read_head_config,
+)
+from vllm_treespec.layouts.base import LevelInputs, RootBlocks, TreeLayout
+from vllm_treespec.sources.base import FINAL_LAYER, CommittedTokens, Reads, Roots
+
+
+class PagedHead(PagedSource):
+    """EAGLE's head: a source of drafts, and the ``DraftModel`` of a running step.
+
+    It reads pairs: the target's feature of token i and token i + 1, at position i. A
+    pair's KV lies in token i's slot. So all pairs of committed tokens, the root as the
+    last one's second half, lie in blocks that the request has; the drafted nodes of
+    level d follow at d positions behind the last pair.
+
+    The target's features are kept in every step, for pairs are read when trees are
+    drawn. A tree's node is read with what the head made of its parent's pair; once it
+    is committed, its pair is read again with the target's own feature.
+    """
+
+    head: EagleHead
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: str,
+        hot_tokens: str | None,
+        prefix: str,
+        stats: StepStats,
+    ) -> None:
+        """Read the configuration of the head ``model``, a folder or a hub id."""
+        super().__init__(vllm_config, prefix, stats)
+        target = vllm_config.model_config
+        self.model = model
+        self.hot_tokens = hot_tokens
+        self.dtype = target.dtype
+        self.num_target_layers = target.get_total_num_hidden_layers()
+        config = read_head_config(model, self.num_target_layers)
+        assert isinstance(config, EagleHeadConfig)
+        self.config = config
+        self.reads = Reads(features=config.layers, own_kv=True, catches_up=True)
+
+    @property
+    def attention_shape(self) -> tuple[int, int]:
+        """Query heads, all of them on each rank, and the size of a head."""
+        return self.config.num_heads, self.config.head_size
+
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """Token of every column of the logits; see ``DraftModel``."""
+        return self.head.hot_token_ids
+
+    def feature_bytes(self, block_size: int) -> int:
+        """Bytes that are kept beside the KV of each block."""
+        return block_bytes(block_size, self.config.feature_size, self.dtype)
+
+    def load(self, target_model: torch.nn.Module) -> None:
+        """Load the head, let it share the target's weights, and make its attention.
+
+        Raises:
+            ValueError: the target does not hand out its layers' hidden states, or has
+                no embedding or output layer to share.
+
+        """
+        if self.reads.features != (FINAL_LAYER,) and not supports_eagle3(target_model):
+            raise ValueError(
+                f"the head {self.model} reads hidden states of the layers "
+                f"{list(self.reads.features)}, which vLLM does not hand out for "
+                f"{type(target_model).__name__}; use a head that reads the final "
+                f"hidden state (EAGLE-1), or remove speculative_config"
+            )
+        hot_tokens = None if self.hot_tokens is None else Path(self.hot_tokens)
+        head = load_eagle_head(self.model, self.num_target_layers, hot_tokens)
+        head.rotary.prepare(self.vllm_config.model_config.max_model_len)
+        self.head = head.to(device=self.device, dtype=self.dtype)
+        self.head.share(*shared_weights(target_model))
+        if self.device.type == "cpu":
+            pack_layers(self.head)
+        with (
+            set_current_vllm_config(self.vllm_config),
+            set_default_torch_dtype(self.dtype),
+        ):
+            self.layers = [
+                self._attention(number) for number in range(self.config.num_layers)
+            ]
+        self.layer_names = [layer.layer_name for layer in self.layers]
+
+    def _attention(self, number: int) -> Attention:
+        return Attention(
+            num_heads=self.config.num_heads,
+            head_size=self.config.head_size,
+            scale=self.config.head_size**-0.5,
+            num_kv_heads=self.config.num_kv_heads,
+            cache_config=self.vllm_config.cache_config,
+            prefix=f"{self.prefix}.layers.{number}.attn",
+        )
+
+    def bind(
+        self,
+        kv_caches: dict[str, Tensor],
+        groups: Sequence[AttentionGroup],
+        layout: TreeLayout,
+    ) -> None:
+        """Connect to the KV cache, and allocate a feature for each of its slots."""
+        super().bind(kv_caches, groups, layout)
+        self.store = FeatureStore(
+            self.forks.first_block * self.forks.block_size,
+            self.config.feature_size,
+            self.dtype,
+            self.device,
+            self.head.features,
+        )
+
+    def warm_up(self) -> None:
+        """Run once without a KV cache, as many tokens as one step may read."""
+        num_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        width = self.config.target_hidden_size * len(self.reads.features)
+        states = zeros.new_zeros((num_tokens, width), dtype=self.dtype)
+        self._run(None, self.head.features(states), zeros, zeros, None)
+
+    def keep(self, committed: CommittedTokens) -> None:
+        """Keep the features of the tokens that the target computed in this step."""
+        with self.stats.stage(KEEP_FEATURES):
+            slots = self._slots(committed, *token_places(committed, committed.end))
+            states = [committed.features[layer] for layer in self.reads.features]
+            self.store.keep(slots, torch.cat(states, dim=-1))
+
+    def _slots(
+        self, committed: CommittedTokens, reqs: np.ndarray, positions: np.ndarray
+    ) -> np.ndarray:
+        """KV slots of positions of reading requests, int64 [n]."""
+        size = self.forks.block_size
+        blocks = committed.host_table[reqs, positions // size].astype(np.int64)
+        return blocks * size + positions % size
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Read the pairs of committed tokens in one forward."""
+        reqs, positions = token_places(committed, committed.end)
+        places = np.stack([positions, self._slots(committed, reqs, positions)])
+        on_device = torch.from_numpy(places).to(self.device)
+        ends = np.cumsum(committed.end - committed.first)
+        token_ids = committed.token_ids[committed.reqs[reqs], positions + 1]
+        outputs = self._forward(
+            self.store.read(on_device[1]),
+            torch.from_numpy(token_ids).long().to(self.device),
+            LevelInputs(
+                positions=on_device[0],
+                slots=on_device[1],
+                query_start_loc=np.concatenate([[0], ends]),
+                seq_lens=committed.end,
+                block_table=committed.block_table,
+            ),
+        )
+        last_pairs = torch.from_numpy(ends[committed.drafting] - 1).to(self.device)
+        # [num_trees, width, hidden_size], of the level read last
+        self.outputs = outputs[last_pairs][:, None]
+        self.level_reader.begin(self._last_pairs(committed))
+
+    def _last_pairs(self, committed: CommittedTokens) -> RootBlocks:
+        """Where the pairs of the drafting requests' roots lie."""
+        drafting = torch.from_numpy(committed.drafting).to(self.device)
+        host_positions = committed.end[committed.drafting] - 1
+        positions = torch.from_numpy(host_positions).to(self.device)
+        table = committed.block_table[drafting]
+        column = (positions // self.forks.block_size)[:, None]
+        blocks = table.gather(1, column)[:, 0].long()
+        return RootBlocks(host_positions, positions, blocks, table)
+
+    def begin(self, roots: Roots) -> PagedHead:
+        """Begin the trees of a step: the roots' pairs were read last."""
+        return self
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots, [num_drafting, draft_vocab_size]."""
+        with self.stats.stage(DRAFT_FORWARD):
+            return self.head.logits(self.outputs[:, 0])
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level; see ``DraftModel.extend``."""
+        level = self.level_reader.next_level(parents)
+        trees = torch.arange(len(parents), device=self.device)[:, None]
+        features = self.outputs[trees, parents].flatten(0, 1)
+        outputs = self._forward(features, token_ids.flatten(), level)
+        self.level_reader.end_level()
+        self.outputs = outputs.unflatten(0, token_ids.shape)
+        with self.stats.stage(DRAFT_FORWARD):
+            return self.head.logits(self.outputs)
+
+    def _forward(
+        self, features: Tensor, token_ids: Tensor, inputs: LevelInputs
+    ) -> Tensor:
+        """One forward over sequences of the cache, [num_tokens, hidden_size]."""
+        metadata = self.attention_metadata(inputs, len(token_ids))
+        with self.stats.stage(DRAFT_FORWARD):
+            return self._run(
+                metadata, features, token_ids, inputs.positions, inputs.slots
+            )
+
+    def _run(
+        self,
+        attn_metadata: dict[str, AttentionMetadata] | None,
+        features: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+    ) -> Tensor:
+        """Run the head; without a KV cache metadata (by layer) and slots are None."""
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=len(token_ids),
+            slot_mapping=self.slot_mapping(slots),
+        ):
+            return self.head.read(features, token_ids, positions, self._attend)
+
+    def _attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of one layer over the paged cache."""
+        attended: Tensor = self.layers[number](query, key, value)
+        return attended

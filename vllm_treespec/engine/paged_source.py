@@ -1,0 +1,140 @@
+"""A draft source with KV of its own in the target's blocks, and what it reads there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.layouts.base import LevelInputs, TreeLayout
+from vllm_treespec.layouts.block_copies import BlockCopier
+from vllm_treespec.sources.base import CommittedTokens, DraftModel, Reads, Roots
+
+
+class PagedSource(ABC):
+    """Attention layers whose KV joins the target's cache: same blocks, same table.
+
+    KV of a committed token is written once, in the target's step or later. KV of a
+    tree's nodes lies in fork blocks only, and is written again when their tokens are
+    committed.
+    """
+
+    reads: Reads
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, stats: StepStats) -> None:
+        """Name the layers under ``prefix``."""
+        self.vllm_config = vllm_config
+        self.device = vllm_config.device_config.device
+        self.prefix = prefix
+        self.stats = stats
+        self.layer_names: list[str] = []
+
+    @abstractmethod
+    def load(self, target_model: torch.nn.Module) -> None:
+        """Load the weights; the target was loaded before."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Run once without a KV cache, so that no request waits for compilation."""
+
+    @abstractmethod
+    def read(self, committed: CommittedTokens) -> None:
+        """Read committed tokens; see ``DraftSource.read``."""
+
+    @abstractmethod
+    def begin(self, roots: Roots) -> DraftModel:
+        """Begin the trees of a step."""
+
+    @property
+    @abstractmethod
+    def attention_shape(self) -> tuple[int, int]:
+        """Query heads of this rank, and the size of a head."""
+
+    def feature_bytes(self, block_size: int) -> int:
+        """Bytes that are kept beside the KV of each block."""
+        return 0
+
+    def all_layers(self) -> dict[str, AttentionLayerBase]:
+        """All attention layers of the engine, by name."""
+        return get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)
+
+    def bind(
+        self,
+        kv_caches: dict[str, Tensor],
+        groups: Sequence[AttentionGroup],
+        layout: TreeLayout,
+    ) -> None:
+        """Connect to the KV cache once it is allocated and the layout knows it."""
+        self.groups = [
+            group for group in groups if set(group.layer_names) & set(self.layer_names)
+        ]
+        self.forks = layout.forks
+        copier = BlockCopier(kv_caches[name] for name in self.layer_names)
+        self.level_reader = layout.level_reader(copier)
+
+    def finish_requests(self, slots: np.ndarray) -> None:  # noqa: B027 (no duty)
+        """Do nothing: of a request only its blocks are kept."""
+
+    def slots(self, table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """KV slots of positions, int64 [n].
+
+        Args:
+            table: int32 [num_reqs, max_blocks].
+            rows: int64 [n], of the table.
+            positions: int64 [n].
+
+        """
+        size = self.forks.block_size
+        return table[rows, positions // size].long() * size + positions % size
+
+    def attention_metadata(
+        self, inputs: LevelInputs, num_tokens: int
+    ) -> dict[str, AttentionMetadata]:
+        """What the layers need to know about a forward, by layer."""
+        starts = torch.from_numpy(inputs.query_start_loc.astype(np.int32))
+        lens = torch.from_numpy(inputs.seq_lens.astype(np.int32))
+        metadata = CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu_upper_bound=lens,
+            num_reqs=len(inputs.seq_lens),
+            num_actual_tokens=num_tokens,
+            max_query_len=int(np.diff(inputs.query_start_loc).max()),
+            max_seq_len=int(inputs.seq_lens.max()),
+            block_table_tensor=inputs.block_table,
+            slot_mapping=inputs.slots,
+            positions=inputs.positions,
+        )
+        per_layer = {}
+        for group in self.groups:
+            built = group.get_metadata_builder().build(0, metadata)
+            per_layer.update(dict.fromkeys(group.layer_names, built))
+        return per_layer
+
+    def slot_mapping(self, slots: Tensor | None) -> dict[str, Tensor] | None:
+        """Slots by layer, as vLLM wants them; None without a KV cache."""
+        return None if slots is None else dict.fromkeys(self.layer_names, slots)
+
+
+def token_places(
+    committed: CommittedTokens, end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reading request and position of every token from ``first`` to ``end``.
+
+    Returns:
+        int64 [sum of end - first], both.
+
+    """
+    lens = end - committed.first
+    reqs = np.repeat(np.arange(len(lens)), lens)
+    starts = np.cumsum(lens) - lens
+    return reqs, np.arange(lens.sum()) - starts[reqs] + committed.first[reqs]
