@@ -24,6 +24,7 @@ from vllm_treespec.heads import (
     ReDrafterHeadConfig,
     load_head,
 )
+from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import split_rows
 from vllm_treespec.train.cli import app
 from vllm_treespec.train.head import (
@@ -45,7 +46,7 @@ from vllm_treespec.train.teacher import (
 from vllm_treespec.train.text import Row
 
 VOCAB, HIDDEN, DEPTH = 97, 32, 3
-TEACHER = TeacherOptions(top_k=16, keep_hidden=True)
+TEACHER = TeacherOptions(top_k=16, layers=(FINAL_LAYER,))
 SIZES = {"num_hot_tokens": 60, "depth": DEPTH, "num_blocks": 1}
 OPTIONS = HeadOptions(epochs=8, batch_positions=64, eval_share=0.2, save_steps=1000)
 
@@ -97,16 +98,15 @@ def test_cached_hidden_states_are_the_targets(
     cache: TeacherCache, target: PreTrainedModel, rows: list[Row]
 ) -> None:
     """Red when hidden states and positions get out of step, or the norm is left out."""
-    assert cache.hidden is not None
     row = 4
     start, bounds = int(cache.row_starts[row]), cache.row_bounds()
     part = slice(bounds[row], bounds[row + 1])
+    end = int(cache.row_starts[row + 1])
+    kept = cache.states.read((FINAL_LAYER,), start, end)
     places = cache.positions[part].long() - start
     token_ids = torch.tensor([rows[row].token_ids])
     hidden = target.model(token_ids).last_hidden_state[0, places]
-    torch.testing.assert_close(
-        cache.hidden[part], hidden.bfloat16(), atol=0.02, rtol=0.02
-    )
+    torch.testing.assert_close(kept[places], hidden.bfloat16(), atol=0.02, rtol=0.02)
     logits = target.get_output_embeddings()(hidden)
     assert (logits.argmax(-1) == cache.ids[part][:, 0]).float().mean() > 0.9
 

@@ -14,11 +14,12 @@ _POOL = 16
 
 
 def split_rows(
-    cache: TeacherCache, eval_share: float, seed: int
+    cache: TeacherCache, eval_share: float, seed: int, text_share: float = 1.0
 ) -> tuple[list[int], list[int]]:
     """Return (training rows, evaluation rows); at least one row is for evaluation.
 
-    Rows that answer the same question stay together.
+    Rows that answer the same question stay together. ``text_share`` of the questions
+    that are not for evaluation are trained on; evaluation rows do not depend on it.
     """
     starts, bounds = cache.row_starts.long(), cache.row_bounds()
     groups: dict[bytes, list[int]] = {}
@@ -31,8 +32,30 @@ def split_rows(
         groups.setdefault(question, []).append(row)
     order = random.Random(seed).sample(list(groups.values()), len(groups))
     num_eval = max(1, round(len(order) * eval_share))
+    num_train = max(1, round((len(order) - num_eval) * text_share))
+    training = order[num_eval : num_eval + num_train]
     evaluation = [row for group in order[:num_eval] for row in group]
-    return [row for group in order[num_eval:] for row in group], evaluation
+    return [row for group in training for row in group], evaluation
+
+
+def pooled_batches(
+    lengths: list[int], rows: list[int], batch_tokens: int
+) -> list[list[int]]:
+    """Put rows alike in length together, inside pools of a few batches.
+
+    Args:
+        lengths: of all rows of a cache.
+        rows: in the order to batch them.
+        batch_tokens: tokens of a batch, padding included.
+    """
+    mean = sum(lengths) / len(lengths)
+    pool = max(1, round(_POOL * batch_tokens / mean))
+    batches: list[list[int]] = []
+    for begin in range(0, len(rows), pool):
+        part = rows[begin : begin + pool]
+        buckets = length_buckets([lengths[row] for row in part], batch_tokens)
+        batches += [[part[i] for i in bucket] for bucket in buckets]
+    return batches
 
 
 class BatchDataset(Dataset):
@@ -53,13 +76,7 @@ class BatchDataset(Dataset):
         self.bounds = cache.row_bounds()
         self.starts = starts.tolist()
         lengths = (starts[1:] - starts[:-1]).tolist()
-        mean = sum(lengths) / len(lengths)
-        pool = max(1, round(_POOL * batch_tokens / mean))
-        self.batches: list[list[int]] = []
-        for begin in range(0, len(rows), pool):
-            part = rows[begin : begin + pool]
-            buckets = length_buckets([lengths[row] for row in part], batch_tokens)
-            self.batches += [[part[i] for i in bucket] for bucket in buckets]
+        self.batches = pooled_batches(lengths, rows, batch_tokens)
 
     def __len__(self) -> int:
         return len(self.batches)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_treespec.train.eagle_cli import eagle
 from vllm_treespec.train.head_cli import add_commands, check_paths, fail
 
 app = typer.Typer(
@@ -109,3 +110,4 @@ def draft(
 
 
 add_commands(app)
+app.command()(eagle)

@@ -22,7 +22,10 @@ class DistillOptions:
     Attributes:
         lr: peak learning rate; linear warm-up, then cosine to zero.
         eval_share: share of the questions kept for evaluation.
+        text_share: share of the other questions that is trained on.
         save_steps: steps between checkpoints.
+        max_steps: steps to take, whatever ``epochs`` says; None: ``epochs``.
+        evaluations: on the way, at even distances.
     """
 
     epochs: float = 8
@@ -30,7 +33,10 @@ class DistillOptions:
     weight_decay: float = 0.01
     warmup_share: float = 0.04
     eval_share: float = 0.02
+    text_share: float = 1.0
     save_steps: int = 200
+    max_steps: int | None = None
+    evaluations: int = 8
     seed: int = 0
 
 
@@ -126,7 +132,8 @@ def run_training(
     """
     check_same_run(folder, {**asdict(options), **description})
     train_set, eval_set = datasets
-    num_steps = max(1, round(options.epochs * len(train_set)))  # type: ignore[arg-type]
+    size = len(train_set)  # type: ignore[arg-type]
+    num_steps = options.max_steps or max(1, round(options.epochs * size))
     trainer = trainer_class(
         options=options,
         model=model,
@@ -139,7 +146,8 @@ def run_training(
             warmup_steps=round(options.warmup_share * num_steps),
             max_grad_norm=1.0,
             logging_steps=max(1, min(20, num_steps // 10)),
-            eval_strategy="epoch",
+            eval_strategy="steps",
+            eval_steps=max(1, round(num_steps / options.evaluations)),
             save_steps=options.save_steps,
             save_total_limit=2,
             remove_unused_columns=False,
@@ -173,7 +181,8 @@ def check_same_run(folder: Path, now: dict[str, Any]) -> None:
                 f"{path} is cut short: delete {folder} or pass another --out"
             ) from None
         # A run may be made longer or shorter: the schedule follows the new length.
-        changed = [k for k in now if before.get(k) != now[k] and k != "epochs"]
+        free = {"epochs", "max_steps", "evaluations"}
+        changed = [k for k in now if before.get(k) != now[k] and k not in free]
         if changed:
             raise ValueError(
                 f"{folder} holds a run with other {', '.join(changed)}:"

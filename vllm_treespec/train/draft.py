@@ -104,7 +104,9 @@ def train_draft(
     Raises:
         ValueError: ``folder`` holds checkpoints of a run with other options.
     """
-    train_rows, eval_rows = split_rows(cache, options.eval_share, options.seed)
+    train_rows, eval_rows = split_rows(
+        cache, options.eval_share, options.seed, options.text_share
+    )
     train_set = BatchDataset(cache, train_rows, options.batch_tokens)
     eval_set = BatchDataset(cache, eval_rows, options.batch_tokens)
     mass = cache.statistics.token_weights

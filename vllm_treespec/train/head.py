@@ -1,5 +1,6 @@
 """Stage 3 for heads: a head learns the target's cached distributions."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_treespec.heads import DraftHead
+from vllm_treespec.heads.base import Head
 from vllm_treespec.train.batches import split_rows
 from vllm_treespec.train.distill import (
     DistillOptions,
@@ -85,13 +87,7 @@ class HeadTrainer(DistillTrainer):
         supervised = inputs["supervised"]
         features = head_features(self.head, inputs, supervised)
         quality = level_quality(self.head, features, targets_of(inputs), self.rows)
-        level = supervised.nonzero()[:, 1]
-        found = {"kl": quality.kl}
-        for i in range(supervised.shape[1]):
-            at = level == i
-            found[f"accuracy_{i + 1}"] = (quality.rank[at] == 0).float()
-            found[f"acceptance_{i + 1}"] = quality.acceptance[at]
-        return found
+        return named_quality(supervised.nonzero()[:, 1], quality, supervised.shape[1])
 
 
 def head_features(head: Any, inputs: dict[str, Tensor], wanted: Tensor) -> Tensor:
@@ -104,7 +100,7 @@ def head_features(head: Any, inputs: dict[str, Tensor], wanted: Tensor) -> Tenso
     return features.float()
 
 
-def draft_vocab_rows(head: DraftHead) -> VocabRows:
+def draft_vocab_rows(head: Head) -> VocabRows:
     """The draft vocabulary as the rows of the output layer."""
     size = head.config.draft_vocab_size
     device = head.output.weight.device
@@ -128,7 +124,7 @@ class LevelQuality:
 
 
 def level_quality(
-    head: DraftHead, features: Tensor, targets: TeacherTargets, rows: VocabRows
+    head: Head, features: Tensor, targets: TeacherTargets, rows: VocabRows
 ) -> LevelQuality:
     """Compare a head's distributions with the teacher's, in float32.
 
@@ -158,30 +154,58 @@ def level_quality(
 
 @torch.no_grad()
 def measure(head: DraftHead, data: HeadDataset) -> dict[str, list[Any]]:
-    """Measure a head by level.
+    """Measure a head by level; returns what ``by_level`` does."""
+    rows = draft_vocab_rows(head)
+    device = head.output.weight.device
+
+    def found() -> Iterator[tuple[Tensor, LevelQuality]]:
+        for number in range(len(data)):
+            inputs = {name: value.to(device) for name, value in data[number].items()}
+            supervised = inputs["supervised"]
+            features = head_features(head, inputs, supervised)
+            quality = level_quality(head, features, targets_of(inputs), rows)
+            yield supervised.nonzero()[:, 1], quality
+
+    return by_level(data.depth, found())
+
+
+def by_level(
+    depth: int, found: Iterable[tuple[Tensor, LevelQuality]]
+) -> dict[str, list[Any]]:
+    """Sum up the quality of many positions.
+
+    Args:
+        depth: number of levels.
+        found: level of each position, int64 [n], and how well the head guesses there.
 
     Returns:
-        ``accuracies``: by rank, how often that guess is the target's likeliest token;
-        ``acceptance``: mean chance that one draft token is accepted at temperature 1.
+        ``accuracies``: by level and rank, how often that guess is the target's
+        likeliest token; ``acceptance``: by level, mean chance that one draft token is
+        accepted at temperature 1.
     """
-    rows, depth = draft_vocab_rows(head), data.depth
     counts = torch.zeros(depth, NUM_RANKS + 1)
     accepted = torch.zeros(depth)
-    device = head.output.weight.device
-    for number in range(len(data)):
-        inputs = {name: value.to(device) for name, value in data[number].items()}
-        supervised = inputs["supervised"]
-        features = head_features(head, inputs, supervised)
-        quality = level_quality(head, features, targets_of(inputs), rows)
-        level = supervised.nonzero()[:, 1]
+    for level, quality in found:
         places = level * (NUM_RANKS + 1) + quality.rank
         counts += torch.bincount(places, minlength=counts.numel()).view(depth, -1).cpu()
         accepted.index_add_(0, level.cpu(), quality.acceptance.cpu())
-    total = counts.sum(1)
+    total = counts.sum(1).clamp_min(1)
     return {
         "accuracies": _rounded(counts[:, :-1] / total[:, None]),
         "acceptance": _rounded(accepted / total),
     }
+
+
+def named_quality(
+    level: Tensor, quality: LevelQuality, depth: int
+) -> dict[str, Tensor]:
+    """The same as a Trainer's ``quality``: means are taken of each name."""
+    found = {"kl": quality.kl}
+    for i in range(depth):
+        at = level == i
+        found[f"accuracy_{i + 1}"] = (quality.rank[at] == 0).float()
+        found[f"acceptance_{i + 1}"] = quality.acceptance[at]
+    return found
 
 
 def _rounded(values: Tensor) -> list[Any]:
@@ -226,7 +250,9 @@ def head_datasets(
 ) -> tuple[HeadDataset, HeadDataset]:
     """Training and evaluation batches; no question is in both."""
     depth = head.config.depth
-    train_rows, eval_rows = split_rows(cache, options.eval_share, options.seed)
+    train_rows, eval_rows = split_rows(
+        cache, options.eval_share, options.seed, options.text_share
+    )
     size, seed = options.batch_positions, options.seed
     return (
         HeadDataset(cache, train_rows, size, depth, seed),

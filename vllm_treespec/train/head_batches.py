@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.teacher import TeacherCache
 
 
@@ -31,10 +32,9 @@ class HeadDataset(Dataset):
         depth: int,
         seed: int,
     ) -> None:
-        if cache.hidden is None:
-            raise ValueError("the teacher's cache holds no hidden states")
+        if not cache.states.has(FINAL_LAYER):
+            raise ValueError("the teacher's cache holds no final hidden states")
         self.cache = cache
-        self.hidden = cache.hidden
         self.depth = depth
         self.bounds = cache.row_bounds()
         # The last position of a row has no teacher after its token.
@@ -59,19 +59,24 @@ class HeadDataset(Dataset):
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         bounds = self.bounds
-        index, ends = [], []
+        positions = self.cache.positions
+        index, ends, hidden = [], [], []
         for row in self.batches[number]:
             index.append(torch.arange(bounds[row], bounds[row + 1] - 1))
             ends.append(torch.full_like(index[-1], bounds[row + 1]))
+            # Positions of a row are neighbours.
+            begin = int(positions[bounds[row]])
+            end = begin + len(index[-1])
+            hidden.append(self.cache.states.read((FINAL_LAYER,), begin, end))
         first = torch.cat(index)
         after = first[:, None] + 1 + torch.arange(self.depth)
         supervised = after < torch.cat(ends)[:, None]
-        # Positions of a row are neighbours, so that the teacher's next one is the
-        # next token's; beyond the row's end any token will do.
-        places = self.cache.positions[after.clamp(max=len(self.hidden) - 1)].long()
+        # The teacher's next position is the next token's; beyond the row's end any
+        # token will do.
+        places = positions[after.clamp(max=len(positions) - 1)].long()
         targets = self.cache.targets(after[supervised])
         return {
-            "hidden": self.hidden[first],
+            "hidden": torch.cat(hidden),
             "token_ids": self.cache.token_ids[places].long(),
             "supervised": supervised,
             "ids": targets.ids,

@@ -1,5 +1,6 @@
 """``treespec train redrafter``, ``medusa`` and ``evaluate``."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -27,6 +28,18 @@ Work = Annotated[
     ),
 ]
 SeqLen = Annotated[int, typer.Option(help="Conversations are cut here.")]
+TextShare = Annotated[
+    float,
+    typer.Option(
+        min=0.001,
+        max=1.0,
+        help="Train on this share of the text; evaluation is on the same rest.",
+    ),
+]
+MaxSteps = Annotated[
+    int | None,
+    typer.Option(min=1, help="Optimiser steps to take, whatever --epochs says."),
+]
 TopK = Annotated[int, typer.Option(help="Target tokens kept a position.")]
 
 
@@ -63,6 +76,8 @@ def _train_command(method: str) -> Callable[..., None]:
             int, typer.Option(help="ReDrafter: width of blocks; 0 = 2 x hidden size.")
         ] = 0,
         epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 6,
+        max_steps: MaxSteps = None,
+        text_share: TextShare = 1.0,
         lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
         batch_positions: Annotated[int, typer.Option(help="Of one step.")] = 2048,
         seq_len: SeqLen = 512,
@@ -77,6 +92,7 @@ def _train_command(method: str) -> Callable[..., None]:
         if inner_size and method != "redrafter":
             raise typer.BadParameter("--inner-size is for redrafter; leave it out")
         # Torch and transformers take seconds to import; --help should not wait.
+        from vllm_treespec.sources.base import FINAL_LAYER
         from vllm_treespec.train.head import HeadOptions
         from vllm_treespec.train.pipeline import collect_text, make_head
         from vllm_treespec.train.teacher import TeacherOptions
@@ -101,11 +117,13 @@ def _train_command(method: str) -> Callable[..., None]:
                 collect_text(target, stages, prompts or [], text or [], text_options),
                 method,
                 sizes,
-                TeacherOptions(top_k=top_k, seq_len=seq_len, keep_hidden=True),
+                TeacherOptions(top_k=top_k, seq_len=seq_len, layers=(FINAL_LAYER,)),
                 HeadOptions(
                     epochs=epochs,
                     lr=lr,
                     batch_positions=batch_positions,
+                    max_steps=max_steps,
+                    text_share=text_share,
                     save_steps=save_steps,
                     seed=seed,
                 ),
@@ -128,21 +146,35 @@ def evaluate(
     target: Target,
     text: Annotated[list[Path], typer.Option(help="The target's text; repeatable.")],
     work: Annotated[Path, typer.Option(help="Folder for hidden states.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for these figures.")
+    ] = None,
     seq_len: SeqLen = 512,
     top_k: TopK = 64,
 ) -> None:
-    """Measure a head, by level: is its guess the target's likeliest token?"""
+    """Measure a head, by level: is its guess the target's likeliest token?
+
+    The levels of an EAGLE head follow its own drafts, of the text's tokens.
+    """
     check_paths(None, text)
+    from vllm_treespec.heads import EagleHeadConfig, read_head_config
+    from vllm_treespec.sources.base import FINAL_LAYER
+    from vllm_treespec.train.eagle_pipeline import evaluate_eagle_folder
     from vllm_treespec.train.pipeline import collect_text, evaluate_folder
     from vllm_treespec.train.teacher import TeacherOptions
     from vllm_treespec.train.text import TextOptions
 
     try:
         rows = collect_text(target, work, [], text, TextOptions())
-        options = TeacherOptions(top_k=top_k, seq_len=seq_len, keep_hidden=True)
-        found = evaluate_folder(target, head, work, rows, options)
+        options = TeacherOptions(top_k=top_k, seq_len=seq_len, layers=(FINAL_LAYER,))
+        has_context = isinstance(read_head_config(head), EagleHeadConfig)
+        measured = evaluate_eagle_folder if has_context else evaluate_folder
+        found = measured(target, head, work, rows, options)
     except (OSError, ValueError) as error:
         fail("evaluate", error)
+    if json_file is not None:
+        record = {"text": [path.name for path in text], **found}
+        json_file.write_text(json.dumps(record) + "\n", encoding="utf-8")
     table = Table(title=str(head))
     ranks = [1, 2, 4, 8]
     for heading in ("token", *(f"top-{k}" for k in ranks), "acceptance at T = 1"):

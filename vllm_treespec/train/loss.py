@@ -132,7 +132,9 @@ class _TopKKL(torch.autograd.Function):
         output = weight.to(compute_dtype)
         grad_hidden = torch.empty_like(hidden)
         trains_weight = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = None
+        if trains_weight:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=hidden.device)
         count = max(len(hidden), 1)
         for start in range(0, len(hidden), LOGITS_CHUNK):
@@ -146,16 +148,18 @@ class _TopKKL(torch.autograd.Function):
             loss, grad = position_loss(logits, ids[part], probs[part], rest[part])
             total += loss.sum()
             grad_hidden[part] = (grad @ output).to(hidden.dtype) / count
-            if trains_weight:
+            if grad_weight is not None:
                 grad_weight += grad.T @ inputs
-        ctx.save_for_backward(grad_hidden, (grad_weight / count).to(weight.dtype))
+        if grad_weight is not None:
+            grad_weight = (grad_weight / count).to(weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return total / count
 
     @staticmethod
     def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors
-        hidden, weight = grad_hidden * grad_output, grad_weight * grad_output
-        return hidden, weight, None, None, None, None, None
+        weight = None if grad_weight is None else grad_weight * grad_output
+        return grad_hidden * grad_output, weight, None, None, None, None, None
 
 
 def position_loss(

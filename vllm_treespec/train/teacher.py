@@ -10,7 +10,8 @@ One safetensors shard holds ``rows_per_shard`` conversations:
     rest       float32 [num_positions]     the mass of all other tokens
     token_mass float32 [vocab_size]        sum over positions of the target distribution
     moment     float32 [target_hidden, target_hidden]   sum of x x^T, x the hidden state
-    hidden     bfloat16 [num_positions, target_hidden]  x itself, if it is kept
+    hidden_L   bfloat16 [num_tokens, target_hidden]  hidden states before layer L, or
+                                           behind the final norm (L = final)
 
 A position is supervised if its next token belongs to the answer.
 """
@@ -18,19 +19,21 @@ A position is supervised if its next token belongs to the answer.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.model import TargetStatistics
+from vllm_treespec.train.states import StateFiles, is_state, layer_of, state_name
 from vllm_treespec.train.text import Row
 
 # Positions whose logits over the vocabulary are held at once, in float32.
@@ -45,19 +48,23 @@ class TeacherOptions:
         top_k: tokens kept per position.
         seq_len: rows are cut to this many tokens.
         batch_tokens: tokens of one forward, padding included.
-        keep_hidden: whether the target's hidden states are kept, for heads.
+        layers: before which layers hidden states of all tokens are kept, for heads;
+            ``FINAL_LAYER`` stands for those behind the final norm.
     """
 
     top_k: int = 64
     seq_len: int = 512
     batch_tokens: int = 4096
     rows_per_shard: int = 256
-    keep_hidden: bool = False
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class TeacherCache:
-    """All shards in memory; fields as in the module's docstring, ids as int32."""
+    """All shards; fields as in the module's docstring, ids as int32.
+
+    Hidden states stay on disk, all else is in memory.
+    """
 
     token_ids: Tensor
     row_starts: Tensor
@@ -66,7 +73,7 @@ class TeacherCache:
     probs: Tensor
     rest: Tensor
     statistics: TargetStatistics
-    hidden: Tensor | None = None
+    states: StateFiles
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +132,8 @@ def cache_teacher(
 ) -> list[Path]:
     """Write the shards of ``rows`` into ``folder``; shards that are there are kept.
 
-    A shard is kept if it was made from the same rows with the same options and target.
+    A shard is kept if it was made from the same rows with the same target, and holds
+    the hidden states that are wanted.
 
     Returns:
         The shards' paths, in row order.
@@ -140,9 +148,11 @@ def cache_teacher(
             shard = folder / f"shard-{number // options.rows_per_shard:05d}.safetensors"
             shards.append(shard)
             fingerprint = _fingerprint(part, target_name, options)
-            if shard.exists() and _fingerprint_of(shard) == fingerprint:
+            kept = _layers_of(shard, fingerprint)
+            if kept is not None and kept >= set(options.layers):
                 continue
-            tensors = _run_target(target, part, options)
+            layers = tuple(sorted({*options.layers, *(kept or ())}))
+            tensors = _run_target(target, part, replace(options, layers=layers))
             partial = shard.with_suffix(".partial")
             save_file(tensors, partial, metadata={"fingerprint": fingerprint})
             partial.rename(shard)
@@ -152,15 +162,22 @@ def cache_teacher(
 def _fingerprint(rows: list[Row], target_name: str, options: TeacherOptions) -> str:
     content = {
         "target": target_name,
-        "options": asdict(options),
-        "rows": [asdict(row) for row in rows],
+        "top_k": options.top_k,
+        "seq_len": options.seq_len,
+        "rows": [[row.token_ids, row.prompt_len] for row in rows],
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _fingerprint_of(shard: Path) -> str | None:
+def _layers_of(shard: Path, fingerprint: str) -> set[int] | None:
+    """Which hidden states a shard holds; None: it is missing, or another text's."""
+    if not shard.exists():
+        return None
     with safe_open(shard, "pt") as file:
-        return (file.metadata() or {}).get("fingerprint")
+        if (file.metadata() or {}).get("fingerprint") != fingerprint:
+            return None
+        names = file.keys()
+        return {layer_of(name) for name in names if is_state(name)}
 
 
 @torch.inference_mode()
@@ -173,9 +190,23 @@ def _run_target(
     starts = torch.tensor([0, *lengths]).cumsum(0)
     collected: list[dict[str, Tensor]] = []
     sums: dict[str, Any] = {"token_mass": 0.0, "moment": 0.0}
+    shape = (sum(lengths), target.config.get_text_config().hidden_size)
+    states_of = {
+        layer: torch.empty(shape, dtype=torch.bfloat16) for layer in options.layers
+    }
     for batch in length_buckets(lengths, options.batch_tokens):
         input_ids = pad_right([tokens[i] for i in batch]).to(target.device)
-        hidden = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        output = target.model(
+            input_ids=input_ids,
+            use_cache=False,
+            output_hidden_states=any(layer != FINAL_LAYER for layer in options.layers),
+        )
+        hidden = output.last_hidden_state
+        for layer in options.layers:
+            states = hidden if layer == FINAL_LAYER else output.hidden_states[layer]
+            for b, i in enumerate(batch):
+                kept = states[b, : lengths[i]].bfloat16().cpu()
+                states_of[layer][starts[i] : starts[i + 1]] = kept
         wanted = [_supervised(rows[i].prompt_len, lengths[i]) for i in batch]
         states = torch.cat([hidden[b, idx] for b, idx in enumerate(wanted)])
         places = torch.cat(
@@ -184,8 +215,6 @@ def _run_target(
         for part in torch.arange(len(states)).split(_LOGITS_CHUNK):
             chunk = states[part.to(states.device)]
             found = _top_k_of(target, chunk, options.top_k, sums)
-            if options.keep_hidden:
-                found["hidden"] = chunk.bfloat16().cpu()
             collected.append({"positions": places[part].int(), **found})
     small = target.config.vocab_size <= 2**16
     merged = {name: torch.cat([c[name] for c in collected]) for name in collected[0]}
@@ -195,6 +224,7 @@ def _run_target(
         "row_starts": starts.int(),
         **merged,
         **{name: value.cpu() for name, value in sums.items()},
+        **{state_name(layer): states for layer, states in states_of.items()},
     }
 
 
@@ -221,8 +251,8 @@ def _top_k_of(
 
 
 def load_cache(shards: list[Path]) -> TeacherCache:
-    """Read shards into one cache."""
-    parts = [load_file(shard) for shard in shards]
+    """Read shards into one cache; hidden states are left on disk."""
+    parts = [_load_small(shard) for shard in shards]
     offsets = torch.tensor([0] + [len(p["token_ids"]) for p in parts]).cumsum(0).int()
     moved = list(zip(parts, offsets[:-1], strict=True))
     starts = [p["row_starts"][:-1] + offset for p, offset in moved]
@@ -240,9 +270,12 @@ def load_cache(shards: list[Path]) -> TeacherCache:
         probs=torch.cat([p["probs"] for p in parts])[order],
         rest=torch.cat([p["rest"] for p in parts])[order],
         statistics=TargetStatistics(mass / mass.sum(), moment),
-        hidden=(
-            torch.cat([p["hidden"] for p in parts])[order]
-            if "hidden" in parts[0]
-            else None
-        ),
+        states=StateFiles(shards, offsets.tolist()),
     )
+
+
+def _load_small(shard: Path) -> dict[str, Tensor]:
+    """All tensors of a shard but its hidden states."""
+    with safe_open(shard, "pt") as file:
+        names = [name for name in file.keys() if not is_state(name)]  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in names}

@@ -1,0 +1,415 @@
+"""Unrolled training of EAGLE heads, on random targets of a few thousand parameters."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+from typer.testing import CliRunner
+
+from vllm_treespec.heads import load_eagle_head
+from vllm_treespec.heads.eagle import EagleHead
+from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.train.batches import split_rows
+from vllm_treespec.train.cli import app
+from vllm_treespec.train.context_batches import ContextDataset
+from vllm_treespec.train.distill import targets_of
+from vllm_treespec.train.eagle import EagleOptions, EagleTrainer, entries, train_eagle
+from vllm_treespec.train.eagle_start import eagle_config, start_eagle
+from vllm_treespec.train.head import HeadOptions, train_head
+from vllm_treespec.train.pipeline import start_head
+from vllm_treespec.train.states import StateFiles
+from vllm_treespec.train.teacher import (
+    TeacherCache,
+    TeacherOptions,
+    cache_teacher,
+    load_cache,
+)
+from vllm_treespec.train.text import Row
+from vllm_treespec.train.unrolled import unrolled
+
+VOCAB, HIDDEN, LAYERS, STEPS = 97, 32, 7, 3
+TEACHER = TeacherOptions(top_k=16, layers=(2, 3, 4, FINAL_LAYER))
+OPTIONS = EagleOptions(epochs=4, batch_tokens=64, eval_share=0.2, save_steps=1000)
+SIZES = {"num_hot_tokens": 60, "depth": STEPS}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def some_rows(number: int) -> list[Row]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = [9, 21, 14, 2, 30, 17, 11, 3, 26] * number
+    return [
+        Row(torch.randint(VOCAB, (n,), generator=generator).tolist(), min(n - 1, 4))
+        for n in lengths
+    ]
+
+
+@pytest.fixture(scope="module")
+def cache(
+    tmp_path_factory: pytest.TempPathFactory, target: PreTrainedModel
+) -> TeacherCache:
+    folder = tmp_path_factory.mktemp("teacher")
+    options = replace(TEACHER, rows_per_shard=10)
+    return load_cache(cache_teacher(target, "tiny", some_rows(3), folder, options))
+
+
+def fresh_head(
+    target: PreTrainedModel,
+    cache: TeacherCache,
+    layers: str = "three",
+    seed: int = 3,
+    **sizes: Any,
+) -> EagleHead:
+    """A head whose attention and MLP do something."""
+    torch.manual_seed(seed)
+    config = eagle_config(target, layers, {**SIZES, **sizes})
+    head = start_eagle(config, target, cache.statistics)
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.1)
+    return head.requires_grad_(False)
+
+
+def run_steps(head: EagleHead, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Outputs of every step, [n, hidden_size], NaN where a step does not go."""
+    features = head.features(inputs["states"].float())
+    found = []
+    for kept, out in unrolled(head, features, inputs, STEPS):
+        whole = torch.full((len(inputs["pairs"]), HIDDEN), torch.nan)
+        whole[kept] = out
+        found.append(whole)
+    return found
+
+
+class Serving:
+    """A KV cache that is read token by token, in plain matrix products."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copy(self) -> "Serving":
+        other = Serving()
+        other.seen = dict(self.seen)
+        return other
+
+    def __call__(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        if number in self.seen:
+            keys, values = self.seen[number]
+            key, value = torch.cat([keys, key]), torch.cat([values, value])
+        self.seen[number] = key, value
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+
+
+def read_one(
+    head: EagleHead, feature: Tensor, tokens: Tensor, place: int, attend: Serving
+) -> Tensor:
+    """What a head makes of the pair at a place."""
+    token = tokens[place + 1 : place + 2].long()
+    return head.read(feature, token, torch.tensor([place]), attend)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes"),
+    [
+        ("three", {"norm_layers": True, "norm_output": True, "num_layers": 2}),
+        ("one", {}),
+        ("one", {"version": 1}),
+    ],
+)
+def test_training_step_is_the_drafted_state_of_serving(
+    target: PreTrainedModel,
+    cache: TeacherCache,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: str,
+    sizes: dict[str, Any],
+) -> None:
+    """Red when a step's token, position or context is not what serving has."""
+    # several blocks a conversation
+    monkeypatch.setattr("vllm_treespec.train.unrolled._BLOCK", 5)
+    head = fresh_head(target, cache, layers, **sizes)
+    data = ContextDataset(cache, [0, 1, 2, 4], 200, head.config.layers)
+    (number,) = range(len(data))
+    inputs, longest = data[number], data[number]["states"].shape[1]
+    found = run_steps(head, inputs)
+    for line, row in enumerate(data.batches[number]):
+        tokens = cache.token_ids[cache.row_starts[row] : cache.row_starts[row + 1]]
+        states = head.features(inputs["states"][line].float())
+        serving = Serving()
+        for i in range(len(tokens) - 1):
+            out = read_one(head, states[i : i + 1], tokens, i, serving)
+            (pair,) = (inputs["pairs"] == line * longest + i).nonzero(as_tuple=True)
+            if not len(pair):
+                continue
+            drafting = serving.copy()
+            for step in range(min(STEPS, int(inputs["left"][pair]) + 1)):
+                if step:
+                    out = read_one(head, out, tokens, i + step, drafting)
+                torch.testing.assert_close(found[step][pair], out, rtol=1e-5, atol=1e-5)
+
+
+def test_no_step_sees_what_is_not_drafted_yet(
+    target: PreTrainedModel, cache: TeacherCache
+) -> None:
+    """Red when a later token or hidden state, or another pair's draft, leaks."""
+    head = fresh_head(target, cache)
+    data = ContextDataset(cache, [4, 8], 200, head.config.layers)
+    inputs = data[0]
+    before = run_steps(head, inputs)
+    longest, place = inputs["states"].shape[1], 12
+    changed = {**inputs, "states": inputs["states"].clone()}
+    changed["token_ids"] = inputs["token_ids"].clone()
+    changed["states"][:, place:] += 1
+    changed["token_ids"][:, place:] = (changed["token_ids"][:, place:] + 1) % VOCAB
+    for step, after in enumerate(run_steps(head, changed)):
+        # pair i's last token in this step is i + 1 + step
+        early = inputs["pairs"] % longest + 1 + step < place
+        assert early.any()
+        torch.testing.assert_close(after[early], before[step][early], equal_nan=True)
+        assert (after[~early] != before[step][~early]).any(1).all()
+
+
+def test_each_step_is_judged_by_the_teacher_after_its_last_token(
+    cache: TeacherCache,
+) -> None:
+    """Red when a step's targets are off by one, or a row's end is."""
+    # This teacher's likeliest token is the number of its position.
+    told = replace(cache, ids=cache.positions[:, None].expand_as(cache.ids).int())
+    data = ContextDataset(told, list(range(told.num_rows)), 64, (FINAL_LAYER,))
+    judged = 0
+    for number in range(len(data)):
+        inputs = data[number]
+        longest = inputs["states"].shape[1]
+        starts = told.row_starts[data.batches[number]].long()
+        for step in range(STEPS):
+            (pairs,) = (inputs["left"] >= step).nonzero(as_tuple=True)
+            place = inputs["pairs"][pairs]
+            wanted = starts[place // longest] + place % longest + 1 + step
+            found = entries(targets_of(inputs), pairs + step).ids[:, 0]
+            assert torch.equal(found, wanted)
+            judged += len(pairs)
+    rows = [row for row in some_rows(3) if len(row.token_ids) > row.prompt_len]
+    answers = [len(row.token_ids) - row.prompt_len for row in rows]
+    # an answer's first token is guessed too, by the prompt's last pair
+    assert data.num_positions == sum(answers) - sum(r.prompt_len == 1 for r in rows)
+    assert judged == sum(
+        max(0, n - (row.prompt_len == 1) - step)
+        for n, row in zip(answers, rows, strict=True)
+        for step in range(STEPS)
+    )
+
+
+def test_a_batch_reads_its_conversations_and_layers_only(
+    cache: TeacherCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when hidden states of other rows or layers are read from disk."""
+    data = ContextDataset(cache, [0, 4, 8, 13], 70, (2, 4))
+    asked = []
+    read = StateFiles.read
+
+    def noted(
+        self: StateFiles, layers: tuple[int, ...], first: int, end: int
+    ) -> Tensor:
+        asked.append((layers, first, end))
+        return read(self, layers, first, end)
+
+    monkeypatch.setattr(StateFiles, "read", noted)
+    inputs = data[0]
+    starts = cache.row_starts.tolist()
+    rows = data.batches[0]
+    assert asked == [((2, 4), starts[r], starts[r + 1] - 1) for r in rows]
+    assert inputs["states"].shape[2] == 2 * HIDDEN
+    with pytest.raises(ValueError, match=r"no hidden states of \[5\]"):
+        ContextDataset(cache, [0], 70, (2, 5))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"feature_noise": 0.1, "feature_weight": 1.0}, {"max_steps": 12}]
+)
+def test_cut_run_resumes_to_the_same_weights(
+    tmp_path: Path,
+    target: PreTrainedModel,
+    cache: TeacherCache,
+    changes: dict[str, Any],
+) -> None:
+    """Red when noise, the order of batches or the optimizer's state is not resumed."""
+
+    def run(folder: str, save_steps: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        config = eagle_config(target, "one", SIZES)
+        head = start_eagle(config, target, cache.statistics)
+        options = replace(OPTIONS, epochs=1, save_steps=save_steps, **changes)
+        train_eagle(head, cache, tmp_path / folder, options)
+        return head.state_dict()
+
+    uncut = run("uncut", save_steps=1000)
+    compute_loss = EagleTrainer.compute_loss
+    with pytest.MonkeyPatch.context() as patch:
+
+        def cut(self: EagleTrainer, *args: object, **kwargs: object) -> Tensor:
+            if self.state.global_step == 5:
+                raise KeyboardInterrupt
+            return compute_loss(self, *args, **kwargs)  # type: ignore[arg-type]
+
+        patch.setattr(EagleTrainer, "compute_loss", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run("cut", save_steps=3)
+    for name, value in run("cut", save_steps=3).items():
+        torch.testing.assert_close(value, uncut[name])
+
+
+def test_eagle_beats_medusa_at_the_second_token(
+    tmp_path: Path, target: PreTrainedModel
+) -> None:
+    """Red when the drafted token is not read, or the unrolled steps do not learn."""
+    # A language whose next token hangs on the last one, and is uncertain.
+    generator = torch.Generator().manual_seed(4)
+    after = torch.rand(VOCAB, VOCAB, generator=generator).argsort(1)[:, :4]
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    drawn = probs.multinomial(60 * 24, replacement=True, generator=generator)
+    rows: list[Row] = []
+    for choices in drawn.view(60, 24).tolist():
+        tokens = [len(rows)]
+        for choice in choices:
+            tokens.append(int(after[tokens[-1], choice]))
+        rows.append(Row(tokens, 2))
+    cache = load_cache(cache_teacher(target, "tiny", rows, tmp_path / "t", TEACHER))
+    last = cache.token_ids[cache.positions.long()].long()
+    cache = replace(
+        cache,
+        ids=after[last].int(),
+        probs=probs.expand(len(last), -1).half(),
+        rest=torch.zeros(len(last)),
+    )
+    shared: dict[str, Any] = {"max_steps": 120, "lr": 5e-3, "eval_share": 0.1}
+    sizes = {"depth": 2, "norm_output": True, "norm_layers": True}
+    eagle = start_eagle(eagle_config(target, "three", sizes), target, cache.statistics)
+    options = EagleOptions(batch_tokens=512, steps=2, **shared)
+    ours = train_eagle(eagle, cache, tmp_path / "eagle", options)
+    medusa = start_head("medusa", {"depth": 2}, target, cache.statistics)
+    other = train_head(
+        medusa, cache, tmp_path / "medusa", HeadOptions(batch_positions=512, **shared)
+    )
+    assert ours["accuracy_2"] > other["accuracy_2"] + 0.2
+
+
+def test_share_of_the_text_keeps_the_evaluation(cache: TeacherCache) -> None:
+    """Red when --text-share moves evaluation rows, or trains on them."""
+    all_rows, evaluation = split_rows(cache, 0.2, 0)
+    part, same = split_rows(cache, 0.2, 0, text_share=0.5)
+    assert same == evaluation
+    assert set(part) < set(all_rows)
+    assert abs(len(part) - len(all_rows) / 2) <= 1
+
+
+def test_commands_train_and_evaluate(tmp_path: Path, target: PreTrainedModel) -> None:
+    """Red when the command, the folder it writes or its evaluation breaks."""
+    target.save_pretrained(tmp_path / "target")
+    text = tmp_path / "text.jsonl"
+    rows = [
+        {"token_ids": r.token_ids, "prompt_len": r.prompt_len} for r in some_rows(6)
+    ]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = ["--target", str(tmp_path / "target"), "--text", str(text)]
+    shared += ["--work", str(tmp_path / "work"), "--top-k", "16"]
+    out = tmp_path / "head"
+    command = ["eagle", *shared, "--out", str(out), "--max-steps", "4"]
+    command += ["--batch-tokens", "64", "--hot-tokens", "60", "--depth", "3"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output[-2000:]
+    head = load_eagle_head(out)
+    assert head.config.target_layers == (2, 3, 4)
+    assert [len(level) for level in head.config.rank_accuracies] == [10, 10, 10]
+    assert "embedding.weight" not in head.state_dict()
+    record = json.loads((out / "training.json").read_text())
+    assert record["result"]["steps"] == 4
+    assert record["teacher"]["layers"] == [2, 3, 4]
+    assert (out / "curves.png").stat().st_size > 0
+    measured = tmp_path / "evaluation.json"
+    command = ["evaluate", str(out), *shared, "--json", str(measured)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output[-2000:]
+    assert "t+3" in done.output
+    found = json.loads(measured.read_text())
+    assert found["text"] == ["text.jsonl"]
+    assert len(found["acceptance"]) == len(found["accuracies"]) == 3
+    # A head that needs fewer layers trains from the same cache.
+    command = ["medusa", *shared, "--out", str(tmp_path / "medusa"), "--max-steps", "2"]
+    done = CliRunner().invoke(app, [*command, "--hot-tokens", "60"])
+    # its layer was not kept: the shards are made again, with it
+    assert done.exit_code == 0, done.output[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--text", "absent"], "absent does not exist"),
+        (["--version", "2"], "pass --version 1"),
+        (["--version", "1", "--layers", "three"], "leave out --layers three"),
+        (["--version", "1", "--norm-layers"], "--norm-layers is for EAGLE-3"),
+        (["--feature-weight", "1"], "pass --layers one"),
+        (["--layers", "two"], "--layers"),
+        (["--text-share", "2"], "--text-share"),
+    ],
+)
+def test_command_names_what_is_wrong(options: list[str], words: str) -> None:
+    """Red when options that exclude each other pass."""
+    command = ["eagle", "--target", "t", "--out", "o", *options]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_small_targets_have_no_three_layers() -> None:
+    """Red when layers would be read twice."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=48,
+    )
+    with pytest.raises(ValueError, match="pass --layers one"):
+        eagle_config(LlamaForCausalLM(config), "three", {})
+
+
+def test_targets_of_another_kind_are_refused() -> None:
+    """Red when a target without the sizes of a Llama layer ends in a KeyError."""
+    config = OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        word_embed_proj_dim=HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        ffn_dim=48,
+    )
+    with pytest.raises(ValueError, match=r"intermediate_size, rms_norm_eps: EAGLE"):
+        eagle_config(OPTForCausalLM(config), "one", {})

@@ -1,0 +1,212 @@
+"""Stage 3 for EAGLE heads: unrolled training on whole conversations."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
+
+from vllm_treespec.heads.eagle import EagleHead
+from vllm_treespec.train.batches import split_rows
+from vllm_treespec.train.context_batches import ContextDataset
+from vllm_treespec.train.distill import (
+    DistillOptions,
+    DistillTrainer,
+    run_training,
+    targets_of,
+)
+from vllm_treespec.train.head import (
+    LevelQuality,
+    by_level,
+    draft_vocab_rows,
+    level_quality,
+    named_quality,
+)
+from vllm_treespec.train.loss import TeacherTargets, VocabRows, topk_kl
+from vllm_treespec.train.teacher import TeacherCache
+from vllm_treespec.train.unrolled import unrolled
+
+
+@dataclass(frozen=True)
+class EagleOptions(DistillOptions):
+    """How an EAGLE head is trained.
+
+    Attributes:
+        batch_tokens: tokens of one step, padding included.
+        steps: drafted tokens that training unrolls; 1 is EAGLE-1's training.
+        step_decay: each step counts this much of the one before.
+        feature_weight: of the distance (smooth L1) between what the head makes of a
+            pair and the target's feature there: EAGLE-1's regression.
+        feature_noise: uniform noise on the target's features, up to this much.
+    """
+
+    epochs: float = 3
+    lr: float = 1e-3
+    batch_tokens: int = 4096
+    steps: int = 3
+    step_decay: float = 0.8
+    feature_weight: float = 0.0
+    feature_noise: float = 0.0
+    save_steps: int = 100
+    evaluations: int = 5
+
+
+class EagleTrainer(DistillTrainer):
+    """Trainer whose loss is a weighted mean of ``topk_kl`` over the steps."""
+
+    options: EagleOptions
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.head: EagleHead = self.model["head"]
+        self.rows = draft_vocab_rows(self.head)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the loss of one batch; ``inputs`` as ``ContextDataset`` items."""
+        options, targets = self.options, targets_of(inputs)
+        noise = self._noise(inputs["states"])
+        weights, losses = [], []
+        with torch.autocast(noise.device.type, dtype=torch.bfloat16):
+            features = self.head.features(inputs["states"].float() + noise).float()
+            wanted = features.flatten(0, 1)
+            steps = unrolled(self.head, features, inputs, options.steps)
+            for step, (pairs, out) in enumerate(steps):
+                loss = topk_kl(
+                    output_inputs(self.head, out).float(),
+                    self.head.output.weight,
+                    entries(targets, pairs + step),
+                    self.rows,
+                    torch.bfloat16,
+                )
+                if options.feature_weight:
+                    # The last supervised pair is followed by no feature.
+                    place = inputs["pairs"][pairs] + 1 + step
+                    near = smooth_l1_loss(out.float(), wanted[place].detach())
+                    loss = loss + options.feature_weight * near
+                weights.append(options.step_decay**step)
+                losses.append(weights[-1] * loss)
+        return torch.stack(losses).sum() / sum(weights)
+
+    def _noise(self, states: Tensor) -> Tensor:
+        """Noise on the target's features; seeded by the step, for resumed runs."""
+        if not self.options.feature_noise:
+            return torch.zeros((), device=states.device)
+        seed = self.options.seed + self.state.global_step
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(states.shape, generator=generator).to(states.device)
+        return (2 * drawn - 1) * self.options.feature_noise
+
+    def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``level_quality`` of the head's own drafts on the true path, by level."""
+        depth = self.head.config.depth
+        level, quality = drafted_quality(self.head, inputs, self.rows)
+        return named_quality(level, quality, depth)
+
+
+def output_inputs(head: EagleHead, out: Tensor) -> Tensor:
+    """What the output layer reads of what ``head.read`` returned."""
+    normed: Tensor = out if head.config.norm_output else head.norm(out)
+    return normed
+
+
+def entries(targets: TeacherTargets, index: Tensor) -> TeacherTargets:
+    """Some entries of the teacher."""
+    return TeacherTargets(targets.ids[index], targets.probs[index], targets.rest[index])
+
+
+def drafted_quality(
+    head: EagleHead, inputs: dict[str, Tensor], rows: VocabRows
+) -> tuple[Tensor, LevelQuality]:
+    """How well a head guesses at each level, given the true tokens in between.
+
+    Its features are the target's at level 0, then its own.
+
+    Args:
+        head: to measure.
+        inputs: an item of ``ContextDataset``.
+        rows: ``draft_vocab_rows`` of the head.
+
+    Returns:
+        int64 [n], level of each guess; and their quality.
+    """
+    targets, levels, outputs, index = targets_of(inputs), [], [], []
+    with torch.autocast(inputs["states"].device.type, dtype=torch.bfloat16):
+        features = head.features(inputs["states"].float()).float()
+        steps = unrolled(head, features, inputs, head.config.depth)
+        for step, (pairs, out) in enumerate(steps):
+            levels.append(torch.full_like(pairs, step))
+            outputs.append(output_inputs(head, out).float())
+            index.append(pairs + step)
+    wanted = entries(targets, torch.cat(index))
+    return torch.cat(levels), level_quality(head, torch.cat(outputs), wanted, rows)
+
+
+@torch.no_grad()
+def measure_eagle(head: EagleHead, data: ContextDataset) -> dict[str, list[Any]]:
+    """Measure a head by level; returns what ``head.by_level`` does."""
+    rows = draft_vocab_rows(head)
+    device = head.output.weight.device
+
+    def found() -> Iterator[tuple[Tensor, LevelQuality]]:
+        for number in range(len(data)):
+            inputs = {name: value.to(device) for name, value in data[number].items()}
+            yield drafted_quality(head, inputs, rows)
+
+    return by_level(head.config.depth, found())
+
+
+def train_eagle(
+    head: EagleHead, cache: TeacherCache, folder: Path, options: EagleOptions
+) -> dict[str, Any]:
+    """Train ``head`` in place; see ``distill.run_training``.
+
+    Returns:
+        ``run_training``'s result, ``positions`` (seen) and ``rank_accuracies``.
+
+    Raises:
+        ValueError: ``folder`` holds checkpoints of a run with other options, the cache
+            lacks a layer, or there is a loss on features that are trained themselves.
+    """
+    if options.feature_weight and head.config.combines:
+        raise ValueError(
+            "a loss on features needs the target's own: leave out --feature-weight,"
+            " or pass --layers one"
+        )
+    train_rows, eval_rows = split_rows(
+        cache, options.eval_share, options.seed, options.text_share
+    )
+    size, layers = options.batch_tokens, head.config.layers
+    train_set = ContextDataset(cache, train_rows, size, layers)
+    eval_set = ContextDataset(cache, eval_rows, size, layers)
+    if not len(train_set) or not len(eval_set):
+        raise ValueError(
+            "the text has too few answers of 2 tokens or more to train and evaluate on:"
+            " add text, or raise --text-share"
+        )
+    result = run_training(
+        EagleTrainer,
+        # The Trainer would write into a ``config`` that its model has.
+        nn.ModuleDict({"head": head}),
+        (train_set, eval_set),
+        folder,
+        options,
+        head.config.model_dump(mode="json", exclude={"rank_accuracies"}),
+    )
+    positions = round(train_set.num_positions * result["steps"] / len(train_set))
+    ranks = measure_eagle(head, eval_set)["accuracies"]
+    return {**result, "positions": positions, "rank_accuracies": ranks}
+
+
+def evaluate_eagle(head: EagleHead, cache: TeacherCache) -> dict[str, list[Any]]:
+    """``measure_eagle`` on all rows of a cache."""
+    rows = list(range(cache.num_rows))
+    return measure_eagle(head, ContextDataset(cache, rows, 4096, head.config.layers))

@@ -1,0 +1,163 @@
+"""``treespec train eagle``."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_treespec.train.head_cli import (
+    MaxSteps,
+    Prompts,
+    SeqLen,
+    Target,
+    Text,
+    TextShare,
+    TopK,
+    Work,
+    check_paths,
+    fail,
+)
+
+
+class Layers(StrEnum):
+    """Which hidden states of the target a head reads."""
+
+    ONE = "one"
+    THREE = "three"
+
+
+def eagle(
+    target: Target,
+    out: Annotated[Path, typer.Option(help="Folder of the head to write.")],
+    prompts: Prompts = None,
+    text: Text = None,
+    text_tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 1_000_000,
+    work: Work = None,
+    version: Annotated[
+        int, typer.Option(min=1, max=3, help="3: EAGLE-3; 1: EAGLE-1 and EAGLE-2.")
+    ] = 3,
+    layers: Annotated[
+        Layers | None,
+        typer.Option(
+            help="Hidden states that are read: of a low, a middle and a high layer, or"
+            " the final ones (default: three for EAGLE-3, one for EAGLE-1)."
+        ),
+    ] = None,
+    norm_output: Annotated[
+        bool | None,
+        typer.Option(help="Feed back the normed output (default: EAGLE-3 does)."),
+    ] = None,
+    norm_layers: Annotated[
+        bool | None,
+        typer.Option(help="Norm each layer's states (default: with three layers)."),
+    ] = None,
+    hot_tokens: Annotated[
+        int, typer.Option(help="Likeliest tokens the head drafts; 0 = all.")
+    ] = 8192,
+    depth: Annotated[int, typer.Option(min=1, help="Levels that are measured.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Levels trained, unrolled.")] = 3,
+    step_decay: Annotated[
+        float, typer.Option(help="Weight of a level, times that of the one before.")
+    ] = 0.8,
+    feature_weight: Annotated[
+        float,
+        typer.Option(help="Weight of EAGLE-1's loss on features (--layers one)."),
+    ] = 0.0,
+    feature_noise: Annotated[
+        float, typer.Option(help="Uniform noise on the target's features, up to this.")
+    ] = 0.0,
+    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 3,
+    max_steps: MaxSteps = None,
+    text_share: TextShare = 1.0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 4096,
+    seq_len: SeqLen = 512,
+    top_k: TopK = 64,
+    save_steps: Annotated[int, typer.Option(help="Between checkpoints.")] = 100,
+    evaluations: Annotated[int, typer.Option(min=1, help="On the way.")] = 5,
+    max_mb: Annotated[
+        float | None, typer.Option(help="Refuse weights larger than this.")
+    ] = None,
+    seed: int = 0,
+) -> None:
+    """Train an EAGLE head for TARGET on its own text; run again to resume."""
+    check_paths(prompts, text)
+    first = version == 1
+    layers = layers or (Layers.ONE if first else Layers.THREE)
+    three = layers == Layers.THREE
+    check_eagle(version, layers, norm_layers, feature_weight)
+    # Torch and transformers take seconds to import; --help should not wait.
+    from vllm_treespec.train.eagle import EagleOptions
+    from vllm_treespec.train.eagle_pipeline import make_eagle
+    from vllm_treespec.train.pipeline import collect_text
+    from vllm_treespec.train.teacher import TeacherOptions
+    from vllm_treespec.train.text import TextOptions
+
+    stages = work or out / "work"
+    stages.mkdir(parents=True, exist_ok=True)
+    sizes = {
+        "version": version,
+        "num_hot_tokens": hot_tokens or None,
+        "depth": depth,
+        "norm_output": not first if norm_output is None else norm_output,
+        "norm_layers": three if norm_layers is None else norm_layers,
+    }
+    try:
+        text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+        record = make_eagle(
+            target,
+            out,
+            stages,
+            collect_text(target, stages, prompts or [], text or [], text_options),
+            layers.value,
+            sizes,
+            TeacherOptions(top_k=top_k, seq_len=seq_len),
+            EagleOptions(
+                epochs=epochs,
+                lr=lr,
+                batch_tokens=batch_tokens,
+                steps=steps,
+                step_decay=step_decay,
+                feature_weight=feature_weight,
+                feature_noise=feature_noise,
+                max_steps=max_steps,
+                text_share=text_share,
+                save_steps=save_steps,
+                evaluations=evaluations,
+                seed=seed,
+            ),
+            max_mb,
+        )
+    except (OSError, ValueError) as error:
+        fail("eagle", error)
+    result = record["result"]
+    accuracies = [f"{result[f'accuracy_{i + 1}']:.1%}" for i in range(depth)]
+    typer.echo(
+        f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, accuracy at t+1 to"
+        f" t+{depth}: {', '.join(accuracies)}"
+    )
+
+
+def check_eagle(
+    version: int, layers: Layers, norm_layers: bool | None, feature_weight: float
+) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        typer.BadParameter: they do; the message names both.
+    """
+    if version == 2:
+        raise typer.BadParameter(
+            "--version 2: EAGLE-2's heads are EAGLE-1's; pass --version 1"
+        )
+    if version == 1 and layers == Layers.THREE:
+        raise typer.BadParameter(
+            "--version 1 reads the final hidden state; leave out --layers three"
+        )
+    if version == 1 and norm_layers:
+        raise typer.BadParameter("--norm-layers is for EAGLE-3; leave it out")
+    if layers == Layers.THREE and feature_weight:
+        raise typer.BadParameter(
+            "--feature-weight needs the target's own features; pass --layers one"
+        )
