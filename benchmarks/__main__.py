@@ -20,6 +20,7 @@ EXPERIMENTS = {
     "served": "benchmarks.served",
     "rsd": "benchmarks.rsd.experiment",
     "redrafter": "benchmarks.redrafter.experiment",
+    "eagle": "benchmarks.eagle.experiment",
     "attention": "benchmarks.attention",
     "gpu-kernel": "benchmarks.gpu.kernel",
     "gpu-step": "benchmarks.gpu.step",

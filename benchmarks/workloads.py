@@ -11,7 +11,7 @@ import typer
 
 from benchmarks.compare import comparison, engines_of
 from benchmarks.harness import options, plot, report
-from benchmarks.harness.models import SHIPPED_HEADS, Models, find_models
+from benchmarks.harness.models import Models, find_models
 from benchmarks.harness.plan import base_job, make_plan, run_plan
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content, number
@@ -65,7 +65,7 @@ def workloads(
 ) -> None:
     """Measure each kind of work, and say which method to use for it."""
     with options.one_line_errors("workloads"):
-        models = find_models(target, draft, head or [], list(SHIPPED_HEADS))
+        models = find_models(target, draft, head or [], list(HEAD_METHODS))
         specs = [options.json_object(text, "--spec") for text in spec or []]
         modes = options.eager_modes(engines)
         sizes = options.numbers(batch_sizes, "--batch-sizes", int, 1)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from benchmarks.harness.provenance import model, sha256
 from vllm_treespec.heads import read_head_config
 from vllm_treespec.tools.assets import (
+    EAGLE,
     MEDUSA,
     REDRAFTER,
     ensure_target,
@@ -19,7 +20,7 @@ from vllm_treespec.tools.assets import (
 )
 from vllm_treespec.tools.prompts import load_prompts, spread
 
-SHIPPED_HEADS = {"redrafter": REDRAFTER, "medusa": MEDUSA}
+SHIPPED_HEADS = {"redrafter": REDRAFTER, "medusa": MEDUSA, "eagle": EAGLE}
 
 
 @dataclass(frozen=True)

@@ -88,13 +88,14 @@ def bar_panels(
     *,
     level: float | None = None,
     aspect: float = 2.5,
+    height: float = 3.2,
     **columns: Any,
 ) -> None:
     """Draw a group of bars for each ``x``; see :func:`line_panels`."""
     if (sns := seaborn(path)) is None or (frame := frame_of(rows, columns["y"])).empty:
         return
     share = {"sharex": False, "sharey": False, "errorbar": None}
-    size: dict[str, Any] = {"height": 3.2, "aspect": aspect}
+    size: dict[str, Any] = {"height": height, "aspect": aspect}
     grid = sns.catplot(frame, kind="bar", **size, **(share | columns))
     if columns.get("row") and not columns.get("col"):
         grid.set_titles("{row_name}")

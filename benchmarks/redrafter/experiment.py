@@ -82,8 +82,8 @@ def beams_of(text: str) -> Beams:
 def heads_of(named: Mapping[str, str]) -> dict[str, str]:
     """Folders of both heads, the shipped ones where none is named."""
     folders = {}
-    for kind, shipped in models.SHIPPED_HEADS.items():
-        folders[kind] = named[kind] or shipped_drafter(shipped)
+    for kind, folder in named.items():
+        folders[kind] = folder or shipped_drafter(models.SHIPPED_HEADS[kind])
         held = read_head_config(Path(folders[kind])).method
         if held != kind:
             raise ValueError(f"--{kind}: {folders[kind]} holds a {held} head")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from benchmarks.harness.trees import side_of_trees
 from vllm_treespec.tools.sides import PLAIN, Cell, Side, plain_side
 
 PARTS = ("table1", "table2", "figure5", "figure6")
@@ -146,9 +147,5 @@ def side_of(
     if name == PLAIN:
         return plain.model_copy(update={"engine": engine})
     trees = [e.cell.tree for e in entries if e.side == name and e.cell.tree]
-    shapes = list({str(tree): tree for tree in trees}.values())
-    schedule = [{"batch_size": i, **shape} for i, shape in enumerate(shapes, 1)]
-    spec = {**SIDES[name], "model": heads[head_of(name)], "schedule": schedule}
-    engine["speculative_config"] = spec
-    budget = max(shape.get("num_drafts", 0) for shape in shapes)
-    return Side(name=name, family=spec["method"], engine=engine, budget=budget)
+    spec = {**SIDES[name], "model": heads[head_of(name)]}
+    return side_of_trees(name, spec, trees, **engine)

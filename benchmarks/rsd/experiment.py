@@ -16,6 +16,7 @@ from benchmarks.harness.plan import Engine, Plan, base_job, make_plan, run_plan
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content
 from benchmarks.harness.rescoring import rescoring_plan, split_scores
+from benchmarks.harness.trees import side_of_trees
 from benchmarks.rsd.law import Cells, comparisons
 from benchmarks.rsd.metrics import best_of, rows_of
 from benchmarks.rsd.references import load_references, text_scores
@@ -108,10 +109,9 @@ def side_of(method: str, draft: str) -> Side:
     """Make the side whose engine can go through all trees of a method."""
     trees = [tree for tree in all_trees() if tree.method == method]
     largest = max(trees, key=lambda tree: tree.num_drafts)
-    schedule = [{"batch_size": i, **tree.shape} for i, tree in enumerate(trees, 1)]
-    spec = {**largest.spec_config(draft), "schedule": schedule}
-    engine = {"enforce_eager": True, "speculative_config": spec}
-    return Side(name=method, family=method, engine=engine, budget=largest.num_drafts)
+    shapes = [tree.shape for tree in trees]
+    spec = largest.spec_config(draft)
+    return side_of_trees(method, spec, shapes, enforce_eager=True)
 
 
 def scoring(plan: Plan, finished: Cells) -> Plan:

@@ -493,7 +493,7 @@ def test_dry_run_starts_and_writes_nothing(
     [
         (["--only", "table1,table3"], "there is no 'table3'"),
         (["--tree", "4x4"], "beam width x length x draft tokens"),
-        (["--medusa", "no/such/folder"], "holds no config.json"),
+        (["--medusa", "no/such/folder"], "there is no folder no/such/folder"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(

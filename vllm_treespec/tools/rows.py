@@ -37,7 +37,7 @@ class Row(BaseModel):
     mean_nodes: float | None = None
     # shares of the wall time, STAGES and "other", ours only
     stage_shares: dict[str, float] = {}
-    # milliseconds per step, STAGES and the part of draft in forwards, ours only
+    # milliseconds per step, STAGES and parts of draft, ours only
     stage_ms: dict[str, float] = {}
 
 
@@ -74,10 +74,8 @@ def summarise(side: Side, results: Sequence[CellResult]) -> Row:
         steps = sum(result.steps or 0 for result in results)
         shares = {name: stages[name] / seconds for name in STAGES}
         row.stage_shares = {**shares, "other": 1 - sum(shares.values())}
-        row.stage_ms = {
-            name: 1000 * stages[name] / max(steps, 1)
-            for name in (*STAGES, "draft_forward")
-        }
+        names = dict.fromkeys((*STAGES, "draft_forward", *stages))
+        row.stage_ms = {name: 1000 * stages[name] / max(steps, 1) for name in names}
     return row
 
 

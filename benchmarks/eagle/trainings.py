@@ -1,0 +1,148 @@
+"""Curves and tables of trained heads, from what ``treespec train`` wrote."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import report
+from benchmarks.harness.report import column, number
+
+Training = dict[str, Any]
+# What ``treespec train evaluate --json`` wrote beside training.json.
+EVALUATION = "evaluation.json"
+SPLIT = "the evaluation split"
+
+
+def read_trainings(folder: Path) -> list[Training]:
+    """Read what was noted of each head below a folder.
+
+    Raises:
+        ValueError: when there is none.
+
+    """
+    found = [
+        training_of(file.parent, str(file.parent.relative_to(folder)), record)
+        for file in sorted(folder.glob("**/training.json"))
+        # a draft model's has none
+        if "training" in (record := json.loads(file.read_text(encoding="utf-8")))
+    ]
+    if not found:
+        raise ValueError(f"--trainings: {folder} holds no training.json of a head")
+    return found
+
+
+def training_of(head: Path, name: str, record: dict[str, Any]) -> Training:
+    """Shorten a record to what tables and curves show."""
+    options, result = record["training"], record["result"]
+    kind = "eagle"
+    if "steps" not in options:
+        kind = json.loads((head / "config.json").read_text(encoding="utf-8"))["method"]
+    levels = range(1, 1 + sum(key.startswith("accuracy_") for key in result))
+    quality = {
+        k: [result[f"{k}_{i}"] for i in levels] for k in ("accuracy", "acceptance")
+    }
+    text, evaluation = SPLIT, head / EVALUATION
+    if evaluation.is_file():
+        found = json.loads(evaluation.read_text(encoding="utf-8"))
+        text = ", ".join(found["text"])
+        accuracies = [ranks[0] for ranks in found["accuracies"]]
+        quality = {"accuracy": accuracies, "acceptance": found["acceptance"]}
+    return {
+        "name": name,
+        "kind": kind,
+        "layers": len(record["teacher"].get("layers", ["final"])),
+        "share": options.get("text_share", 1.0),
+        "training": options,
+        # of which the figures by level are
+        "text": text,
+        **{key: record[key] for key in ("conversations", "answer_positions")},
+        **{key: result[key] for key in ("steps", "positions", "size_mb")},
+        **quality,
+    }
+
+
+def chain_length(training: Training, name: str = "accuracy") -> float:
+    """Tokens a step of a chain as deep as the levels, by the shares of each level."""
+    return 1 + sum(itertools.accumulate(training[name], lambda a, b: a * b))
+
+
+def scaling(trainings: Sequence[Training]) -> list[list[Training]]:
+    """Heads that differ in their share of the text alone, by ascending share."""
+    groups: dict[str, list[Training]] = {}
+    for training in sorted(trainings, key=lambda training: training["share"]):
+        options = {**training["training"], "text_share": None}
+        same = [training["kind"], training["layers"], training["text"], options]
+        groups.setdefault(json.dumps(same, sort_keys=True), []).append(training)
+    return [g for g in groups.values() if g[0]["share"] < g[-1]["share"]]
+
+
+def ablation(trainings: Sequence[Training]) -> list[Training]:
+    """EAGLE heads trained on all of the text, the best last."""
+    eagle = [t for t in trainings if t["kind"] == "eagle" and t["share"] == 1]
+    return sorted(eagle, key=chain_length)
+
+
+def level(name: str, index: int) -> Any:
+    """A column of one level's share."""
+    return lambda t: f"{t[name][index]:.1%}" if index < len(t[name]) else "–"
+
+
+COLUMNS: report.Columns[Training] = {
+    "head": column("name", "{}"),
+    "layers": column("layers", "{}"),
+    "unrolled": lambda t: number(t["training"].get("steps"), "{}"),
+    "feature loss": lambda t: number(t["training"].get("feature_weight"), "{:g}"),
+    "share of text": column("share", "{:.0%}"),
+    "conversations": column("conversations", "{}"),
+    "steps": column("steps", "{}"),
+    "positions seen, M": lambda t: f"{t['positions'] / 1e6:.2f}",
+    "MB": column("size_mb", "{:.1f}"),
+    "chain, T = 0": lambda t: f"{chain_length(t):.2f}",
+    "chain, T = 1": lambda t: f"{chain_length(t, 'acceptance'):.2f}",
+}
+LEVELS = {"first guess": "accuracy", "accepted": "acceptance"}
+NOTES = (
+    "First guess: how often it is the target's likeliest token. Accepted: the chance "
+    "that one draft token is, at T = 1. Chain: tokens a step of a chain as deep as "
+    "the levels, by these shares. Before each level stand the text's own tokens."
+)
+
+
+def sections(trainings: Sequence[Training]) -> list[str]:
+    """Write the scaling curve, the ablation, and all heads by level."""
+    named = {
+        "Scaling: share of the text": list(itertools.chain(*scaling(trainings))),
+        "Ablation of EAGLE heads": ablation(trainings),
+    }
+    for text in dict.fromkeys(training["text"] for training in trainings):
+        named[f"Heads on {text}"] = [t for t in trainings if t["text"] == text]
+    parts = []
+    for heading, rows in named.items():
+        depth = max((len(training["accuracy"]) for training in rows), default=0)
+        levels = {
+            f"{title} t+{i + 1}": level(name, i)
+            for title, name in LEVELS.items()
+            for i in range(depth)
+        }
+        if rows:
+            parts += [f"## {heading}", report.table_of(rows, {**COLUMNS, **levels})]
+    return [*parts, NOTES] if parts else []
+
+
+def curve_points(trainings: Sequence[Training]) -> list[dict[str, Any]]:
+    """Points of the scaling plot."""
+    return [
+        {
+            "share of the text": training["share"],
+            "tokens a step of a chain": chain_length(training, name),
+            "by": title,
+            "head": curve[-1]["name"],
+        }
+        for curve in scaling(trainings)
+        for training in curve
+        for title, name in LEVELS.items()
+    ]
