@@ -119,6 +119,7 @@ def test_what_is_kept_is_read(head: Recorded) -> None:
     states = torch.cat([tokens.features[0], tokens.features[1]], dim=1)
     slots = torch.tensor([PAGE + 3, 2 * PAGE, 4 * PAGE + 3])
     torch.testing.assert_close(head.store.read(slots), head.head.features(states))
+    assert list(head.stats.as_dict()["seconds"]) == ["keep_features"]
 
 
 @pytest.mark.parametrize("what", ["keep", "read", "extend"])

@@ -26,11 +26,6 @@ from vllm_treespec.proposers.static_tree import RANK_ACCURACIES
 TOP_K = 4
 DEPTH = 3
 NUM_DRAFTS = 8
-TREES: dict[str, type[DynamicTree | StaticTree | StochasticTree]] = {
-    "dynamic": DynamicTree,
-    "static": StaticTree,
-    "stochastic": StochasticTree,
-}
 SIZES = {
     "dynamic": dynamic_tree.sizes,
     "static": static_tree.sizes,
@@ -89,12 +84,14 @@ class EagleTreeConfig(HeadMethodConfig):
         """Make the proposer; a static tree grows by what the head's folder says."""
         if self.num_drafts is None:
             return RsdS(self.top_k, self.depth)
+        if self.tree == "dynamic":
+            return DynamicTree(self.top_k, self.depth, self.num_drafts)
         if self.tree == "static":
             head = read_head_config(self.model)
             assert isinstance(head, EagleHeadConfig)
             accuracies = head.rank_accuracies or RANK_ACCURACIES
             return StaticTree(self.top_k, self.depth, self.num_drafts, accuracies)
-        return TREES[self.tree](self.top_k, self.depth, self.num_drafts)
+        return StochasticTree(self.top_k, self.depth, self.num_drafts)
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
         """Two levels of five draft tokens, then one of four, then of two."""

@@ -41,6 +41,7 @@ class FeatureStore:
         self.features = torch.zeros((num_slots, size), dtype=dtype, device=device)
         self.make = make
         self.waiting: list[tuple[np.ndarray, Tensor]] = []
+        self.num_waiting = 0
 
     def keep(self, slots: np.ndarray, states: Tensor) -> None:
         """Keep the hidden states of tokens, which are not changed afterwards.
@@ -51,7 +52,8 @@ class FeatureStore:
 
         """
         self.waiting.append((slots, states))
-        if sum(len(slots) for slots, _ in self.waiting) >= MAX_WAITING:
+        self.num_waiting += len(slots)
+        if self.num_waiting >= MAX_WAITING:
             self.write()
 
     def write(self) -> None:
@@ -61,6 +63,7 @@ class FeatureStore:
         slots = np.concatenate([slots for slots, _ in self.waiting])
         features = self.make(torch.cat([states for _, states in self.waiting]))
         self.waiting.clear()
+        self.num_waiting = 0
         _, from_last = np.unique(slots[::-1], return_index=True)
         rows = len(slots) - 1 - from_last
         index = torch.from_numpy(np.stack([rows, slots[rows]])).to(features.device)

@@ -8,7 +8,6 @@ from torch import Tensor
 from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import AttentionMetadata
 
@@ -79,12 +78,14 @@ class PagedDraftModel(PagedSource):
         roots = self._root_blocks(committed, table)
         places = torch.from_numpy(positions).to(self.device)
         rows = torch.from_numpy(reqs).to(self.device)
+        size = self.forks.block_size
+        blocks = table[rows, places // size].long()
         token_ids = committed.token_ids[committed.reqs[reqs], positions]
         hidden = self._forward(
             torch.from_numpy(token_ids).to(self.device),
             LevelInputs(
                 positions=places,
-                slots=self.slots(table, rows, places),
+                slots=blocks * size + places % size,
                 query_start_loc=query_start_loc,
                 seq_lens=end,
                 block_table=table,
@@ -147,10 +148,5 @@ class PagedDraftModel(PagedSource):
         slots: Tensor | None,
     ) -> Tensor:
         """Run the model; without a KV cache metadata (by layer) and slots are None."""
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=len(token_ids),
-            slot_mapping=self.slot_mapping(slots),
-        ):
+        with self.forward_context(attn_metadata, len(token_ids), slots):
             return self.model(input_ids=token_ids, positions=positions)

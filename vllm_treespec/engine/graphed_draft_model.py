@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.forward_context import BatchDescriptor
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -103,11 +103,10 @@ class GraphedDraftModel(PagedDraftModel):
         desc: BatchDescriptor,
     ) -> Tensor:
         inputs, size = self.inputs, desc.num_tokens
-        with set_forward_context(
+        with self.forward_context(
             attn_metadata,
-            self.vllm_config,
-            num_tokens=size,
-            slot_mapping=self.slot_mapping(inputs.slots[:size]),
+            size,
+            inputs.slots[:size],
             cudagraph_runtime_mode=mode,
             batch_descriptor=desc,
         ):

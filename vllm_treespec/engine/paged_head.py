@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -231,12 +230,7 @@ class PagedHead(PagedSource):
         slots: Tensor | None,
     ) -> Tensor:
         """Run the head; without a KV cache metadata (by layer) and slots are None."""
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=len(token_ids),
-            slot_mapping=self.slot_mapping(slots),
-        ):
+        with self.forward_context(attn_metadata, len(token_ids), slots):
             return self.head.read(features, token_ids, positions, self._attend)
 
     def _attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
@@ -83,18 +86,6 @@ class PagedSource(ABC):
     def finish_requests(self, slots: np.ndarray) -> None:  # noqa: B027 (no duty)
         """Do nothing: of a request only its blocks are kept."""
 
-    def slots(self, table: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """KV slots of positions, int64 [n].
-
-        Args:
-            table: int32 [num_reqs, max_blocks].
-            rows: int64 [n], of the table.
-            positions: int64 [n].
-
-        """
-        size = self.forks.block_size
-        return table[rows, positions // size].long() * size + positions % size
-
     def attention_metadata(
         self, inputs: LevelInputs, num_tokens: int
     ) -> dict[str, AttentionMetadata]:
@@ -120,9 +111,31 @@ class PagedSource(ABC):
             per_layer.update(dict.fromkeys(group.layer_names, built))
         return per_layer
 
-    def slot_mapping(self, slots: Tensor | None) -> dict[str, Tensor] | None:
-        """Slots by layer, as vLLM wants them; None without a KV cache."""
-        return None if slots is None else dict.fromkeys(self.layer_names, slots)
+    def forward_context(
+        self,
+        attn_metadata: dict[str, AttentionMetadata] | None,
+        num_tokens: int,
+        slots: Tensor | None,
+        **graph: Any,
+    ) -> AbstractContextManager[None]:
+        """What vLLM's layers look up during a forward.
+
+        Args:
+            attn_metadata: by layer; None without a KV cache, or without attention.
+            num_tokens: of the forward, padding included.
+            slots: int64 [num_tokens]; None without a KV cache.
+            graph: which CUDA graph runs.
+
+        """
+        by_layer = None if slots is None else dict.fromkeys(self.layer_names, slots)
+        context: AbstractContextManager[None] = set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_tokens,
+            slot_mapping=by_layer,
+            **graph,
+        )
+        return context
 
 
 def token_places(

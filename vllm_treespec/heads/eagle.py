@@ -147,8 +147,11 @@ class EagleHead(Head):
             out = layer(norm(out), out, angles, attend)
         return self.norm(out) if self.config.norm_output else out
 
+    def output_inputs(self, features: Tensor) -> Tensor:
+        """What the output layer reads of what ``read`` returned, same shape."""
+        normed: Tensor = features if self.config.norm_output else self.norm(features)
+        return normed
+
     def logits(self, features: Tensor) -> Tensor:
         """Logits after pairs, [..., draft_vocab_size], from what ``read`` returned."""
-        if not self.config.norm_output:
-            features = self.norm(features)
-        return super().logits(features)
+        return super().logits(self.output_inputs(features))
