@@ -1,6 +1,5 @@
 """Stage 3 for EAGLE heads: unrolled training on whole conversations."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,14 @@ from vllm_treespec.train.batches import split_rows
 from vllm_treespec.train.context_batches import ContextDataset
 from vllm_treespec.train.distill import (
     DistillOptions,
-    DistillTrainer,
     run_training,
     targets_of,
 )
 from vllm_treespec.train.head import (
     LevelQuality,
-    by_level,
-    draft_vocab_rows,
+    LevelTrainer,
     level_quality,
-    named_quality,
+    measure,
 )
 from vllm_treespec.train.loss import TeacherTargets, VocabRows, topk_kl
 from vllm_treespec.train.teacher import TeacherCache
@@ -54,70 +51,6 @@ class EagleOptions(DistillOptions):
     evaluations: int = 5
 
 
-class EagleTrainer(DistillTrainer):
-    """Trainer whose loss is a weighted mean of ``topk_kl`` over the steps."""
-
-    options: EagleOptions
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.head: EagleHead = self.model["head"]
-        self.rows = draft_vocab_rows(self.head)
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Tensor:
-        """Return the loss of one batch; ``inputs`` as ``ContextDataset`` items."""
-        options, targets = self.options, targets_of(inputs)
-        noise = self._noise(inputs["states"])
-        weights, losses = [], []
-        with torch.autocast(noise.device.type, dtype=torch.bfloat16):
-            features = self.head.features(inputs["states"].float() + noise).float()
-            wanted = features.flatten(0, 1)
-            steps = unrolled(self.head, features, inputs, options.steps)
-            for step, (pairs, out) in enumerate(steps):
-                loss = topk_kl(
-                    output_inputs(self.head, out).float(),
-                    self.head.output.weight,
-                    entries(targets, pairs + step),
-                    self.rows,
-                    torch.bfloat16,
-                )
-                if options.feature_weight:
-                    # The last supervised pair is followed by no feature.
-                    place = inputs["pairs"][pairs] + 1 + step
-                    near = smooth_l1_loss(out.float(), wanted[place].detach())
-                    loss = loss + options.feature_weight * near
-                weights.append(options.step_decay**step)
-                losses.append(weights[-1] * loss)
-        return torch.stack(losses).sum() / sum(weights)
-
-    def _noise(self, states: Tensor) -> Tensor:
-        """Noise on the target's features; seeded by the step, for resumed runs."""
-        if not self.options.feature_noise:
-            return torch.zeros((), device=states.device)
-        seed = self.options.seed + self.state.global_step
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(states.shape, generator=generator).to(states.device)
-        return (2 * drawn - 1) * self.options.feature_noise
-
-    def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``level_quality`` of the head's own drafts on the true path, by level."""
-        depth = self.head.config.depth
-        level, quality = drafted_quality(self.head, inputs, self.rows)
-        return named_quality(level, quality, depth)
-
-
-def output_inputs(head: EagleHead, out: Tensor) -> Tensor:
-    """What the output layer reads of what ``head.read`` returned."""
-    normed: Tensor = out if head.config.norm_output else head.norm(out)
-    return normed
-
-
 def entries(targets: TeacherTargets, index: Tensor) -> TeacherTargets:
     """Some entries of the teacher."""
     return TeacherTargets(targets.ids[index], targets.probs[index], targets.rest[index])
@@ -144,24 +77,59 @@ def drafted_quality(
         steps = unrolled(head, features, inputs, head.config.depth)
         for step, (pairs, out) in enumerate(steps):
             levels.append(torch.full_like(pairs, step))
-            outputs.append(output_inputs(head, out).float())
+            outputs.append(head.output_inputs(out).float())
             index.append(pairs + step)
     wanted = entries(targets, torch.cat(index))
     return torch.cat(levels), level_quality(head, torch.cat(outputs), wanted, rows)
 
 
-@torch.no_grad()
-def measure_eagle(head: EagleHead, data: ContextDataset) -> dict[str, list[Any]]:
-    """Measure a head by level; returns what ``head.by_level`` does."""
-    rows = draft_vocab_rows(head)
-    device = head.output.weight.device
+class EagleTrainer(LevelTrainer):
+    """Trainer whose loss is a weighted mean of ``topk_kl`` over the steps."""
 
-    def found() -> Iterator[tuple[Tensor, LevelQuality]]:
-        for number in range(len(data)):
-            inputs = {name: value.to(device) for name, value in data[number].items()}
-            yield drafted_quality(head, inputs, rows)
+    options: EagleOptions
+    head: EagleHead
+    judge = staticmethod(drafted_quality)
 
-    return by_level(head.config.depth, found())
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the loss of one batch; ``inputs`` as ``ContextDataset`` items."""
+        options, targets = self.options, targets_of(inputs)
+        noise = self._noise(inputs["states"])
+        weights, losses = [], []
+        with torch.autocast(noise.device.type, dtype=torch.bfloat16):
+            features = self.head.features(inputs["states"].float() + noise).float()
+            wanted = features.flatten(0, 1)
+            steps = unrolled(self.head, features, inputs, options.steps)
+            for step, (pairs, out) in enumerate(steps):
+                loss = topk_kl(
+                    self.head.output_inputs(out).float(),
+                    self.head.output.weight,
+                    entries(targets, pairs + step),
+                    self.rows,
+                    torch.bfloat16,
+                )
+                if options.feature_weight:
+                    # The last supervised pair is followed by no feature.
+                    place = inputs["pairs"][pairs] + 1 + step
+                    near = smooth_l1_loss(out.float(), wanted[place].detach())
+                    loss = loss + options.feature_weight * near
+                weights.append(options.step_decay**step)
+                losses.append(weights[-1] * loss)
+        return torch.stack(losses).sum() / sum(weights)
+
+    def _noise(self, states: Tensor) -> Tensor:
+        """Noise on the target's features; seeded by the step, for resumed runs."""
+        if not self.options.feature_noise:
+            return torch.zeros((), device=states.device)
+        seed = self.options.seed + self.state.global_step
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(states.shape, generator=generator).to(states.device)
+        return (2 * drawn - 1) * self.options.feature_noise
 
 
 def train_eagle(
@@ -202,11 +170,12 @@ def train_eagle(
         head.config.model_dump(mode="json", exclude={"rank_accuracies"}),
     )
     positions = round(train_set.num_positions * result["steps"] / len(train_set))
-    ranks = measure_eagle(head, eval_set)["accuracies"]
+    ranks = measure(head, eval_set, drafted_quality)["accuracies"]
     return {**result, "positions": positions, "rank_accuracies": ranks}
 
 
 def evaluate_eagle(head: EagleHead, cache: TeacherCache) -> dict[str, list[Any]]:
-    """``measure_eagle`` on all rows of a cache."""
+    """``head.measure`` on all rows of a cache."""
     rows = list(range(cache.num_rows))
-    return measure_eagle(head, ContextDataset(cache, rows, 4096, head.config.layers))
+    data = ContextDataset(cache, rows, 4096, head.config.layers)
+    return measure(head, data, drafted_quality)

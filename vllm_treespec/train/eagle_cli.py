@@ -1,21 +1,28 @@
 """``treespec train eagle``."""
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vllm_treespec.train.head_cli import (
+    Epochs,
+    HotTokens,
+    MaxMb,
     MaxSteps,
+    Out,
+    PeakRate,
     Prompts,
+    SaveSteps,
     SeqLen,
     Target,
     Text,
     TextShare,
+    TextTokens,
     TopK,
     Work,
     check_paths,
+    echo_result,
     fail,
 )
 
@@ -29,10 +36,10 @@ class Layers(StrEnum):
 
 def eagle(
     target: Target,
-    out: Annotated[Path, typer.Option(help="Folder of the head to write.")],
+    out: Out,
     prompts: Prompts = None,
     text: Text = None,
-    text_tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 1_000_000,
+    text_tokens: TextTokens = 1_000_000,
     work: Work = None,
     version: Annotated[
         int, typer.Option(min=1, max=3, help="3: EAGLE-3; 1: EAGLE-1 and EAGLE-2.")
@@ -52,9 +59,7 @@ def eagle(
         bool | None,
         typer.Option(help="Norm each layer's states (default: with three layers)."),
     ] = None,
-    hot_tokens: Annotated[
-        int, typer.Option(help="Likeliest tokens the head drafts; 0 = all.")
-    ] = 8192,
+    hot_tokens: HotTokens = 8192,
     depth: Annotated[int, typer.Option(min=1, help="Levels that are measured.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Levels trained, unrolled.")] = 3,
     step_decay: Annotated[
@@ -67,18 +72,16 @@ def eagle(
     feature_noise: Annotated[
         float, typer.Option(help="Uniform noise on the target's features, up to this.")
     ] = 0.0,
-    epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 3,
+    epochs: Epochs = 3,
     max_steps: MaxSteps = None,
     text_share: TextShare = 1.0,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    lr: PeakRate = 1e-3,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 4096,
     seq_len: SeqLen = 512,
     top_k: TopK = 64,
-    save_steps: Annotated[int, typer.Option(help="Between checkpoints.")] = 100,
+    save_steps: SaveSteps = 100,
     evaluations: Annotated[int, typer.Option(min=1, help="On the way.")] = 5,
-    max_mb: Annotated[
-        float | None, typer.Option(help="Refuse weights larger than this.")
-    ] = None,
+    max_mb: MaxMb = None,
     seed: int = 0,
 ) -> None:
     """Train an EAGLE head for TARGET on its own text; run again to resume."""
@@ -131,12 +134,7 @@ def eagle(
         )
     except (OSError, ValueError) as error:
         fail("eagle", error)
-    result = record["result"]
-    accuracies = [f"{result[f'accuracy_{i + 1}']:.1%}" for i in range(depth)]
-    typer.echo(
-        f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, accuracy at t+1 to"
-        f" t+{depth}: {', '.join(accuracies)}"
-    )
+    echo_result(out, record["result"], depth)
 
 
 def check_eagle(

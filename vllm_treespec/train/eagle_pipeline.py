@@ -1,6 +1,6 @@
 """The stages for EAGLE heads; each continues an interrupted run."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,12 @@ from vllm_treespec.train.atomic_files import atomic_writes
 from vllm_treespec.train.eagle import EagleOptions, evaluate_eagle, train_eagle
 from vllm_treespec.train.eagle_start import eagle_config, start_eagle
 from vllm_treespec.train.model import check_size
-from vllm_treespec.train.pipeline import cached_teacher, write_record
+from vllm_treespec.train.pipeline import (
+    cached_teacher,
+    head_record,
+    print_size,
+    write_record,
+)
 from vllm_treespec.train.plot import plot_head_history
 from vllm_treespec.train.teacher import TeacherOptions, load_target
 from vllm_treespec.train.text import Row
@@ -60,8 +65,7 @@ def make_eagle(
     torch.manual_seed(options.seed)
     head = start_eagle(config, model, cache.statistics)
     del model
-    trained = [p for p in head.parameters() if p.requires_grad]
-    console.print(f"eagle: {sum(p.numel() for p in trained) / 1e6:.1f} M parameters")
+    print_size("eagle", head, console)
     result = train_eagle(head, cache, out / "checkpoints", options)
     history, ranks = result.pop("history"), result.pop("rank_accuracies")
     head.config = EagleHeadConfig.model_validate(
@@ -71,11 +75,7 @@ def make_eagle(
     with atomic_writes(out) as partial:
         size_mb = save_published(head, partial)
     check_size(out / "model.safetensors", max_mb, "--hot-tokens")
-    record = {
-        "result": {**result, "size_mb": round(size_mb, 2)},
-        "rank_accuracies": ranks,
-        "training": asdict(options),
-    }
+    record = head_record(result, size_mb, ranks, options)
     return write_record(out, target, rows, cache, teacher_options, record, history)
 
 

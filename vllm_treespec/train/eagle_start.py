@@ -87,8 +87,7 @@ def start_eagle(
     head = EagleHead(config)
     _initialise(head, embedding.float())
     if head.hot_token_ids is not None:
-        best = statistics.token_weights.topk(len(head.hot_token_ids)).indices
-        head.hot_token_ids.copy_(best.sort().values)
+        head.hot_token_ids.copy_(statistics.likeliest(len(head.hot_token_ids)))
     head = head.to(output.device)
     head.share(embedding, output)
     return head

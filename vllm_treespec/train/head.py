@@ -1,6 +1,6 @@
 """Stage 3 for heads: a head learns the target's cached distributions."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,48 +48,6 @@ class HeadOptions(DistillOptions):
     save_steps: int = 100
 
 
-class HeadTrainer(DistillTrainer):
-    """Trainer whose loss is ``topk_kl`` over the head's draft vocabulary."""
-
-    options: HeadOptions
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.head: DraftHead = self.model["head"]
-        self.rows = draft_vocab_rows(self.head)
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Tensor:
-        """Return the mean loss of one batch; ``inputs`` as ``HeadDataset`` items."""
-        supervised = inputs["supervised"]
-        # Seeded by the step: a resumed run draws what an uncut one would.
-        seed = self.options.seed + self.state.global_step
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(len(supervised), 1, generator=generator).to(
-            supervised.device
-        )
-        levels = torch.arange(supervised.shape[1], device=supervised.device)
-        used = supervised & (drawn < self.options.level_share**levels)
-        part = used[supervised]
-        targets = targets_of({k: inputs[k][part] for k in ("ids", "probs", "rest")})
-        features = head_features(self.head, inputs, used)
-        return topk_kl(
-            features, self.head.output.weight, targets, self.rows, torch.bfloat16
-        )
-
-    def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``level_quality`` of the batch's positions, by level."""
-        supervised = inputs["supervised"]
-        features = head_features(self.head, inputs, supervised)
-        quality = level_quality(self.head, features, targets_of(inputs), self.rows)
-        return named_quality(supervised.nonzero()[:, 1], quality, supervised.shape[1])
-
-
 def head_features(head: Any, inputs: dict[str, Tensor], wanted: Tensor) -> Tensor:
     """Wanted features of a batch, float32 [num_wanted, hidden_size].
 
@@ -123,6 +81,10 @@ class LevelQuality:
     acceptance: Tensor
 
 
+# Judges a head on one batch: level of each guess, int64 [n], and their quality.
+Judge = Callable[[Any, dict[str, Tensor], VocabRows], tuple[Tensor, LevelQuality]]
+
+
 def level_quality(
     head: Head, features: Tensor, targets: TeacherTargets, rows: VocabRows
 ) -> LevelQuality:
@@ -152,40 +114,106 @@ def level_quality(
     )
 
 
-@torch.no_grad()
-def measure(head: DraftHead, data: HeadDataset) -> dict[str, list[Any]]:
-    """Measure a head by level; returns what ``by_level`` does."""
-    rows = draft_vocab_rows(head)
-    device = head.output.weight.device
-
-    def found() -> Iterator[tuple[Tensor, LevelQuality]]:
-        for number in range(len(data)):
-            inputs = {name: value.to(device) for name, value in data[number].items()}
-            supervised = inputs["supervised"]
-            features = head_features(head, inputs, supervised)
-            quality = level_quality(head, features, targets_of(inputs), rows)
-            yield supervised.nonzero()[:, 1], quality
-
-    return by_level(data.depth, found())
-
-
-def by_level(
-    depth: int, found: Iterable[tuple[Tensor, LevelQuality]]
-) -> dict[str, list[Any]]:
-    """Sum up the quality of many positions.
+def guessed_quality(
+    head: DraftHead, inputs: dict[str, Tensor], rows: VocabRows
+) -> tuple[Tensor, LevelQuality]:
+    """How well a head guesses after each supervised token of a batch.
 
     Args:
-        depth: number of levels.
-        found: level of each position, int64 [n], and how well the head guesses there.
+        head: to judge.
+        inputs: an item of ``HeadDataset``.
+        rows: ``draft_vocab_rows`` of the head.
+
+    Returns:
+        int64 [n], level of each guess; and their quality.
+    """
+    supervised = inputs["supervised"]
+    features = head_features(head, inputs, supervised)
+    quality = level_quality(head, features, targets_of(inputs), rows)
+    return supervised.nonzero()[:, 1], quality
+
+
+class LevelTrainer(DistillTrainer):
+    """Trainer of a head, which is measured by level.
+
+    Attributes:
+        head: that is trained.
+        rows: its draft vocabulary.
+        judge: says how well the head guesses in one batch.
+    """
+
+    head: Any
+    judge: Judge
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.head = self.model["head"]
+        self.rows = draft_vocab_rows(self.head)
+
+    def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``level_quality`` of the batch's guesses, by level."""
+        level, quality = self.judge(self.head, inputs, self.rows)
+        found = {"kl": quality.kl}
+        for i in range(self.head.config.depth):
+            at = level == i
+            found[f"accuracy_{i + 1}"] = (quality.rank[at] == 0).float()
+            found[f"acceptance_{i + 1}"] = quality.acceptance[at]
+        return found
+
+
+class HeadTrainer(LevelTrainer):
+    """Trainer whose loss is ``topk_kl`` over the head's draft vocabulary."""
+
+    options: HeadOptions
+    head: DraftHead
+    judge = staticmethod(guessed_quality)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the mean loss of one batch; ``inputs`` as ``HeadDataset`` items."""
+        supervised = inputs["supervised"]
+        # Seeded by the step: a resumed run draws what an uncut one would.
+        seed = self.options.seed + self.state.global_step
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(len(supervised), 1, generator=generator).to(
+            supervised.device
+        )
+        levels = torch.arange(supervised.shape[1], device=supervised.device)
+        used = supervised & (drawn < self.options.level_share**levels)
+        part = used[supervised]
+        targets = targets_of({k: inputs[k][part] for k in ("ids", "probs", "rest")})
+        features = head_features(self.head, inputs, used)
+        return topk_kl(
+            features, self.head.output.weight, targets, self.rows, torch.bfloat16
+        )
+
+
+@torch.no_grad()
+def measure(head: Head, data: Any, judge: Judge) -> dict[str, list[Any]]:
+    """Measure a head by level.
+
+    Args:
+        head: to measure.
+        data: dataset of batches for ``judge``.
+        judge: says how well the head guesses in one batch.
 
     Returns:
         ``accuracies``: by level and rank, how often that guess is the target's
         likeliest token; ``acceptance``: by level, mean chance that one draft token is
         accepted at temperature 1.
     """
+    rows, depth = draft_vocab_rows(head), head.config.depth
+    device = head.output.weight.device
     counts = torch.zeros(depth, NUM_RANKS + 1)
     accepted = torch.zeros(depth)
-    for level, quality in found:
+    for number in range(len(data)):
+        inputs = {name: value.to(device) for name, value in data[number].items()}
+        level, quality = judge(head, inputs, rows)
         places = level * (NUM_RANKS + 1) + quality.rank
         counts += torch.bincount(places, minlength=counts.numel()).view(depth, -1).cpu()
         accepted.index_add_(0, level.cpu(), quality.acceptance.cpu())
@@ -194,18 +222,6 @@ def by_level(
         "accuracies": _rounded(counts[:, :-1] / total[:, None]),
         "acceptance": _rounded(accepted / total),
     }
-
-
-def named_quality(
-    level: Tensor, quality: LevelQuality, depth: int
-) -> dict[str, Tensor]:
-    """The same as a Trainer's ``quality``: means are taken of each name."""
-    found = {"kl": quality.kl}
-    for i in range(depth):
-        at = level == i
-        found[f"accuracy_{i + 1}"] = (quality.rank[at] == 0).float()
-        found[f"acceptance_{i + 1}"] = quality.acceptance[at]
-    return found
 
 
 def _rounded(values: Tensor) -> list[Any]:
@@ -235,14 +251,15 @@ def train_head(
         head.config.model_dump(exclude={"rank_accuracies"}),
     )
     positions = round(train_set.num_positions * result["steps"] / len(train_set))
-    ranks = measure(head, eval_set)["accuracies"]
+    ranks = measure(head, eval_set, guessed_quality)["accuracies"]
     return {**result, "positions": positions, "rank_accuracies": ranks}
 
 
 def evaluate_head(head: DraftHead, cache: TeacherCache) -> dict[str, list[Any]]:
     """``measure`` a head on all rows of a cache."""
     rows = list(range(cache.num_rows))
-    return measure(head, HeadDataset(cache, rows, 2048, head.config.depth, 0))
+    data = HeadDataset(cache, rows, 2048, head.config.depth, 0)
+    return measure(head, data, guessed_quality)
 
 
 def head_datasets(

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,6 +27,15 @@ Work = Annotated[
         " trained on the same text can share it."
     ),
 ]
+Out = Annotated[Path, typer.Option(help="Folder of the head to write.")]
+TextTokens = Annotated[int, typer.Option(help="Tokens to make.")]
+HotTokens = Annotated[
+    int, typer.Option(help="Likeliest tokens the head drafts; 0 = all.")
+]
+Epochs = Annotated[float, typer.Option(help="Passes over the text.")]
+PeakRate = Annotated[float, typer.Option(help="Peak learning rate.")]
+SaveSteps = Annotated[int, typer.Option(help="Between checkpoints.")]
+MaxMb = Annotated[float | None, typer.Option(help="Refuse weights larger than this.")]
 SeqLen = Annotated[int, typer.Option(help="Conversations are cut here.")]
 TextShare = Annotated[
     float,
@@ -56,14 +65,12 @@ def _train_command(method: str) -> Callable[..., None]:
 
     def train(
         target: Target,
-        out: Annotated[Path, typer.Option(help="Folder of the head to write.")],
+        out: Out,
         prompts: Prompts = None,
         text: Text = None,
-        text_tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 1_000_000,
+        text_tokens: TextTokens = 1_000_000,
         work: Work = None,
-        hot_tokens: Annotated[
-            int, typer.Option(help="Likeliest tokens the head drafts; 0 = all.")
-        ] = 8192,
+        hot_tokens: HotTokens = 8192,
         own_embedding: Annotated[
             bool, typer.Option("--own-embedding", help="Train a copy of it.")
         ] = False,
@@ -75,17 +82,15 @@ def _train_command(method: str) -> Callable[..., None]:
         inner_size: Annotated[
             int, typer.Option(help="ReDrafter: width of blocks; 0 = 2 x hidden size.")
         ] = 0,
-        epochs: Annotated[float, typer.Option(help="Passes over the text.")] = 6,
+        epochs: Epochs = 6,
         max_steps: MaxSteps = None,
         text_share: TextShare = 1.0,
-        lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
+        lr: PeakRate = 2e-3,
         batch_positions: Annotated[int, typer.Option(help="Of one step.")] = 2048,
         seq_len: SeqLen = 512,
         top_k: TopK = 64,
-        save_steps: Annotated[int, typer.Option(help="Between checkpoints.")] = 100,
-        max_mb: Annotated[
-            float | None, typer.Option(help="Refuse weights larger than this.")
-        ] = None,
+        save_steps: SaveSteps = 100,
+        max_mb: MaxMb = None,
         seed: int = 0,
     ) -> None:
         check_paths(prompts, text)
@@ -131,12 +136,7 @@ def _train_command(method: str) -> Callable[..., None]:
             )
         except (OSError, ValueError) as error:
             fail(method, error)
-        result = record["result"]
-        accuracies = [f"{result[f'accuracy_{i + 1}']:.1%}" for i in range(depth)]
-        typer.echo(
-            f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, accuracy at t+1 to"
-            f" t+{depth}: {', '.join(accuracies)}"
-        )
+        echo_result(out, record["result"], depth)
 
     return train
 
@@ -191,6 +191,15 @@ def check_paths(prompts: list[Path] | None, text: list[Path] | None) -> None:
     for path in [*(prompts or []), *(text or [])]:
         if not path.exists():
             raise typer.BadParameter(f"{path} does not exist")
+
+
+def echo_result(out: Path, result: dict[str, Any], depth: int) -> None:
+    """Say what a trained head weighs and how often its guesses are right."""
+    accuracies = [f"{result[f'accuracy_{i + 1}']:.1%}" for i in range(depth)]
+    typer.echo(
+        f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, accuracy at t+1 to"
+        f" t+{depth}: {', '.join(accuracies)}"
+    )
 
 
 def fail(command: str, error: Exception) -> NoReturn:

@@ -48,6 +48,10 @@ class TargetStatistics:
     token_weights: Tensor
     hidden_moment: Tensor
 
+    def likeliest(self, count: int) -> Tensor:
+        """The most frequent tokens, int64 [count], ascending."""
+        return self.token_weights.topk(count).indices.sort().values
+
     @classmethod
     def without_text(cls, target: PreTrainedModel) -> "TargetStatistics":
         """Assume uniform tokens and a hidden state that fills its norm evenly."""

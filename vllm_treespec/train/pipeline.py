@@ -19,7 +19,9 @@ from vllm_treespec.heads import (
     load_head,
     save_head,
 )
+from vllm_treespec.heads.base import Head
 from vllm_treespec.train.atomic_files import atomic_writes
+from vllm_treespec.train.distill import DistillOptions
 from vllm_treespec.train.draft import DraftOptions, train_draft
 from vllm_treespec.train.head import HeadOptions, evaluate_head, train_head
 from vllm_treespec.train.model import (
@@ -139,8 +141,7 @@ def make_head(
     torch.manual_seed(head_options.seed)
     head = start_head(method, sizes, model, cache.statistics)
     del model
-    trained = [p for p in head.parameters() if p.requires_grad]
-    console.print(f"{method}: {sum(p.numel() for p in trained) / 1e6:.1f} M parameters")
+    print_size(method, head, console)
     result = train_head(head, cache, work / method, head_options)
     history, ranks = result.pop("history"), result.pop("rank_accuracies")
     if isinstance(head.config, MedusaHeadConfig):
@@ -150,12 +151,25 @@ def make_head(
     with atomic_writes(out) as partial:
         size_mb = save_head(head, partial)
     check_size(out / "model.safetensors", max_mb, "--hot-tokens or --blocks")
-    record = {
+    record = head_record(result, size_mb, ranks, head_options)
+    return write_record(out, target, rows, cache, teacher_options, record, history)
+
+
+def print_size(method: str, head: Head, console: Console) -> None:
+    """Say how many parameters of a head are trained."""
+    trained = [p for p in head.parameters() if p.requires_grad]
+    console.print(f"{method}: {sum(p.numel() for p in trained) / 1e6:.1f} M parameters")
+
+
+def head_record(
+    result: dict[str, Any], size_mb: float, ranks: list[Any], options: DistillOptions
+) -> dict[str, Any]:
+    """What training.json says of a head's training, beside what all runs note."""
+    return {
         "result": {**result, "size_mb": round(size_mb, 2)},
         "rank_accuracies": ranks,
-        "training": asdict(head_options),
+        "training": asdict(options),
     }
-    return write_record(out, target, rows, cache, teacher_options, record, history)
 
 
 def write_record(
@@ -214,8 +228,7 @@ def start_head(
     else:
         head = build_head(ReDrafterHeadConfig(**config))
     if head.hot_token_ids is not None:
-        best = statistics.token_weights.topk(len(head.hot_token_ids)).indices
-        head.hot_token_ids.copy_(best.sort().values)
+        head.hot_token_ids.copy_(statistics.likeliest(len(head.hot_token_ids)))
     head = head.to(output.device)
     head.share(embedding, output)
     with torch.no_grad():
