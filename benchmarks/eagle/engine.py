@@ -12,7 +12,6 @@ from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, plain_side
 
 # Parts of the stage "draft", by the method of the head that does them.
 PARTS = {
-    "keep": "features",
     "read": "pairs",
     "root_logits": "levels",
     "extend": "levels",

@@ -11,6 +11,7 @@ from benchmarks.eagle.rows import HeadRow
 from benchmarks.eagle.trainings import curve_points, sections
 from benchmarks.harness import plot, report
 from benchmarks.harness.report import Content, column, number
+from vllm_treespec.core.stats import KEEP_FEATURES
 from vllm_treespec.tools.sides import PLAIN
 
 
@@ -28,8 +29,9 @@ def levels_ms(row: HeadRow) -> float:
 
 def tree_ms(row: HeadRow) -> float:
     """Milliseconds of drafting and laying out, without the head."""
-    head = levels_ms(row) + sum(row.stage_ms.get(n, 0.0) for n in ("pairs", "features"))
-    return row.stage_ms["tree_build"] + row.stage_ms["draft"] - head
+    others = sum(row.stage_ms.get(name, 0.0) for name in ("pairs", KEEP_FEATURES))
+    drafting = row.stage_ms["tree_build"] + row.stage_ms["draft"]
+    return drafting - levels_ms(row) - others
 
 
 def step_ms(row: HeadRow) -> float:
@@ -59,7 +61,7 @@ PROFILE: report.Columns[HeadRow] = {
     "target": stage("forward"),
     "head: committed tokens": stage("pairs"),
     "head: levels": lambda row: f"{levels_ms(row):.2f}",
-    "keeping features": stage("features"),
+    "keeping features": stage(KEEP_FEATURES),
     "tree": lambda row: f"{tree_ms(row):.2f}",
     "scoring": stage("score"),
     "commit": stage("commit"),

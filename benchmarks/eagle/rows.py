@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.eagle.parts import PLAIN_STEP, Entry
 from benchmarks.harness.plan import StoredCell
 from benchmarks.rsd.metrics import standard_error
+from vllm_treespec.core.stats import KEEP_FEATURES
 from vllm_treespec.tools.rows import Row, summarise, with_speedups
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
 
@@ -60,7 +61,7 @@ def plain_steps_of(finished: Sequence[StoredCell]) -> list[dict[str, Any]]:
             "plain_ms": statistics.median(plain for _, plain in pairs),
             "ratio": statistics.median(ours / plain for ours, plain in pairs),
             "own_ms": 1000 * (stages["draft"] + stages["tree_build"]) / steps,
-            "features_ms": 1000 * stages["features"] / steps,
+            "features_ms": 1000 * stages[KEEP_FEATURES] / steps,
         }
         rows.append(row)
     return rows

@@ -52,7 +52,7 @@ def finish(entry: Entry, mine: Plan, length: float, seconds: float = 1.0) -> Non
     stages = {"forward": 0.6, "draft": 0.2, "tree_build": 0.05, "score": 0.02}
     stages |= {"commit": 0.01, "draft_forward": 0.1}
     if entry.cell.measure:
-        stages |= {"features": 0.01, "pairs": 0.04, "levels": 0.08}
+        stages |= {"keep_features": 0.01, "pairs": 0.04, "levels": 0.08}
     at_least = [round(100 * (length - 1))]
     drafted = {
         "acceptance": Acceptance(trees=100, nodes=600, at_least=at_least),
@@ -222,7 +222,7 @@ def test_report_is_made_from_the_results_alone(models: Models, tmp_path: Path) -
     [step] = [e for e in mine.engines if e.side.name == PLAIN_STEP]
     times: dict[str, list[float | None]]
     times = {"ours_ms": [20.2, 20.1], "plain_ms": [20.0, 20.0]}
-    stages = {"draft": 0.02, "tree_build": 0.01, "features": 0.01}
+    stages = {"draft": 0.02, "tree_build": 0.01, "keep_features": 0.01}
     result = CellResult(
         cell=step.cells[0],
         seconds=0.0,
@@ -266,11 +266,11 @@ def test_parts_of_the_head_are_timed_once() -> None:
     head = Head()
     runner = SimpleNamespace(drafter=SimpleNamespace(paged=[head]))
     in_engine.time_parts(SimpleNamespace(model_runner=runner))
-    first = vars(head)["keep"]
+    first = vars(head)["read"]
     in_engine.time_parts(SimpleNamespace(model_runner=runner))
-    assert vars(head)["keep"] is first
+    assert vars(head)["read"] is first
     assert [head.keep(1), head.read(2), head.extend(3)] == [1, 2, 3]
-    assert list(head.stats.as_dict()["seconds"]) == ["features", "pairs", "levels"]
+    assert list(head.stats.as_dict()["seconds"]) == ["pairs", "levels"]
 
 
 def test_a_step_without_trees_stays_plain() -> None:
