@@ -23,7 +23,11 @@ from vllm_treespec.tools.sides import PLAIN, Cell, Side
 
 SUFFIX = "suffix_tree"
 DRAFT_METHODS = ("sd", "rsd_c", "rsd_s")
-HEAD_METHODS = {"redrafter": "redrafter", "medusa": "medusa_tree"}
+HEAD_METHODS = {
+    "redrafter": "redrafter",
+    "medusa": "medusa_tree",
+    "eagle": "eagle_tree",
+}
 NOTES = (
     "All prompts are read once before the cells and stay in the prefix cache, so a "
     "cell measures decoding. Suffix trees use the request's own prompt and output "
