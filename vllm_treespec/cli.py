@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_treespec.tools.plan.cli import plan
 from vllm_treespec.tools.soak.cli import soak
 
 app = typer.Typer(
@@ -142,6 +143,7 @@ def convert_head(
         raise _fail(error) from None
 
 
+app.command()(plan)
 app.command()(soak)
 
 

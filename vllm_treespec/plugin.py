@@ -29,6 +29,7 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
     check_head_files,
+    check_positions,
     check_shards,
     check_vocabulary,
     check_weights,
@@ -320,13 +321,7 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
             )
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
         check_shards(model, draft, vllm_config.parallel_config.tensor_parallel_size)
-        if draft.max_position_embeddings < target.max_model_len:
-            raise SpecConfigError(
-                f"speculative_config 'model': {model} reads at most "
-                f"{draft.max_position_embeddings} positions and max_model_len is "
-                f"{target.max_model_len}; pass --max-model-len "
-                f"{draft.max_position_embeddings} or less"
-            )
+        check_positions(model, draft, target.max_model_len)
 
 
 def refuse_short_chunks(vllm_config: VllmConfig) -> None:

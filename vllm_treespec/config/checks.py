@@ -200,26 +200,50 @@ def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
         )
 
 
-def check_shards(model: str, draft: PretrainedConfig, num_ranks: int) -> None:
-    """Check that tensor-parallel ranks can share a draft model's layers evenly.
+def undivided_size(config: PretrainedConfig, num_ranks: int) -> str | None:
+    """Name and number of a size that ranks cannot share evenly; None: they all can.
 
     Ranks beyond the number of key-value heads hold copies of them, as vLLM does it.
+    """
+    sizes = config.to_dict() | {"num_attention_heads": config.num_attention_heads}
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = sizes.get(name) or num_ranks
+        copied = name == "num_key_value_heads" and num_ranks % size == 0
+        if size % num_ranks and not copied:
+            return f"{name} {size}"
+    return None
+
+
+def check_shards(model: str, draft: PretrainedConfig, num_ranks: int) -> None:
+    """Check that tensor-parallel ranks can share a draft model's layers evenly.
 
     Raises:
         SpecConfigError: naming the size that does not divide.
 
     """
-    sizes = draft.to_dict() | {"num_attention_heads": draft.num_attention_heads}
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = sizes.get(name) or num_ranks
-        copied = name == "num_key_value_heads" and num_ranks % size == 0
-        if size % num_ranks and not copied:
-            raise SpecConfigError(
-                f"speculative_config 'model': {model} has {name} {size}, which "
-                f"tensor_parallel_size={num_ranks} does not divide; use a draft model "
-                f"of other sizes (treespec train draft --heads, --intermediate-size), "
-                f"or another tensor_parallel_size"
-            )
+    if size := undivided_size(draft, num_ranks):
+        raise SpecConfigError(
+            f"speculative_config 'model': {model} has {size}, which "
+            f"tensor_parallel_size={num_ranks} does not divide; use a draft model "
+            f"of other sizes (treespec train draft --heads, --intermediate-size), "
+            f"or another tensor_parallel_size"
+        )
+
+
+def check_positions(model: str, draft: PretrainedConfig, max_model_len: int) -> None:
+    """Check that a draft model reads texts as long as the target's.
+
+    Raises:
+        SpecConfigError: naming both lengths.
+
+    """
+    if draft.max_position_embeddings < max_model_len:
+        raise SpecConfigError(
+            f"speculative_config 'model': {model} reads at most "
+            f"{draft.max_position_embeddings} positions and max_model_len is "
+            f"{max_model_len}; pass --max-model-len "
+            f"{draft.max_position_embeddings} or less"
+        )
 
 
 def check_head(config: MethodConfig, target: PretrainedConfig) -> None:

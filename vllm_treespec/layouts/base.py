@@ -17,6 +17,18 @@ from vllm_treespec.scorers import ScorerOutput
 
 
 @dataclass(frozen=True)
+class LayoutLimits:
+    """What a layout must have room for."""
+
+    # bounds of all trees
+    sizes: TreeSizes
+    # trees in one step
+    max_trees: int
+    # whether a source with KV of its own reads levels
+    has_own_kv: bool
+
+
+@dataclass(frozen=True)
 class ForkSpace:
     """Where fork blocks lie in the KV cache.
 
@@ -28,6 +40,35 @@ class ForkSpace:
     forks_per_tree: int
     blocks_per_fork: int
     block_size: int
+
+    @classmethod
+    def of_branches(
+        cls, limits: LayoutLimits, block_size: int, first_block: int = 0
+    ) -> ForkSpace:
+        """Forks where every path of a tree is a sequence (``BranchLayout``)."""
+        forks = limits.sizes.max_leaves - 1
+        if limits.has_own_kv:
+            # One a node that is read at once, and one for the root.
+            forks = max(forks, limits.sizes.draft_width + 1)
+        return cls(
+            first_block=first_block,
+            forks_per_tree=forks,
+            blocks_per_fork=(block_size - 1 + limits.sizes.max_depth) // block_size + 1,
+            block_size=block_size,
+        )
+
+    @classmethod
+    def of_masks(
+        cls, limits: LayoutLimits, block_size: int, first_block: int = 0
+    ) -> ForkSpace:
+        """Forks where masks say what a node sees (``MaskLayout``)."""
+        last = limits.sizes.draft_nodes
+        return cls(
+            first_block=first_block,
+            forks_per_tree=int(limits.has_own_kv),
+            blocks_per_fork=(block_size - 1 + last) // block_size + 1,
+            block_size=block_size,
+        )
 
     def block(self, tree: Tensor, fork: Tensor | int, index: Tensor | int) -> Tensor:
         """Block number of the given block of the given fork, int64, broadcast."""
@@ -49,18 +90,6 @@ class ForkSpace:
         place = context % self.block_size + offset
         block = self.block(tree, fork, place // self.block_size)
         return block * self.block_size + place % self.block_size
-
-
-@dataclass(frozen=True)
-class LayoutLimits:
-    """What a layout must have room for."""
-
-    # bounds of all trees
-    sizes: TreeSizes
-    # trees in one step
-    max_trees: int
-    # whether a source with KV of its own reads levels
-    has_own_kv: bool
 
 
 @dataclass(frozen=True)

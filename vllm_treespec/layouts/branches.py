@@ -51,26 +51,14 @@ class BranchLayout:
 
     def num_fork_blocks(self, block_size: int) -> int:
         """How many blocks the KV cache needs behind the scheduler's."""
-        return self._fork_space(0, block_size).num_blocks(self.limits.max_trees)
-
-    def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
-        sizes = self.limits.sizes
-        forks = sizes.max_leaves - 1
-        if self.limits.has_own_kv:
-            # One a node that is read at once, and one for the root.
-            forks = max(forks, sizes.draft_width + 1)
-        return ForkSpace(
-            first_block=first_block,
-            forks_per_tree=forks,
-            blocks_per_fork=(block_size - 1 + sizes.max_depth) // block_size + 1,
-            block_size=block_size,
-        )
+        forks = ForkSpace.of_branches(self.limits, block_size)
+        return forks.num_blocks(self.limits.max_trees)
 
     def bind(
         self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
     ) -> None:
         """Take the target's KV caches and the first fork block."""
-        self.forks = self._fork_space(first_block, block_size)
+        self.forks = ForkSpace.of_branches(self.limits, block_size, first_block)
         self.target_blocks = BlockCopier(kv_caches)
 
     def level_reader(self, copier: BlockCopier) -> BranchLevelReader:

@@ -43,22 +43,14 @@ class MaskLayout:
 
     def num_fork_blocks(self, block_size: int) -> int:
         """How many blocks the KV cache needs behind the scheduler's."""
-        return self._fork_space(0, block_size).num_blocks(self.limits.max_trees)
-
-    def _fork_space(self, first_block: int, block_size: int) -> ForkSpace:
-        last = self.limits.sizes.draft_nodes
-        return ForkSpace(
-            first_block=first_block,
-            forks_per_tree=int(self.limits.has_own_kv),
-            blocks_per_fork=(block_size - 1 + last) // block_size + 1,
-            block_size=block_size,
-        )
+        forks = ForkSpace.of_masks(self.limits, block_size)
+        return forks.num_blocks(self.limits.max_trees)
 
     def bind(
         self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
     ) -> None:
         """Take the target's KV caches and the first fork block."""
-        self.forks = self._fork_space(first_block, block_size)
+        self.forks = ForkSpace.of_masks(self.limits, block_size, first_block)
         self.mover = KvMover(kv_caches, block_size)
 
     def level_reader(self, copier: BlockCopier) -> MaskLevelReader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.kernels.tree_attention import Workspace
+from vllm_treespec.kernels.workspace import Workspace
 
 
 class NodeMasks:
@@ -61,3 +61,9 @@ class NodeMasks:
                 self.max_tokens, num_heads, head_size, self.device
             )
         return self.workspaces[key]
+
+    def num_bytes(self) -> int:
+        """Bytes of the masks and of the buffers made so far."""
+        buffers = self.workspaces.values()
+        tensors = [t for b in buffers for t in (b.partials, b.partial_lse)]
+        return sum(t.nbytes for t in (self.node_masks, self.tree_starts, *tensors))

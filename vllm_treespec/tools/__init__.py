@@ -1,1 +1,1 @@
-"""Around the package: demo, its models, soak test, engine processes."""
+"""Around the package: demo, its models, memory plan, soak test, engine processes."""

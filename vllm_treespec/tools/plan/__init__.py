@@ -1,0 +1,1 @@
+"""How the memory of a card is used, from configurations alone."""

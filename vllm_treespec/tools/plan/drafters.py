@@ -1,0 +1,207 @@
+"""What a spec-config's drafters take on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.checks import check_head, check_shards, check_vocabulary
+from vllm_treespec.config.eagle_tree import EagleTreeConfig
+from vllm_treespec.heads import (
+    EagleHead,
+    EagleHeadConfig,
+    Head,
+    HeadConfig,
+    MedusaHeadConfig,
+    ReDrafterHeadConfig,
+    build_head,
+    read_head_config,
+)
+from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.tools.plan.models import Model, padded, read_model
+
+
+class Drafter(Protocol):
+    """A draft model or a head; all numbers are those of one rank."""
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers that are kept of every token."""
+
+    @property
+    def note(self) -> str:
+        """What it is, and how ranks hold it."""
+
+    def weight_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
+        """Its own weights."""
+
+    def copied_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
+        """What it copies of the target's embedding and output layer."""
+
+    def kv_heads(self, num_ranks: int) -> list[tuple[int, int]]:
+        """Key-value heads and their size, of every layer."""
+
+    def attention(self, num_ranks: int) -> tuple[int, int] | None:
+        """Query heads and their size; None without attention."""
+
+    def widths(self, num_ranks: int) -> tuple[int, int]:
+        """Numbers of a token's hidden states, and of its MLP."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A draft model, which ranks share like the target."""
+
+    model: Model
+
+    @property
+    def feature_size(self) -> int:
+        """Nothing is kept of a token but its KV."""
+        return 0
+
+    @property
+    def note(self) -> str:
+        """What it is, and how ranks hold it."""
+        return f"draft model {self.model.name}, divided over the ranks"
+
+    def weight_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
+        """Its own weights."""
+        return self.model.num_parameters(num_ranks) * dtype.itemsize
+
+    def copied_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
+        """Nothing: it has an embedding and an output layer of its own."""
+        return 0
+
+    def kv_heads(self, num_ranks: int) -> list[tuple[int, int]]:
+        """Key-value heads and their size, of every layer."""
+        return self.model.kv_heads(num_ranks)
+
+    def attention(self, num_ranks: int) -> tuple[int, int]:
+        """Query heads and their size."""
+        return self.model.num_heads // num_ranks, self.model.head_size
+
+    def widths(self, num_ranks: int) -> tuple[int, int]:
+        """Numbers of a token's hidden states, and of its MLP."""
+        return self.model.hidden_size, self.model.inner_size // num_ranks
+
+
+@dataclass(frozen=True)
+class PlannedHead:
+    """A head, of which each rank holds all.
+
+    Attributes:
+        name: as the user wrote it.
+        config: of the head, restricted to hot tokens.
+        target: what it shares weights with.
+        max_model_len: positions that are tabulated.
+
+    """
+
+    name: str
+    config: HeadConfig
+    target: Model
+    max_model_len: int
+
+    @property
+    def note(self) -> str:
+        """What it is, and how ranks hold it."""
+        return f"head {self.name}, whole on every rank"
+
+    @property
+    def feature_size(self) -> int:
+        """Numbers that are kept of every token: only EAGLE has a context."""
+        config = self.config
+        return config.feature_size if isinstance(config, EagleHeadConfig) else 0
+
+    @cached_property
+    def head(self) -> Head:
+        """The head without memory."""
+        config = self.config
+        with torch.device("meta"):
+            if isinstance(config, EagleHeadConfig):
+                head = EagleHead(config)
+                head.rotary.prepare(self.max_model_len)
+                return head
+            assert isinstance(config, ReDrafterHeadConfig | MedusaHeadConfig)
+            return build_head(config)
+
+    def weight_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
+        """Its own weights, and tables."""
+        weights = sum(p.numel() for p in self.head.parameters()) * dtype.itemsize
+        return weights + sum(b.nbytes for b in self.head.buffers())
+
+    def copied_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
+        """Whole copies where ranks hold parts, and the rows of hot tokens."""
+        config, vocab = self.config, padded(self.target.vocab_size)
+        parts = num_ranks > 1
+        rows = vocab if parts and config.share_embedding else 0
+        if config.share_output and config.num_hot_tokens is not None:
+            rows += config.num_hot_tokens
+        elif config.share_output and parts:
+            tied = self.target.config.tie_word_embeddings and config.share_embedding
+            rows += 0 if tied else vocab
+        return rows * config.hidden_size * dtype.itemsize
+
+    def kv_heads(self, num_ranks: int) -> list[tuple[int, int]]:
+        """Key-value heads and their size, of every layer."""
+        config = self.config
+        if not isinstance(config, EagleHeadConfig):
+            return []
+        return [(config.num_kv_heads, config.head_size)] * config.num_layers
+
+    def attention(self, num_ranks: int) -> tuple[int, int] | None:
+        """Query heads and their size; None without attention."""
+        config = self.config
+        if not isinstance(config, EagleHeadConfig):
+            return None
+        return config.num_heads, config.head_size
+
+    def widths(self, num_ranks: int) -> tuple[int, int]:
+        """Numbers of a token's hidden states, and of its MLP."""
+        config = self.config
+        if not isinstance(config, EagleHeadConfig):
+            return 0, 0
+        states = config.target_hidden_size * config.num_target_layers
+        return config.hidden_size + states, config.intermediate_size
+
+
+def read_drafters(
+    config: MethodConfig, target: Model, max_model_len: int
+) -> list[Drafter]:
+    """Read the draft models or the head of a spec-config.
+
+    Raises:
+        SpecConfigError: one is missing, or does not fit the target.
+
+    """
+    check_head(config, target.config)
+    drafters: list[Drafter] = []
+    for name in config.models:
+        model = read_model("speculative_config 'model'", name)
+        check_vocabulary(name, target.vocab_size, model.vocab_size)
+        drafters.append(DraftModel(model))
+    if config.head is not None:
+        head = read_head_config(config.head, target.num_layers)
+        if isinstance(config, EagleTreeConfig) and config.hot_tokens is not None:
+            assert isinstance(head, EagleHeadConfig)
+            hot = read_hot_tokens(Path(config.hot_tokens), head)
+            head = head.model_copy(update={"num_hot_tokens": len(hot)})
+        drafters.append(PlannedHead(config.head, head, target, max_model_len))
+    return drafters
+
+
+def check_ranks(drafters: list[Drafter], num_ranks: int) -> None:
+    """Check that ranks can share the draft models.
+
+    Raises:
+        SpecConfigError: naming the size that does not divide.
+
+    """
+    for drafter in drafters:
+        if isinstance(drafter, DraftModel):
+            check_shards(drafter.model.name, drafter.model.config, num_ranks)

@@ -1,0 +1,194 @@
+"""The memory of one card, part by part, and what fits into the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.config.checks import undivided_size
+from vllm_treespec.core.kv_budget import BlockBytes
+from vllm_treespec.tools.plan.drafters import check_ranks
+from vllm_treespec.tools.plan.estimate import estimated_bytes
+from vllm_treespec.tools.plan.models import Model
+from vllm_treespec.tools.plan.parts import (
+    Parts,
+    Settings,
+    kv_block_bytes,
+    mask_bytes,
+    rank_blocks,
+)
+
+MAX_RANKS = 64
+# Shorter texts are of no use to anybody.
+SHORTEST_TEXT = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part of a card's memory; ``note`` says where the number comes from."""
+
+    key: str
+    name: str
+    num_bytes: int
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The memory of one card.
+
+    Attributes:
+        rows: they add up to the card's memory, unless it is too small.
+        missing: bytes that lack for a text of ``max_model_len`` tokens.
+        num_blocks: of the scheduler.
+        token_bytes: KV and features of one token.
+
+    """
+
+    rows: list[Row]
+    missing: int
+    block_size: int
+    num_blocks: int
+    token_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the engine starts."""
+        return self.num_tokens >= self.max_model_len
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests together."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that fit at the same time if all are as long as they may be."""
+        blocks = math.ceil(self.max_model_len / self.block_size)
+        return min(self.max_num_seqs, self.num_blocks // blocks)
+
+
+def make_plan(parts: Parts, settings: Settings) -> MemoryPlan:
+    """Share out the memory of one card.
+
+    Raises:
+        SpecConfigError: ranks cannot share the target or a draft model.
+
+    """
+    check_target(parts.target, settings.num_ranks)
+    check_ranks(parts.drafters, settings.num_ranks)
+    fixed = fixed_rows(parts, settings)
+    usable = int(settings.memory * settings.utilization)
+    available = usable - sum(row.num_bytes for row in fixed)
+    blocks = rank_blocks(parts, settings)
+    needed = math.ceil(parts.max_model_len / parts.block_size)
+    missing = blocks.forks + needed * (blocks.kv + blocks.features) - available
+    num_blocks = 0
+    if available > blocks.forks:
+        num_blocks = blocks.for_scheduler(available) // blocks.kv
+    rows = fixed + block_rows(parts, settings, blocks, num_blocks)
+    rest = available - blocks.forks - num_blocks * (blocks.kv + blocks.features)
+    if num_blocks:
+        free = settings.memory - usable + rest
+        note = f"--gpu-memory-utilization {settings.utilization:g}"
+        rows.append(Row("left_free", "left free", free, note))
+    return MemoryPlan(
+        rows=rows,
+        missing=max(missing, 0),
+        block_size=parts.block_size,
+        num_blocks=num_blocks,
+        token_bytes=(blocks.kv + blocks.features) // parts.block_size,
+        max_model_len=parts.max_model_len,
+        max_num_seqs=settings.num_seqs,
+    )
+
+
+def check_target(target: Model, num_ranks: int) -> None:
+    """Check that ranks can share the target.
+
+    Raises:
+        SpecConfigError: naming the size that does not divide.
+
+    """
+    if size := undivided_size(target.config, num_ranks):
+        raise SpecConfigError(
+            f"--tensor-parallel-size {num_ranks} does not divide {size} of "
+            f"{target.name}; pass a number that does"
+        )
+
+
+def fixed_rows(parts: Parts, settings: Settings) -> list[Row]:
+    """What is there before the first KV block."""
+    ranks, dtype = settings.num_ranks, parts.dtype
+    source = "headers of its files" if parts.target.from_files else "config.json"
+    held = parts.target.num_parameters(ranks) * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    note = f"{parts.target.num_parameters() / 1e9:.2f} B parameters, {name}; {source}"
+    rows = [Row("target", "target", held, note)]
+    for number, drafter in enumerate(parts.drafters):
+        held = drafter.weight_bytes(ranks, dtype)
+        rows.append(Row(f"drafter_{number}", "drafter", held, drafter.note))
+        if copied := drafter.copied_bytes(ranks, dtype):
+            note = "the target's embedding or output layer, for the head"
+            rows.append(Row(f"copies_{number}", "copies", copied, note))
+    if settings.device == "cuda":
+        masks = mask_bytes(parts, settings)
+        note = "and buffers of the attention kernel"
+        rows.append(Row("node_masks", "node masks", masks, note))
+    if settings.allowance is not None:
+        return [*rows, Row("allowance", "allowance", settings.allowance, "--allowance")]
+    guess = estimated_bytes(parts, settings)
+    note = "ESTIMATE: activations, libraries"
+    note += ", CUDA graphs" if settings.device == "cuda" else ""
+    return [*rows, Row("allowance", "allowance", guess, note)]
+
+
+def block_rows(
+    parts: Parts, settings: Settings, blocks: BlockBytes, num_blocks: int
+) -> list[Row]:
+    """Forks, KV and features."""
+    size, dtype, ranks = parts.block_size, parts.dtype, settings.num_ranks
+    rows = []
+    if blocks.num_fork_blocks:
+        note = f"{blocks.num_fork_blocks} blocks of {size} tokens for tree nodes"
+        rows.append(Row("forks", "forks", blocks.forks, note))
+
+    def per_block(key: str, name: str, held: int) -> None:
+        if held:
+            note = f"{held / size / 2**10:.1f} KiB a token"
+            rows.append(Row(key, name, held * num_blocks, note))
+
+    own = kv_block_bytes(parts.target.kv_heads(ranks), size, dtype)
+    per_block("target_kv", "KV of the target", own)
+    per_block("drafter_kv", "KV of the drafter", blocks.kv - own)
+    per_block("features", "features", blocks.features)
+    return rows
+
+
+def remedies(parts: Parts, settings: Settings, plan: MemoryPlan) -> list[str]:
+    """Changes of one option each with which it fits."""
+    ways = []
+    if plan.num_tokens >= SHORTEST_TEXT:
+        ways.append(f"--max-model-len {plan.num_tokens}")
+    max_trees = parts.config.max_trees
+    while max_trees > 1:
+        max_trees //= 2
+        fewer = parts.config.model_copy(update={"max_trees": max_trees})
+        if make_plan(replace(parts, config=fewer), settings).fits:
+            ways.append(f'"max_trees": {max_trees} in --speculative-config')
+            break
+    num_ranks = 2 * settings.num_ranks
+    while num_ranks <= MAX_RANKS:
+        try:
+            more = make_plan(parts, replace(settings, num_ranks=num_ranks))
+        except SpecConfigError:
+            # these ranks cannot share a model
+            break
+        if more.fits:
+            ways.append(f"--tensor-parallel-size {num_ranks}")
+            break
+        num_ranks *= 2
+    return ways

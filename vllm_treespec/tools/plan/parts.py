@@ -1,0 +1,180 @@
+"""What a plan is made for: settings, target, drafters, and bytes of their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.checks import check_head_files, check_positions
+from vllm_treespec.core.feature_store import block_bytes
+from vllm_treespec.core.kv_budget import BlockBytes
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import MAX_NODES
+from vllm_treespec.layouts.base import ForkSpace, LayoutLimits
+from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.plugin import stock_arguments
+from vllm_treespec.tools.plan.drafters import Drafter, DraftModel, read_drafters
+from vllm_treespec.tools.plan.models import DTYPES, Model, read_model
+
+# vLLM's for attention in Triton.
+GPU_BLOCK_SIZE = 16
+# Cards for which vLLM has larger defaults.
+LARGE_CARD, LARGEST_CARD = 70 * 2**30, 160 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user said; None leaves it to vLLM's defaults.
+
+    Attributes:
+        memory: bytes of a card, on a CPU of a rank's memory node.
+        allowance: bytes for what is not known beforehand, instead of the estimate.
+
+    """
+
+    num_ranks: int
+    memory: int
+    device: Literal["cuda", "cpu"] = "cuda"
+    utilization: float = 0.92
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    dtype: str = "auto"
+    allowance: int | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        """Most running requests; ``vllm serve`` decides by the card's memory."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        if self.device == "cpu":
+            return 128 * self.num_ranks
+        return 1024 if self.memory >= LARGE_CARD else 256
+
+    @property
+    def num_batched_tokens(self) -> int:
+        """Most tokens of a forward; ``vllm serve`` decides by the card's memory."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if self.device == "cpu":
+            return 2048 * self.num_ranks
+        if self.memory >= LARGEST_CARD:
+            return 16384
+        return 8192 if self.memory >= LARGE_CARD else 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What is planned for: the same on any number of ranks."""
+
+    target: Model
+    config: MethodConfig
+    drafters: list[Drafter]
+    sizes: TreeSizes
+    dtype: torch.dtype
+    max_model_len: int
+    block_size: int
+
+
+def read_parts(target: str, spec: dict[str, Any], settings: Settings) -> Parts:
+    """Read target and drafters, and check that the engine would start with them.
+
+    Raises:
+        ValueError: one message that names the option or key and the remedy.
+
+    """
+    given = parse_spec_config(spec)
+    check_head_files(given)
+    model = read_model("TARGET", target)
+    if settings.block_size is not None and settings.device == "cuda":
+        refuse_block_size(settings.block_size)
+    arguments = stock_arguments(given, settings.block_size, settings.device)
+    # what the engine's drafter is made from
+    config = parse_spec_config(arguments["additional_config"]["treespec"])
+    max_model_len = settings.max_model_len or model.config.max_position_embeddings
+    drafters = read_drafters(config, model, max_model_len)
+    for drafter in drafters:
+        if isinstance(drafter, DraftModel):
+            draft = drafter.model
+            check_positions(draft.name, draft.config, max_model_len)
+    trees = [tree.config.proposer().sizes for tree in config.scheduled_trees()]
+    block_size = settings.block_size or arguments.get("block_size", GPU_BLOCK_SIZE)
+    return Parts(
+        target=model,
+        config=config,
+        drafters=drafters,
+        sizes=TreeSizes.largest(trees),
+        dtype=served_dtype(model, settings.dtype),
+        max_model_len=max_model_len,
+        block_size=block_size,
+    )
+
+
+def refuse_block_size(block_size: int) -> None:
+    """Refuse blocks that attention in Triton cannot read.
+
+    Raises:
+        SpecConfigError: naming the option.
+
+    """
+    if block_size % 16:
+        raise SpecConfigError(
+            f"--block-size {block_size}: a GPU reads blocks of 16, 32, 48, ... tokens; "
+            f"pass a multiple of 16, or leave it out"
+        )
+
+
+def served_dtype(model: Model, said: str) -> torch.dtype:
+    """The dtype of weights and KV; vLLM serves float32 files in bfloat16."""
+    if said != "auto":
+        return DTYPES[said]
+    found: torch.dtype | None = model.config.dtype
+    return torch.bfloat16 if found in (None, torch.float32) else found
+
+
+def layout_limits(parts: Parts) -> LayoutLimits:
+    """What a layout must have room for, as the engine's drafter says it."""
+    has_own_kv = any(drafter.kv_heads(1) for drafter in parts.drafters)
+    return LayoutLimits(parts.sizes, parts.config.max_trees, has_own_kv)
+
+
+def kv_block_bytes(
+    heads: list[tuple[int, int]], block_size: int, dtype: torch.dtype
+) -> int:
+    """Keys and values of one block, of layers with these heads of this size."""
+    return sum(2 * block_size * n * size * dtype.itemsize for n, size in heads)
+
+
+def rank_blocks(parts: Parts, settings: Settings) -> BlockBytes:
+    """What KV blocks take on one rank."""
+    size, dtype = parts.block_size, parts.dtype
+    layers = parts.target.kv_heads(settings.num_ranks)
+    for drafter in parts.drafters:
+        layers = layers + drafter.kv_heads(settings.num_ranks)
+    limits = layout_limits(parts)
+    forks = ForkSpace.of_masks if settings.device == "cuda" else ForkSpace.of_branches
+    return BlockBytes(
+        kv=kv_block_bytes(layers, size, dtype),
+        features=sum(block_bytes(size, d.feature_size, dtype) for d in parts.drafters),
+        num_fork_blocks=forks(limits, size).num_blocks(limits.max_trees),
+    )
+
+
+def mask_bytes(parts: Parts, settings: Settings) -> int:
+    """Node masks of a GPU and the buffers of its attention kernel."""
+    max_trees, num_ranks = parts.config.max_trees, settings.num_ranks
+    masks = NodeMasks(
+        max(settings.num_batched_tokens, max_trees * MAX_NODES),
+        max(settings.num_seqs, max_trees),
+        torch.device("meta"),
+    )
+    masks.workspace(parts.target.num_heads // num_ranks, parts.target.head_size)
+    for drafter in parts.drafters:
+        if shape := drafter.attention(num_ranks):
+            masks.workspace(*shape)
+    return masks.num_bytes()
