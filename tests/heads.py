@@ -8,6 +8,8 @@ import torch
 from tests.published_heads import PublishedHead
 from vllm_treespec.config import HEAD_METHODS
 from vllm_treespec.heads import (
+    LyannaHead,
+    LyannaHeadConfig,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
     build_head,
@@ -28,6 +30,9 @@ def write_head(folder: Path, kind: str, **config: Any) -> str:
     """Write a head of a small target, or of one as ``config`` says; its folder."""
     if kind == "eagle":
         return write_eagle_head(folder, **config)
+    if kind == "lyanna":
+        save_head(lyanna_head(**config), folder)
+        return str(folder)
     sizes: dict[str, Any] = {"hidden_size": 8, "vocab_size": 32, "depth": 3}
     if kind == "medusa":
         sizes["rank_accuracies"] = RANK_ACCURACIES
@@ -56,3 +61,17 @@ def write_eagle_head(
         max_positions=512,
     )
     return str(head.write(folder))
+
+
+def lyanna_head(seed: int = 0, **config: Any) -> LyannaHead:
+    """A Lyanna head whose layers, and token info, do something."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "vocab_size": 32, "depth": 3, "num_heads": 2}
+    sizes |= {"num_kv_heads": 1, "head_size": 64, "intermediate_size": 128}
+    sizes |= {"max_positions": 512, "token_info_rank": 4, **config}
+    sizes["target_hidden_size"] = sizes["hidden_size"]
+    head = LyannaHead(LyannaHeadConfig.model_validate(sizes))
+    for name, weight in head.named_parameters():
+        mean = float(name.endswith("norm.weight"))
+        torch.nn.init.normal_(weight, mean=mean, std=weight.shape[-1] ** -0.5)
+    return head.eval().requires_grad_(False)

@@ -179,7 +179,7 @@ def test_heads_of_other_kinds(tmp_path: Path) -> None:
     """Red when a head with context is loaded as one without, or the other way round."""
     redrafter = write_head(tmp_path / "redrafter", "redrafter")
     assert "holds a redrafter head; name an EAGLE head" in refusal(redrafter)
-    with pytest.raises(HeadError, match="holds an eagle head"):
+    with pytest.raises(HeadError, match="holds a head of kind eagle; name a red"):
         load_head(HOT.write(tmp_path / "eagle"))
 
 

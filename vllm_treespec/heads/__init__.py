@@ -6,6 +6,7 @@ from vllm_treespec.heads.config import (
     EagleHeadConfig,
     HeadConfig,
     HeadError,
+    LyannaHeadConfig,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
 )
@@ -14,9 +15,11 @@ from vllm_treespec.heads.files import (
     build_head,
     load_eagle_head,
     load_head,
+    load_lyanna_head,
     read_head_config,
     save_head,
 )
+from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.heads.medusa import MedusaHead
 from vllm_treespec.heads.published_weights import save_published
 from vllm_treespec.heads.redrafter import ReDrafterHead
@@ -28,6 +31,8 @@ __all__ = [
     "Head",
     "HeadConfig",
     "HeadError",
+    "LyannaHead",
+    "LyannaHeadConfig",
     "MedusaHead",
     "MedusaHeadConfig",
     "OutputLayer",
@@ -37,6 +42,7 @@ __all__ = [
     "head_folder",
     "load_eagle_head",
     "load_head",
+    "load_lyanna_head",
     "read_head_config",
     "save_head",
     "save_published",

@@ -81,7 +81,8 @@ def not_a_head(path: Path, reason: str) -> HeadError:
     """The refusal of a ``config.json`` that is no head's."""
     return HeadError(
         f"{path} is not the configuration of a head ({reason}); name a folder made by "
-        f"`treespec train redrafter` (or `medusa`, `eagle`), or a published EAGLE head"
+        f"`treespec train redrafter` (or `medusa`, `eagle`, `lyanna`), or a published "
+        f"EAGLE head"
     )
 
 

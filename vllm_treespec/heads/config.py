@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from vllm_treespec.sources.base import FINAL_LAYER
 
@@ -169,3 +169,41 @@ class EagleHeadConfig(HeadConfig):
                 f"the target has {num_layers}; use a head trained for this target"
             )
         return self.model_copy(update={"target_layers": layers})
+
+
+class LyannaHeadConfig(EagleHeadConfig):
+    """A chain of hidden states, to which tokens are told when they are sampled.
+
+    The layers are EAGLE-1's. Folders hold our own form of it.
+    """
+
+    method: Literal["lyanna"] = "lyanna"  # type: ignore[assignment]
+    version: Literal[1] = 1
+    norm_output: Literal[True] = True
+    norms: tuple[Literal["embedding", "fused", "output"], ...] = Field(
+        default=("embedding", "fused", "output"),
+        description="of the embedding, of what attention reads, of the state",
+    )
+    first_token: bool = Field(
+        default=True, strict=True, description="pairs are read with their token"
+    )
+    context: bool = Field(
+        default=True, strict=True, description="a chain attends to the text before it"
+    )
+    token_info_rank: NonNegativeInt = Field(
+        default=64, strict=True, description="of the token info; 0: there is none"
+    )
+    token_info: Literal["hot", "all"] = Field(
+        default="hot", description="tokens that give information: the hot ones, or all"
+    )
+
+    @model_validator(mode="after")
+    def _reads_the_final_state(self) -> LyannaHeadConfig:
+        size = self.hidden_size
+        if self.target_layers != (FINAL_LAYER,) or self.combines:
+            raise ValueError("a lyanna head reads the final hidden state alone")
+        if self.target_hidden_size != size:
+            raise ValueError("hidden_size and target_hidden_size must be the same")
+        if "output" not in self.norms:
+            raise ValueError("norms must hold 'output': the state fed back is normed")
+        return self

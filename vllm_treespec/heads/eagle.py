@@ -27,6 +27,8 @@ class EagleHead(Head):
     """
 
     config: EagleHeadConfig
+    # pairs of the text before are attended to
+    context = True
 
     def __init__(self, config: EagleHeadConfig) -> None:
         """Make a fresh head."""
@@ -133,14 +135,33 @@ class EagleHead(Head):
         """
         embedded = nn.functional.embedding(token_ids, self.embedding.weight)
         embedded = self.embedding_norm(embedded)
-        angles = self.rotary.angles(positions)
         if self.config.version == 1:
             fused = self.fuse(torch.cat([embedded, features], dim=-1))
-            attended, residual = self.fused_norm(fused), fused
-        else:
-            normed = self.feature_norm(features)
-            residual = normed if self.config.norm_before_residual else features
-            attended = torch.cat([embedded, normed], dim=-1)
+            return self.decode(self.fused_norm(fused), fused, positions, attend)
+        normed = self.feature_norm(features)
+        residual = normed if self.config.norm_before_residual else features
+        attended = torch.cat([embedded, normed], dim=-1)
+        return self.decode(attended, residual, positions, attend)
+
+    def read_drafted(
+        self, states: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Read drafted tokens, with what ``read`` returned as the features before."""
+        return self.read(states, token_ids, positions, attend)
+
+    def decode(
+        self, attended: Tensor, residual: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Run the decoder layers; for ``read``.
+
+        Args:
+            attended: [n, width], what the first layer's attention reads.
+            residual: [n, hidden_size], what its result is added to.
+            positions: int64 [n].
+            attend: attention over all pairs up to these.
+
+        """
+        angles = self.rotary.angles(positions)
         first, *others = self.layers
         out: Tensor = first(attended, residual, angles, attend)
         for norm, layer in zip(self.input_norms.values(), others, strict=True):
@@ -151,6 +172,10 @@ class EagleHead(Head):
         """What the output layer reads of what ``read`` returned, same shape."""
         normed: Tensor = features if self.config.norm_output else self.norm(features)
         return normed
+
+    def output_inputs_after(self, features: Tensor, token_ids: Tensor) -> Tensor:
+        """What ``output_weight`` is applied to, where these tokens stand before."""
+        return self.output_inputs(features)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits after pairs, [..., draft_vocab_size], from what ``read`` returned."""

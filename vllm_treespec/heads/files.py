@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from vllm_treespec.heads.base import DraftHead
+from vllm_treespec.heads.base import DraftHead, Head
 from vllm_treespec.heads.checkpoint import (
     WEIGHTS,
     Checkpoint,
@@ -20,10 +20,12 @@ from vllm_treespec.heads.checkpoint import (
 from vllm_treespec.heads.config import (
     EagleHeadConfig,
     HeadError,
+    LyannaHeadConfig,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
 )
 from vllm_treespec.heads.eagle import EagleHead
+from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.heads.medusa import MedusaHead
 from vllm_treespec.heads.published import (
     eagle_config,
@@ -34,8 +36,9 @@ from vllm_treespec.heads.published_weights import load_weights
 from vllm_treespec.heads.redrafter import ReDrafterHead
 from vllm_treespec.heads.weights import weights_problem
 
-_ADAPTER: TypeAdapter[ReDrafterHeadConfig | MedusaHeadConfig] = TypeAdapter(
-    Annotated[ReDrafterHeadConfig | MedusaHeadConfig, Field(discriminator="method")]
+_OwnConfig = ReDrafterHeadConfig | MedusaHeadConfig | LyannaHeadConfig
+_ADAPTER: TypeAdapter[_OwnConfig] = TypeAdapter(
+    Annotated[_OwnConfig, Field(discriminator="method")]
 )
 _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(list[Annotated[int, Field(ge=0)]])
 
@@ -86,8 +89,44 @@ def load_head(model: str | Path) -> DraftHead:
     folder = head_folder(model)
     config = read_head_config(folder)
     if isinstance(config, EagleHeadConfig):
-        raise HeadError(f"{folder} holds an eagle head; name one without context")
+        raise HeadError(
+            f"{folder} holds a head of kind {config.method}; name a redrafter or medusa"
+            f" head"
+        )
     head = build_head(config)
+    _load_weights(head, folder)
+    return head
+
+
+def load_lyanna_head(model: str | Path) -> LyannaHead:
+    """Load a Lyanna head; shared weights are missing until ``share``.
+
+    Args:
+        model: folder or hub id.
+
+    Raises:
+        HeadError: it is no Lyanna head, or its files do not fit together.
+
+    """
+    folder = head_folder(model)
+    config = read_head_config(folder)
+    if not isinstance(config, LyannaHeadConfig):
+        raise HeadError(
+            f"{folder} holds a head of kind {config.method}; name a Lyanna head,"
+            f" `treespec train lyanna` makes one"
+        )
+    head = LyannaHead(config)
+    _load_weights(head, folder)
+    return head
+
+
+def _load_weights(head: Head, folder: Path) -> None:
+    """Read the weights of a head of our own form, and freeze it.
+
+    Raises:
+        HeadError: the file is missing, or its tensors are not those of the config.
+
+    """
     path = folder / WEIGHTS
     if not path.is_file():
         raise HeadError(f"{folder} holds no {WEIGHTS}; train the head again")
@@ -97,7 +136,7 @@ def load_head(model: str | Path) -> DraftHead:
         head.load_state_dict(load_file(path))
     except RuntimeError as error:
         raise HeadError(f"{path} does not fit its config.json: {error}") from None
-    return head.eval().requires_grad_(False)
+    head.eval().requires_grad_(False)
 
 
 def load_eagle_head(
@@ -120,7 +159,7 @@ def load_eagle_head(
     """
     folder = head_folder(model)
     config = read_head_config(folder, num_target_layers)
-    if not isinstance(config, EagleHeadConfig):
+    if not isinstance(config, EagleHeadConfig) or isinstance(config, LyannaHeadConfig):
         raise HeadError(f"{folder} holds a {config.method} head; name an EAGLE head")
     head = EagleHead(config)
     load_weights(head, Checkpoint.read(folder))
@@ -158,7 +197,7 @@ def read_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
 
 
 def save_head(
-    head: DraftHead,
+    head: Head,
     folder: Path,
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:
