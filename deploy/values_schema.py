@@ -1,7 +1,7 @@
 """Write the spec-config's part of the chart's values schema from our own types.
 
-``python -m deploy.values_schema`` replaces ``$defs`` in ``values.schema.json``; the rest
-of that file is written by hand.
+``python -m deploy.values_schema`` replaces ``$defs`` in ``values.schema.json``; the
+rest of that file is written by hand.
 """
 
 from __future__ import annotations
