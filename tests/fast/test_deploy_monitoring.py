@@ -3,33 +3,18 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vllm.v1.metrics.loggers
 import vllm.v1.spec_decode.metrics
 import yaml
 
-from tests.fast.deployment import DEPLOY, SOURCES, manifests, run
+from tests.fast.deployment import SOURCES, manifests, run
+from tests.monitoring import MONITORING, board, board_queries, metric_names, rules
 from vllm_treespec.metrics import COUNTERS, PREFIX
 
-MONITORING = DEPLOY / "monitoring"
 # What Prometheus adds to names of counters and histograms.
 SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
-
-
-def board() -> dict[str, Any]:
-    return json.loads((MONITORING / "board.json").read_text("utf-8"))
-
-
-def rules() -> list[dict[str, Any]]:
-    groups = yaml.safe_load((MONITORING / "rules.yaml").read_text("utf-8"))["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-def board_queries() -> list[str]:
-    panels = board()["panels"]
-    return [t["expr"] for panel in panels for t in panel.get("targets", [])]
 
 
 def names_of_vllm() -> set[str]:
@@ -44,14 +29,10 @@ def known_names() -> set[str]:
     return {base + suffix for base in bases for suffix in SUFFIXES}
 
 
-def used_names(text: str) -> set[str]:
-    return {*re.findall(r"\bvllm:\w+", text)}
-
-
 def test_every_metric_of_the_board_exists() -> None:
     """Red when a counter is renamed here or in vLLM."""
     variables = [variable["query"] for variable in board()["templating"]["list"]]
-    used = used_names(json.dumps([board_queries(), variables]))
+    used = metric_names(json.dumps([board_queries(), variables]))
     assert used <= known_names()
     ours = {name for name in used if name.startswith(PREFIX)}
     beams = {f"{PREFIX}{name}_total" for name in ("num_beam_tokens", "num_beam_nodes")}
@@ -61,7 +42,7 @@ def test_every_metric_of_the_board_exists() -> None:
 def test_every_metric_of_the_rules_exists() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     for rule in rules():
-        used = used_names(rule["expr"])
+        used = metric_names(rule["expr"])
         assert used <= known_names(), rule
         assert {*re.findall(r"\btreespec:\w+", rule["expr"])} <= recorded, rule
 
@@ -70,7 +51,7 @@ def test_every_metric_of_the_rules_exists() -> None:
 def test_every_metric_of_an_autoscaler_exists(source: str) -> None:
     for document in manifests(source):
         if document["kind"] == "ScaledObject":
-            used = used_names(json.dumps(document["spec"]["triggers"]))
+            used = metric_names(json.dumps(document["spec"]["triggers"]))
             assert used
             assert used <= known_names()
 
