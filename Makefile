@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.treespec-setup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test test-fast quality style
+.PHONY: help setup assets demo test test-fast deploy-check quality style
 
 help:  ## print this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## virtual environment, locked packages, this project
 
@@ -31,6 +31,11 @@ test: test-fast  ## fast tier, then the engine tier on a real model
 test-fast: $(STAMP)  ## fast tier only: no vLLM engine, no download after setup
 	@echo "fast tier"
 	@$(BIN)/python -m pytest tests/fast --numprocesses 2 --dist worksteal
+
+deploy-check: $(STAMP)  ## charts, manifests, images, alerts: needs helm, promtool, a network
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/deploy.txt
+	@deploy/third_party.sh
+	@$(BIN)/python -m pytest tests/fast/test_deploy_*.py --numprocesses 2
 
 quality: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.processes import Usage, note
+from tests.monitoring import board_queries, metric_names, rules
 
 START_SECONDS = 300
 
@@ -139,3 +140,12 @@ def test_counters_are_truthful(server: str) -> None:
     assert 0 < values["num_accepted_tokens"] < values["num_draft_tokens"]
     # One request at a time: its last tree may be drafted and never verified.
     assert 0 <= trees - values["num_drafts"] <= 8
+
+
+def test_board_and_rules_find_their_metrics(server: str) -> None:
+    """Turns red when a query of deploy/monitoring names a metric that is not served."""
+    post(f"{server}/v1/completions", {**COMPLETION, "max_tokens": 32})
+    metrics = urllib.request.urlopen(f"{server}/metrics", timeout=10).read().decode()
+    served = {line.partition("{")[0] for line in metrics.splitlines()}
+    queries = [*board_queries(), *(rule["expr"] for rule in rules())]
+    assert metric_names(" ".join(queries)) <= served
