@@ -129,7 +129,8 @@ class ToyChainHead(ToyPairHead):
         left = torch.full_like(lens, num_levels)
         if draft.levels_left is not None:
             left = draft.levels_left
-            self.num_left += left.tolist()
+            reused = slice(None) if draft.reused is None else draft.reused
+            self.num_left += left[reused].tolist()
         expected = self.levels(lens, num_levels, slots)
         for row, count in enumerate(left.tolist()):
             assert 0 <= count <= max(num_levels, depth)

@@ -235,17 +235,26 @@ class TreeDecoder:
         accepted = (batch.num_emitted[self.trees.host_reqs] - 1).tolist()
         self.method.schedule.observe(self.trees.tree_index, accepted)
         self.stats.count_trees(self.trees.num_nodes.tolist(), accepted)
-        if self.trees.tree.reused is not None:
-            self._count_reused(self.trees.tree.reused)
+        if self.proposal is not None and self.proposal.reused is not None:
+            self._count_reused(batch, self.trees, self.proposal, self.proposal.reused)
 
-    def _count_reused(self, reused: Tensor) -> None:
-        """Count the nodes that came from leftovers; the host waits for the device."""
-        assert self.scored is not None
-        path = self.scored.path
-        on_path = (path >= 0) & reused.gather(1, path.clamp(min=0))
-        counts = [reused.sum(), on_path.sum()]
-        num_nodes, num_accepted = torch.stack(counts).tolist()
-        self.stats.count_leftovers(num_nodes, num_accepted)
+    def _count_reused(
+        self,
+        batch: EmittedBatch,
+        trees: RunningTrees,
+        proposal: Proposal,
+        reused: np.ndarray,
+    ) -> None:
+        """Count the scored nodes that came from leftovers, and the accepted ones."""
+        num_scored = num_accepted = 0
+        for tree, row in enumerate(trees.proposal_rows.tolist()):
+            req = trees.host_reqs[tree]
+            end = batch.num_tokens[req] - 1
+            first = end + 1 - batch.num_emitted[req]
+            path = proposal.path(row, batch.token_ids[req, first:end])
+            num_scored += int(reused[row, : trees.num_nodes[tree] - 1].sum())
+            num_accepted += int(reused[row, path].sum())
+        self.stats.count_leftovers(num_scored, num_accepted)
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
