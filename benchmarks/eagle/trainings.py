@@ -15,6 +15,7 @@ Training = dict[str, Any]
 # What ``treespec train evaluate --json`` wrote beside training.json.
 EVALUATION = "evaluation.json"
 SPLIT = "the evaluation split"
+LYANNA = "Ablation of Lyanna heads"
 
 
 def read_trainings(folder: Path) -> list[Training]:
@@ -38,9 +39,8 @@ def read_trainings(folder: Path) -> list[Training]:
 def training_of(head: Path, name: str, record: dict[str, Any]) -> Training:
     """Shorten a record to what tables and curves show."""
     options, result = record["training"], record["result"]
-    kind = "eagle"
-    if "steps" not in options:
-        kind = json.loads((head / "config.json").read_text(encoding="utf-8"))["method"]
+    # of an EAGLE head it is in a published form, which has no method
+    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
     levels = range(1, 1 + sum(key.startswith("accuracy_") for key in result))
     quality = {
         k: [result[f"{k}_{i}"] for i in levels] for k in ("accuracy", "acceptance")
@@ -53,10 +53,10 @@ def training_of(head: Path, name: str, record: dict[str, Any]) -> Training:
         quality = {"accuracy": accuracies, "acceptance": found["acceptance"]}
     return {
         "name": name,
-        "kind": kind,
+        "kind": config.get("method", "eagle"),
         "layers": len(record["teacher"].get("layers", ["final"])),
         "share": options.get("text_share", 1.0),
-        "training": options,
+        "training": {**options, **record.get("head", {})},
         # of which the figures by level are
         "text": text,
         **{key: record[key] for key in ("conversations", "answer_positions")},
@@ -80,10 +80,10 @@ def scaling(trainings: Sequence[Training]) -> list[list[Training]]:
     return [g for g in groups.values() if g[0]["share"] < g[-1]["share"]]
 
 
-def ablation(trainings: Sequence[Training]) -> list[Training]:
-    """EAGLE heads trained on all of the text, the best last."""
-    eagle = [t for t in trainings if t["kind"] == "eagle" and t["share"] == 1]
-    return sorted(eagle, key=chain_length)
+def ablation(trainings: Sequence[Training], kind: str) -> list[Training]:
+    """Heads of one kind that were trained on all of the text, the best last."""
+    found = [t for t in trainings if t["kind"] == kind and t["share"] == 1]
+    return sorted(found, key=chain_length)
 
 
 def level(name: str, index: int) -> Any:
@@ -105,6 +105,12 @@ COLUMNS: report.Columns[Training] = {
     "chain, T = 1": lambda t: f"{chain_length(t, 'acceptance'):.2f}",
 }
 LEVELS = {"first guess": "accuracy", "accepted": "acceptance"}
+LYANNA_COLUMNS: report.Columns[Training] = {
+    "first token": column("first_token", "{}", "training"),
+    "context": column("context", "{}", "training"),
+    "token info, rank": column("token_info_rank", "{}", "training"),
+    "of tokens": column("token_info", "{}", "training"),
+}
 NOTES = (
     "First guess: how often it is the target's likeliest token. Accepted: the chance "
     "that one draft token is, at T = 1. Chain: tokens a step of a chain as deep as "
@@ -116,7 +122,8 @@ def sections(trainings: Sequence[Training]) -> list[str]:
     """Write the scaling curve, the ablation, and all heads by level."""
     named = {
         "Scaling: share of the text": list(itertools.chain(*scaling(trainings))),
-        "Ablation of EAGLE heads": ablation(trainings),
+        "Ablation of EAGLE heads": ablation(trainings, "eagle"),
+        LYANNA: ablation(trainings, "lyanna"),
     }
     for text in dict.fromkeys(training["text"] for training in trainings):
         named[f"Heads on {text}"] = [t for t in trainings if t["text"] == text]
@@ -129,7 +136,9 @@ def sections(trainings: Sequence[Training]) -> list[str]:
             for i in range(depth)
         }
         if rows:
-            parts += [f"## {heading}", report.table_of(rows, {**COLUMNS, **levels})]
+            more = LYANNA_COLUMNS if heading == LYANNA else {}
+            columns = {**COLUMNS, **more, **levels}
+            parts += [f"## {heading}", report.table_of(rows, columns)]
     return [*parts, NOTES] if parts else []
 
 

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 from tests.engine.conftest import MAX_MODEL_LEN, TINY
 from tests.engine.processes import call
 from tests.engine.tiny_models import SIZES, write_pair
-from tests.fast.test_lyanna_head import Seen
+from tests.fast.pair_training import PlainAttention
 from tests.heads import write_head
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.heads import load_lyanna_head
@@ -34,7 +34,6 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": Tr
 LENGTHS = (3, 31, 32, 100, 200)
 SHAPE = {"top_k": 12, "depth": 3, "num_drafts": 20}
 MODES: dict[str, dict[str, Any]] = {
-    "off": {},
     "replace": {"resample": "replace"},
     "merge": {"resample": "merge", "resample_drafts": 16},
     "drawn": {"resample": "replace", "tree": "stochastic"},
@@ -109,23 +108,19 @@ def test_tokens_equal_plain(mode: str, answers: Callable[..., dict]) -> None:
     assert token_ids(trees) == token_ids(plain)
     stats = trees["stats"]
     assert sum(n for length, n in stats["accepted"].items() if int(length)) > 50
-    if mode == "off":
-        assert stats["leftover_nodes"] == 0
-    else:
-        assert 0 < stats["leftover_accepted"] < stats["leftover_nodes"]
+    assert 0 < stats["leftover_accepted"] < stats["leftover_nodes"]
 
 
-@pytest.mark.parametrize("mode", ["replace", "merge"])
-def test_preempted_requests(mode: str, answers: Callable[..., dict]) -> None:
+def test_preempted_requests(answers: Callable[..., dict]) -> None:
     """Red when a preempted request drafts from what its lost tree left over."""
     plain = answers(None, crowded())
-    trees = answers(mode, crowded(), num_gpu_blocks_override=16)
+    trees = answers("replace", crowded(), num_gpu_blocks_override=16)
     assert trees["preemptions"][0] > 0
     assert token_ids(trees) == token_ids(plain)
     assert trees["stats"]["leftover_nodes"] > 0
 
 
-# The drafts themselves
+# The drafts themselves, and "off"
 
 
 class PlainChains:
@@ -144,7 +139,7 @@ class PlainChains:
         """Draft tokens below the last token of a text."""
         inputs = torch.tensor(text)
         states = self.model.model(inputs[None, :-1]).last_hidden_state[0]
-        head, attend = self.head, Seen()
+        head, attend = self.head, PlainAttention()
         positions = torch.arange(len(states))
         state = head.read(states, inputs[1:], positions, attend)[-1:]
         chain = [state]
@@ -169,7 +164,7 @@ def logged(result: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def test_drafts_are_those_of_plain_torch(
-    models: dict[str, str], shared_folder: Path
+    models: dict[str, str], answers: Callable[..., dict], shared_folder: Path
 ) -> None:
     """Red when a pair, a position, a norm, a level or a token's info is another.
 
@@ -195,6 +190,8 @@ def test_drafts_are_those_of_plain_torch(
         log=shared_folder / "lyanna-drafts.log",
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
+    expected = token_ids(answers(None, jobs()))
+    assert [[a["token_ids"] for a in job] for job in found["answers"]] == expected
     plain = PlainChains(models["target"], models["head"])
     both = list(logged(found))
     assert len(both) > 100

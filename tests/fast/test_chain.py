@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting, on_meta
+from tests.fast.pair_training import PlainAttention
 from tests.fast.random_trees import random_trees
-from tests.fast.test_lyanna_head import Seen, ready
+from tests.fast.test_lyanna_head import ready
 from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_chains import ToyChain
 from vllm_treespec.core.stats import StepStats
@@ -78,7 +79,7 @@ def test_one_pass_is_step_by_step() -> None:
     found = [draft.root_logits()[:, None].expand(-1, 2, -1)]
     found += [draft.extend(tokens, tokens) for _ in range(DEPTH - 1)]
     for req in range(2):
-        state, attend = hidden[req : req + 1], Seen()
+        state, attend = hidden[req : req + 1], PlainAttention()
         root: Tensor | None = roots[req : req + 1]
         for level in range(DEPTH):
             at = torch.tensor([positions[req] - 1 + level])

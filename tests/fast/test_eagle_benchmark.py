@@ -160,9 +160,13 @@ def test_the_fastest_plain_side_is_the_baseline(models: Models, tmp_path: Path) 
 
 
 def training(
-    folder: Path, accuracies: list[float], text: str = "", **options: Any
+    folder: Path,
+    accuracies: list[float],
+    text: str = "",
+    config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    """Write what training notes of an EAGLE head, or, without steps, of Medusa."""
+    """Write what training notes of a head; without a config it is an EAGLE head."""
     folder.mkdir(parents=True)
     levels = enumerate(accuracies, 1)
     result = {f"accuracy_{i}": share for i, share in levels}
@@ -175,8 +179,11 @@ def training(
         "training": options,
         "teacher": {"layers": layers},
     }
+    config = config or {}
+    if len(config) > 1:
+        record["head"] = config
     (folder / "training.json").write_text(json.dumps(record))
-    (folder / "config.json").write_text('{"method": "medusa"}')
+    (folder / "config.json").write_text(json.dumps(config))
     if text:
         found = {
             "text": [text],
@@ -195,7 +202,12 @@ def test_trained_heads_make_curve_ablation_and_levels(
     training(heads / "half", [0.5, 0.5], steps=3, text_share=0.5)
     training(heads / "one", [0.5, 0.4], steps=3, text_share=1.0, three=False)
     training(heads / "first", [0.5, 0.1], steps=1, text_share=1.0, three=False)
-    training(heads / "medusa", [0.4], "mtbench.jsonl", level_share=0.8)
+    medusa = {"method": "medusa"}
+    training(heads / "medusa", [0.4], "mtbench.jsonl", medusa, level_share=0.8)
+    for name, rank in (("told", 64), ("untold", 0)):
+        form = {"method": "lyanna", "token_info_rank": rank, "first_token": True}
+        accuracies = [0.5, 0.3 if rank else 0.2]
+        training(heads / name, accuracies, config=form, steps=3, three=False)
     draft = heads / "draft" / "training.json"
     draft.parent.mkdir()
     draft.write_text('{"draft": {}}')
@@ -211,6 +223,13 @@ def test_trained_heads_make_curve_ablation_and_levels(
     curve = text.split("## Scaling")[1].split("##")[0]
     assert [line[:8] for line in curve.splitlines()[4:-1]] == ["| half |", "| full |"]
     assert "## Heads on mtbench.jsonl" in text
+    eagle = text.split("## Ablation of EAGLE heads")[1].split("##")[0]
+    assert "| full |" in eagle
+    assert "told" not in eagle
+    lyanna = text.split("## Ablation of Lyanna heads")[1].split("##")[0]
+    rows = lyanna.splitlines()[4:-1]
+    assert [row.split(" | ")[0] for row in rows] == ["| untold", "| told"]
+    assert " | True | – | 64 | – | " in rows[1]
     assert (out / "scaling.png").stat().st_size > 0
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from tests.fast.pair_training import PlainAttention
 from tests.heads import lyanna_head, write_head
 from vllm_treespec.heads import (
     HeadError,
@@ -19,6 +19,7 @@ from vllm_treespec.heads import (
     load_lyanna_head,
     read_head_config,
 )
+from vllm_treespec.heads.base import unit_rms
 
 VOCAB, HOT, HIDDEN = 32, 20, 64
 
@@ -33,29 +34,6 @@ def ready(**config: Any) -> LyannaHead:
     return head
 
 
-class Seen:
-    """Attention over what was read, and nothing else, in plain matrix products."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """Attend causally; shapes as ``Attend`` has them."""
-        if number in self.seen:
-            keys, values = self.seen[number]
-            key, value = torch.cat([keys, key]), torch.cat([values, value])
-        self.seen[number] = key, value
-        group = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
-        new, old = len(query), len(key) - len(query)
-        later = torch.ones(new, len(key)).triu(old + 1).bool()
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
-
-
 @pytest.mark.parametrize("hot", [HOT, None])
 @pytest.mark.parametrize("told", ["hot", "all"])
 def test_token_info_is_the_normed_table(told: str, hot: int | None) -> None:
@@ -63,7 +41,7 @@ def test_token_info_is_the_normed_table(told: str, hot: int | None) -> None:
     head = ready(token_info=told, num_hot_tokens=hot)
     info = head.info
     assert info is not None
-    table = head.embedding.weight @ info.down.weight.T @ info.up.T
+    table = unit_rms(head.embedding.weight) @ info.down.weight.T @ info.up.T
     mean_square = table.pow(2).mean(-1, keepdim=True)
     table = table / (mean_square + head.config.norm_eps).sqrt() * info.gain
     if told == "hot" and head.hot_token_ids is not None:
@@ -98,14 +76,14 @@ def test_reading_by_parts_is_reading_at_once(first_token: bool) -> None:
     features = torch.randn(9, HIDDEN, dtype=torch.float64)
     token_ids = torch.randint(VOCAB, (9,))
     positions = torch.arange(9)
-    whole = head.read(features, token_ids, positions, Seen())
-    attend, parts = Seen(), []
+    whole = head.read(features, token_ids, positions, PlainAttention())
+    attend, parts = PlainAttention(), []
     for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
         parts.append(
             head.read(features[part], token_ids[part], positions[part], attend)
         )
     torch.testing.assert_close(torch.cat(parts), whole)
-    other = head.read(features, (token_ids + 1) % VOCAB, positions, Seen())
+    other = head.read(features, (token_ids + 1) % VOCAB, positions, PlainAttention())
     assert torch.equal(other, whole) is not first_token
 
 
@@ -113,11 +91,10 @@ def test_later_steps_read_the_state_alone() -> None:
     """Red when a chain's later step is fused with something, or not normed."""
     head = ready()
     state = 100 * torch.randn(1, HIDDEN, dtype=torch.float64)
-    out = head.read(state, None, torch.tensor([5]), Seen())
+    out = head.read(state, None, torch.tensor([5]), PlainAttention())
     (layer,) = head.layers
-    expected = layer(
-        head.fused_norm(state), state, head.rotary.angles(torch.tensor([5])), Seen()
-    )
+    angles = head.rotary.angles(torch.tensor([5]))
+    expected = layer(head.fused_norm(state), state, angles, PlainAttention())
     torch.testing.assert_close(out, head.norm(expected))
     torch.testing.assert_close(head.logits(out), out @ head.output.weight.T)
 
@@ -198,4 +175,4 @@ def test_defaults_are_those_of_the_documents() -> None:
     config = LyannaHeadConfig(**sizes)
     assert (config.first_token, config.context) == (True, True)
     assert (config.token_info_rank, config.token_info) == (64, "hot")
-    assert config.norms == ("fused", "output")
+    assert config.norms == ("embedding", "fused", "output")

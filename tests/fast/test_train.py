@@ -122,6 +122,36 @@ def test_merged_rest_is_one_more_token_and_a_lower_bound() -> None:
     )
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("trains_weight", [True, False])
+def test_further_columns_are_trained_beside_a_frozen_weight(
+    monkeypatch: pytest.MonkeyPatch, chosen: bool, trains_weight: bool
+) -> None:
+    """Red when the columns' gradient is off, or a frozen weight gets one."""
+    # several chunks
+    monkeypatch.setattr("vllm_treespec.train.loss.LOGITS_CHUNK", 3)
+    hidden, weight, target_probs = (x.detach().double() for x in random_case())
+    columns, codes = torch.randn(VOCAB, 3).double(), torch.randn(len(hidden), 3)
+    hidden = torch.cat([hidden, codes.double()], dim=-1).requires_grad_()
+    columns.requires_grad_()
+    weight.requires_grad_(trains_weight)
+    rows = None
+    if chosen:
+        bias = torch.zeros(VOCAB + 1)
+        bias[-1] = -torch.inf
+        rows = VocabRows(torch.arange(VOCAB), torch.arange(VOCAB), bias)
+    loss = topk_kl(
+        hidden, weight, whole(target_probs, VOCAB), rows, torch.float64, columns
+    )
+    trained = [hidden, columns, *([weight] if trains_weight else [])]
+    found = torch.autograd.grad(loss, trained)
+    whole_weight = torch.cat([weight, columns], dim=-1)
+    expected = exact_kl(hidden, whole_weight, target_probs)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    wanted = torch.autograd.grad(expected, trained)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_all_head_rows_give_the_same_loss_as_no_choice() -> None:
     hidden, weight, target_probs = random_case()
     targets = whole(target_probs, 5)

@@ -17,6 +17,20 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from tests.fast.pair_training import (
+    HIDDEN,
+    OPTIONS,
+    STEPS,
+    VOCAB,
+    assert_trained_as_served,
+    bigram_cache,
+    resumed_after_a_cut,
+    run_steps,
+    shake,
+    some_rows,
+    tiny_cache,
+    tiny_target,
+)
 from vllm_treespec.heads import load_eagle_head
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.sources.base import FINAL_LAYER
@@ -24,58 +38,32 @@ from vllm_treespec.train.batches import split_rows
 from vllm_treespec.train.cli import app
 from vllm_treespec.train.context_batches import ContextDataset
 from vllm_treespec.train.distill import targets_of
-from vllm_treespec.train.eagle import EagleOptions, EagleTrainer, entries, train_eagle
-from vllm_treespec.train.eagle_start import eagle_config, start_eagle
 from vllm_treespec.train.head import HeadOptions, train_head
+from vllm_treespec.train.pair_head import (
+    PairOptions,
+    entries,
+    train_pair_head,
+)
+from vllm_treespec.train.pair_start import eagle_config, start_pair_head
 from vllm_treespec.train.pipeline import start_head
 from vllm_treespec.train.states import StateFiles
 from vllm_treespec.train.teacher import (
     TeacherCache,
-    TeacherOptions,
-    cache_teacher,
-    load_cache,
 )
-from vllm_treespec.train.text import Row
-from vllm_treespec.train.unrolled import unrolled
 
-VOCAB, HIDDEN, LAYERS, STEPS = 97, 32, 7, 3
-TEACHER = TeacherOptions(top_k=16, layers=(2, 3, 4, FINAL_LAYER))
-OPTIONS = EagleOptions(epochs=4, batch_tokens=64, eval_share=0.2, save_steps=1000)
 SIZES = {"num_hot_tokens": 60, "depth": STEPS}
 
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        initializer_range=0.3,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def some_rows(number: int) -> list[Row]:
-    generator = torch.Generator().manual_seed(2)
-    lengths = [9, 21, 14, 2, 30, 17, 11, 3, 26] * number
-    return [
-        Row(torch.randint(VOCAB, (n,), generator=generator).tolist(), min(n - 1, 4))
-        for n in lengths
-    ]
+    return tiny_target()
 
 
 @pytest.fixture(scope="module")
 def cache(
     tmp_path_factory: pytest.TempPathFactory, target: PreTrainedModel
 ) -> TeacherCache:
-    folder = tmp_path_factory.mktemp("teacher")
-    options = replace(TEACHER, rows_per_shard=10)
-    return load_cache(cache_teacher(target, "tiny", some_rows(3), folder, options))
+    return tiny_cache(tmp_path_factory.mktemp("teacher"), target)
 
 
 def fresh_head(
@@ -88,53 +76,7 @@ def fresh_head(
     """A head whose attention and MLP do something."""
     torch.manual_seed(seed)
     config = eagle_config(target, layers, {**SIZES, **sizes})
-    head = start_eagle(config, target, cache.statistics)
-    for weight in head.parameters():
-        torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.1)
-    return head.requires_grad_(False)
-
-
-def run_steps(head: EagleHead, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Outputs of every step, [n, hidden_size], NaN where a step does not go."""
-    features = head.features(inputs["states"].float())
-    found = []
-    for kept, out in unrolled(head, features, inputs, STEPS):
-        whole = torch.full((len(inputs["pairs"]), HIDDEN), torch.nan)
-        whole[kept] = out
-        found.append(whole)
-    return found
-
-
-class Serving:
-    """A KV cache that is read token by token, in plain matrix products."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def copy(self) -> "Serving":
-        other = Serving()
-        other.seen = dict(self.seen)
-        return other
-
-    def __call__(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        if number in self.seen:
-            keys, values = self.seen[number]
-            key, value = torch.cat([keys, key]), torch.cat([values, value])
-        self.seen[number] = key, value
-        group = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
-
-
-def read_one(
-    head: EagleHead, feature: Tensor, tokens: Tensor, place: int, attend: Serving
-) -> Tensor:
-    """What a head makes of the pair at a place."""
-    token = tokens[place + 1 : place + 2].long()
-    return head.read(feature, token, torch.tensor([place]), attend)
+    return shake(start_pair_head(config, target, cache.statistics))
 
 
 @pytest.mark.parametrize(
@@ -155,25 +97,7 @@ def test_training_step_is_the_drafted_state_of_serving(
     """Red when a step's token, position or context is not what serving has."""
     # several blocks a conversation
     monkeypatch.setattr("vllm_treespec.train.unrolled._BLOCK", 5)
-    head = fresh_head(target, cache, layers, **sizes)
-    data = ContextDataset(cache, [0, 1, 2, 4], 200, head.config.layers)
-    (number,) = range(len(data))
-    inputs, longest = data[number], data[number]["states"].shape[1]
-    found = run_steps(head, inputs)
-    for line, row in enumerate(data.batches[number]):
-        tokens = cache.token_ids[cache.row_starts[row] : cache.row_starts[row + 1]]
-        states = head.features(inputs["states"][line].float())
-        serving = Serving()
-        for i in range(len(tokens) - 1):
-            out = read_one(head, states[i : i + 1], tokens, i, serving)
-            (pair,) = (inputs["pairs"] == line * longest + i).nonzero(as_tuple=True)
-            if not len(pair):
-                continue
-            drafting = serving.copy()
-            for step in range(min(STEPS, int(inputs["left"][pair]) + 1)):
-                if step:
-                    out = read_one(head, out, tokens, i + step, drafting)
-                torch.testing.assert_close(found[step][pair], out, rtol=1e-5, atol=1e-5)
+    assert_trained_as_served(fresh_head(target, cache, layers, **sizes), cache)
 
 
 def test_no_step_sees_what_is_not_drafted_yet(
@@ -265,24 +189,14 @@ def test_cut_run_resumes_to_the_same_weights(
     def run(folder: str, save_steps: int) -> dict[str, Tensor]:
         torch.manual_seed(0)
         config = eagle_config(target, "one", SIZES)
-        head = start_eagle(config, target, cache.statistics)
+        head = start_pair_head(config, target, cache.statistics)
         options = replace(OPTIONS, epochs=1, save_steps=save_steps, **changes)
-        train_eagle(head, cache, tmp_path / folder, options)
+        train_pair_head(head, cache, tmp_path / folder, options)
         return head.state_dict()
 
     uncut = run("uncut", save_steps=1000)
-    compute_loss = EagleTrainer.compute_loss
-    with pytest.MonkeyPatch.context() as patch:
-
-        def cut(self: EagleTrainer, *args: object, **kwargs: object) -> Tensor:
-            if self.state.global_step == 5:
-                raise KeyboardInterrupt
-            return compute_loss(self, *args, **kwargs)  # type: ignore[arg-type]
-
-        patch.setattr(EagleTrainer, "compute_loss", cut)
-        with pytest.raises(KeyboardInterrupt):
-            run("cut", save_steps=3)
-    for name, value in run("cut", save_steps=3).items():
+    resumed = resumed_after_a_cut(lambda save_steps: run("cut", save_steps))
+    for name, value in resumed.items():
         torch.testing.assert_close(value, uncut[name])
 
 
@@ -290,30 +204,14 @@ def test_eagle_beats_medusa_at_the_second_token(
     tmp_path: Path, target: PreTrainedModel
 ) -> None:
     """Red when the drafted token is not read, or the unrolled steps do not learn."""
-    # A language whose next token hangs on the last one, and is uncertain.
-    generator = torch.Generator().manual_seed(4)
-    after = torch.rand(VOCAB, VOCAB, generator=generator).argsort(1)[:, :4]
-    probs = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    drawn = probs.multinomial(60 * 24, replacement=True, generator=generator)
-    rows: list[Row] = []
-    for choices in drawn.view(60, 24).tolist():
-        tokens = [len(rows)]
-        for choice in choices:
-            tokens.append(int(after[tokens[-1], choice]))
-        rows.append(Row(tokens, 2))
-    cache = load_cache(cache_teacher(target, "tiny", rows, tmp_path / "t", TEACHER))
-    last = cache.token_ids[cache.positions.long()].long()
-    cache = replace(
-        cache,
-        ids=after[last].int(),
-        probs=probs.expand(len(last), -1).half(),
-        rest=torch.zeros(len(last)),
-    )
+    cache = bigram_cache(tmp_path / "t", target)
     shared: dict[str, Any] = {"max_steps": 120, "lr": 5e-3, "eval_share": 0.1}
     sizes = {"depth": 2, "norm_output": True, "norm_layers": True}
-    eagle = start_eagle(eagle_config(target, "three", sizes), target, cache.statistics)
-    options = EagleOptions(batch_tokens=512, steps=2, **shared)
-    ours = train_eagle(eagle, cache, tmp_path / "eagle", options)
+    eagle = start_pair_head(
+        eagle_config(target, "three", sizes), target, cache.statistics
+    )
+    options = PairOptions(batch_tokens=512, steps=2, **shared)
+    ours = train_pair_head(eagle, cache, tmp_path / "eagle", options)
     medusa = start_head("medusa", {"depth": 2}, target, cache.statistics)
     other = train_head(
         medusa, cache, tmp_path / "medusa", HeadOptions(batch_positions=512, **shared)

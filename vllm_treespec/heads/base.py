@@ -57,6 +57,15 @@ class Head(nn.Module):
             return output[: self.config.vocab_size]
         return output[self.hot_token_ids]
 
+    def output_columns(self) -> Tensor | None:
+        """Trained columns of ``output_weight``, behind those of the output layer."""
+        return None
+
+    def output_weight(self) -> Tensor:
+        """All columns that training makes logits with, [draft_vocab_size, width]."""
+        weight, columns = self.output.weight, self.output_columns()
+        return weight if columns is None else torch.cat([weight, columns], dim=-1)
+
     def logits(self, features: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [..., draft_vocab_size]."""
         logits: Tensor = self.output(features)

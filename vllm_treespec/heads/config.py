@@ -181,7 +181,7 @@ class LyannaHeadConfig(EagleHeadConfig):
     version: Literal[1] = 1
     norm_output: Literal[True] = True
     norms: tuple[Literal["embedding", "fused", "output"], ...] = Field(
-        default=("fused", "output"),
+        default=("embedding", "fused", "output"),
         description="of the embedding, of what attention reads, of the state",
     )
     first_token: bool = Field(

@@ -27,8 +27,6 @@ class EagleHead(Head):
     """
 
     config: EagleHeadConfig
-    # drafted tokens are read, not only the states in their place
-    reads_drafts = True
     # pairs of the text before are attended to
     context = True
 
@@ -145,6 +143,12 @@ class EagleHead(Head):
         attended = torch.cat([embedded, normed], dim=-1)
         return self.decode(attended, residual, positions, attend)
 
+    def read_drafted(
+        self, states: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Read drafted tokens, with what ``read`` returned as the features before."""
+        return self.read(states, token_ids, positions, attend)
+
     def decode(
         self, attended: Tensor, residual: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
@@ -172,16 +176,6 @@ class EagleHead(Head):
     def output_inputs_after(self, features: Tensor, token_ids: Tensor) -> Tensor:
         """What ``output_weight`` is applied to, where these tokens stand before."""
         return self.output_inputs(features)
-
-    def output_columns(self) -> Tensor | None:
-        """Trained columns of ``output_weight`` behind those of the output layer."""
-        return None
-
-    def output_weight(self) -> Tensor:
-        """All columns that logits are made with, [draft_vocab_size, width]."""
-        columns = self.output_columns()
-        weight = self.output.weight
-        return weight if columns is None else torch.cat([weight, columns], dim=-1)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits after pairs, [..., draft_vocab_size], from what ``read`` returned."""

@@ -22,7 +22,6 @@ class LyannaHead(EagleHead):
     """
 
     config: LyannaHeadConfig
-    reads_drafts = False
 
     def __init__(self, config: LyannaHeadConfig) -> None:
         """Make a fresh head."""
@@ -64,6 +63,12 @@ class LyannaHead(EagleHead):
         if token_ids is not None and self.config.first_token:
             return super().read(features, token_ids, positions, attend)
         return self.decode(self.fused_norm(features), features, positions, attend)
+
+    def read_drafted(
+        self, states: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """The next step of chains, whatever was drafted."""
+        return self.read(states, None, positions, attend)
 
     def info_logits(self, token_ids: Tensor) -> Tensor:
         """What tokens add to the logits of their children.

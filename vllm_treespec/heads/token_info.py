@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vllm_treespec.heads.base import OutputLayer
+from vllm_treespec.heads.base import OutputLayer, unit_rms
 from vllm_treespec.heads.config import LyannaHeadConfig
 
 # A gain of 1 would swamp the logits of a fresh head.
@@ -17,7 +17,8 @@ class TokenInfo(nn.Module):
 
     There E is the target's embedding, and a token t adds RMSNorm(E[t] W1 W2) to the
     logits of its children; the norm runs over the draft vocabulary, and its weight is
-    gamma. That table is never made::
+    gamma. So the size of E[t] says nothing: it is read at root mean square 1. The
+    table is never made::
 
         a = E[t] W1;  G = W2 W2';  mean square of E[t] W1 W2 = a G a' / draft_vocab_size
         code(t) = a / sqrt(mean square + eps);  info(t) = code(t) (W2 diag(gamma))
@@ -58,10 +59,13 @@ class TokenInfo(nn.Module):
 
         """
         up, down = _precise(self.up), _precise(self.down.weight)
-        embedded = nn.functional.embedding(token_ids, embedding).to(down.dtype)
-        found = embedded @ down.T
-        mean_square = (found @ (up.T @ up) * found).sum(-1, keepdim=True) / len(up)
-        codes = found * torch.rsqrt(mean_square + self.eps)
+        embedded = nn.functional.embedding(token_ids, embedding)
+        embedded = unit_rms(embedded.to(down.dtype))
+        # training's autocast would round them
+        with torch.autocast(up.device.type, enabled=False):
+            found = embedded @ down.T
+            mean_square = (found @ (up.T @ up) * found).sum(-1, keepdim=True) / len(up)
+            codes = found * torch.rsqrt(mean_square + self.eps)
         if self.hot_only and hot_token_ids is not None:
             codes = codes * torch.isin(token_ids, hot_token_ids)[..., None]
         return codes

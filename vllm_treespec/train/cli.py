@@ -7,6 +7,7 @@ import typer
 
 from vllm_treespec.train.eagle_cli import eagle
 from vllm_treespec.train.head_cli import add_commands, check_paths, fail
+from vllm_treespec.train.lyanna_cli import lyanna
 
 app = typer.Typer(
     name="train",
@@ -111,3 +112,4 @@ def draft(
 
 add_commands(app)
 app.command()(eagle)
+app.command()(lyanna)

@@ -6,15 +6,20 @@ from typing import Annotated
 import typer
 
 from vllm_treespec.train.head_cli import (
+    BatchTokens,
     Epochs,
+    Evaluations,
     HotTokens,
     MaxMb,
     MaxSteps,
+    MeasuredDepth,
     Out,
     PeakRate,
     Prompts,
     SaveSteps,
     SeqLen,
+    StepDecay,
+    Steps,
     Target,
     Text,
     TextShare,
@@ -60,11 +65,9 @@ def eagle(
         typer.Option(help="Norm each layer's states (default: with three layers)."),
     ] = None,
     hot_tokens: HotTokens = 8192,
-    depth: Annotated[int, typer.Option(min=1, help="Levels that are measured.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Levels trained, unrolled.")] = 3,
-    step_decay: Annotated[
-        float, typer.Option(help="Weight of a level, times that of the one before.")
-    ] = 0.8,
+    depth: MeasuredDepth = 5,
+    steps: Steps = 3,
+    step_decay: StepDecay = 0.8,
     feature_weight: Annotated[
         float,
         typer.Option(help="Weight of EAGLE-1's loss on features (--layers one)."),
@@ -76,23 +79,24 @@ def eagle(
     max_steps: MaxSteps = None,
     text_share: TextShare = 1.0,
     lr: PeakRate = 1e-3,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 4096,
+    batch_tokens: BatchTokens = 4096,
     seq_len: SeqLen = 512,
     top_k: TopK = 64,
     save_steps: SaveSteps = 100,
-    evaluations: Annotated[int, typer.Option(min=1, help="On the way.")] = 5,
+    evaluations: Evaluations = 5,
     max_mb: MaxMb = None,
     seed: int = 0,
 ) -> None:
     """Train an EAGLE head for TARGET on its own text; run again to resume."""
     check_paths(prompts, text)
     first = version == 1
-    layers = layers or (Layers.ONE if first else Layers.THREE)
-    three = layers == Layers.THREE
-    check_eagle(version, layers, norm_layers, feature_weight)
+    number = layers or (Layers.ONE if first else Layers.THREE)
+    three = number == Layers.THREE
+    check_eagle(version, number, norm_layers, feature_weight)
     # Torch and transformers take seconds to import; --help should not wait.
-    from vllm_treespec.train.eagle import EagleOptions
-    from vllm_treespec.train.eagle_pipeline import make_eagle
+    from vllm_treespec.train.pair_head import PairOptions
+    from vllm_treespec.train.pair_pipeline import make_pair_head
+    from vllm_treespec.train.pair_start import eagle_config
     from vllm_treespec.train.pipeline import collect_text
     from vllm_treespec.train.teacher import TeacherOptions
     from vllm_treespec.train.text import TextOptions
@@ -108,15 +112,14 @@ def eagle(
     }
     try:
         text_options = TextOptions(num_tokens=text_tokens, seed=seed)
-        record = make_eagle(
+        record = make_pair_head(
             target,
             out,
             stages,
             collect_text(target, stages, prompts or [], text or [], text_options),
-            layers.value,
-            sizes,
+            lambda model: eagle_config(model, number.value, sizes),
             TeacherOptions(top_k=top_k, seq_len=seq_len),
-            EagleOptions(
+            PairOptions(
                 epochs=epochs,
                 lr=lr,
                 batch_tokens=batch_tokens,

@@ -91,12 +91,12 @@ def level_quality(
     """Compare a head's distributions with the teacher's, in float32.
 
     Args:
-        features: [n, hidden_size].
+        features: [n, width of ``output_weight``].
         targets: of the same positions.
         rows: ``draft_vocab_rows`` of the head.
     """
     kl, ranks, acceptance = [], [], []
-    weight = head.output.weight.float()
+    weight = head.output_weight().float()
     targets = in_columns(targets, rows)
     for start in range(0, len(features), LOGITS_CHUNK):
         part = slice(start, start + LOGITS_CHUNK)

@@ -49,6 +49,13 @@ MaxSteps = Annotated[
     int | None,
     typer.Option(min=1, help="Optimiser steps to take, whatever --epochs says."),
 ]
+StepDecay = Annotated[
+    float, typer.Option(help="Weight of a level, times that of the one before.")
+]
+BatchTokens = Annotated[int, typer.Option(help="Tokens of one step.")]
+Evaluations = Annotated[int, typer.Option(min=1, help="On the way.")]
+Steps = Annotated[int, typer.Option(min=1, help="Levels trained, unrolled.")]
+MeasuredDepth = Annotated[int, typer.Option(min=1, help="Levels that are measured.")]
 TopK = Annotated[int, typer.Option(help="Target tokens kept a position.")]
 
 
@@ -154,12 +161,12 @@ def evaluate(
 ) -> None:
     """Measure a head, by level: is its guess the target's likeliest token?
 
-    The levels of an EAGLE head follow its own drafts, of the text's tokens.
+    The levels of an EAGLE or Lyanna head follow its own drafts, of the text's tokens.
     """
     check_paths(None, text)
     from vllm_treespec.heads import EagleHeadConfig, read_head_config
     from vllm_treespec.sources.base import FINAL_LAYER
-    from vllm_treespec.train.eagle_pipeline import evaluate_eagle_folder
+    from vllm_treespec.train.pair_pipeline import evaluate_pair_folder
     from vllm_treespec.train.pipeline import collect_text, evaluate_folder
     from vllm_treespec.train.teacher import TeacherOptions
     from vllm_treespec.train.text import TextOptions
@@ -167,8 +174,8 @@ def evaluate(
     try:
         rows = collect_text(target, work, [], text, TextOptions())
         options = TeacherOptions(top_k=top_k, seq_len=seq_len, layers=(FINAL_LAYER,))
-        has_context = isinstance(read_head_config(head), EagleHeadConfig)
-        measured = evaluate_eagle_folder if has_context else evaluate_folder
+        reads_pairs = isinstance(read_head_config(head), EagleHeadConfig)
+        measured = evaluate_pair_folder if reads_pairs else evaluate_folder
         found = measured(target, head, work, rows, options)
     except (OSError, ValueError) as error:
         fail("evaluate", error)

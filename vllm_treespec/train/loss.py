@@ -86,6 +86,7 @@ def topk_kl(
     targets: TeacherTargets,
     vocab_rows: VocabRows | None = None,
     compute_dtype: torch.dtype = torch.float32,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """Mean KL(p || q) over positions, all tokens outside K merged into one bucket.
 
@@ -93,24 +94,39 @@ def topk_kl(
     a KL divergence, so this is a lower bound, exact where k is the vocabulary size.
 
     Args:
-        hidden: [num_positions, hidden_size], after the final norm.
+        hidden: [num_positions, hidden_size], after the final norm; as wide as
+            ``weight`` and ``columns``.
         weight: [vocab_size, hidden_size], of the output layer.
         vocab_rows: compute only these; target mass on absent tokens joins the rest.
         compute_dtype: of the output layer's matrix products and logits.
+        columns: [vocab_size, width], further columns of the output layer. They can be
+            trained while ``weight`` is frozen, whose gradient costs more.
 
     Returns:
-        float32 scalar with gradients for ``hidden`` and ``weight``.
+        float32 scalar with gradients for ``hidden``, ``weight`` and ``columns``.
     """
     bias = None
     if vocab_rows is not None:
         targets = in_columns(targets, vocab_rows)
-        # The padding row's logit is -inf by its bias: its weight does not matter.
-        weight = torch.cat([weight[vocab_rows.rows], weight[:1].detach()])
+        weight = _rows_and_padding(weight, vocab_rows)
+        columns = None if columns is None else _rows_and_padding(columns, vocab_rows)
         bias = vocab_rows.bias.to(compute_dtype)
     mean: Tensor = _TopKKL.apply(
-        hidden, weight, bias, targets.ids, targets.probs, targets.rest, compute_dtype
+        hidden,
+        weight,
+        columns,
+        bias,
+        targets.ids,
+        targets.probs,
+        targets.rest,
+        compute_dtype,
     )
     return mean
+
+
+def _rows_and_padding(weight: Tensor, vocab_rows: VocabRows) -> Tensor:
+    """The rows of one step; the padding row's logit is -inf, whatever its weight."""
+    return torch.cat([weight[vocab_rows.rows], weight[:1].detach()])
 
 
 def in_columns(targets: TeacherTargets, vocab_rows: VocabRows) -> TeacherTargets:
@@ -128,13 +144,17 @@ class _TopKKL(torch.autograd.Function):
     """Computes the gradients in the forward pass, so no chunk's logits are kept."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, ids, probs, rest, compute_dtype):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, columns, bias, ids, probs, rest, compute_dtype):  # type: ignore[no-untyped-def]
         output = weight.to(compute_dtype)
+        if columns is not None:
+            output = torch.cat([output, columns.to(compute_dtype)], dim=-1)
         grad_hidden = torch.empty_like(hidden)
-        trains_weight = ctx.needs_input_grad[1]
-        grad_weight = None
-        if trains_weight:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # the output layer's columns from here on are trained
+        trains_weight, trains_columns = ctx.needs_input_grad[1:3]
+        first = 0 if trains_weight else weight.shape[1]
+        grad_output = None
+        if trains_weight or trains_columns:
+            grad_output = torch.zeros_like(output[:, first:], dtype=torch.float32)
         total = torch.zeros((), device=hidden.device)
         count = max(len(hidden), 1)
         for start in range(0, len(hidden), LOGITS_CHUNK):
@@ -148,18 +168,23 @@ class _TopKKL(torch.autograd.Function):
             loss, grad = position_loss(logits, ids[part], probs[part], rest[part])
             total += loss.sum()
             grad_hidden[part] = (grad @ output).to(hidden.dtype) / count
-            if grad_weight is not None:
-                grad_weight += grad.T @ inputs
-        if grad_weight is not None:
-            grad_weight = (grad_weight / count).to(weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            if grad_output is not None:
+                grad_output += grad.T @ inputs[:, first:]
+        grad_weight = grad_columns = None
+        if grad_output is not None:
+            border = weight.shape[1] - first
+            grad_output /= count
+            if trains_weight:
+                grad_weight = grad_output[:, :border].to(weight.dtype)
+            if trains_columns:
+                grad_columns = grad_output[:, border:].to(columns.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_columns)
         return total / count
 
     @staticmethod
-    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
-        grad_hidden, grad_weight = ctx.saved_tensors
-        weight = None if grad_weight is None else grad_weight * grad_output
-        return grad_hidden * grad_output, weight, None, None, None, None, None
+    def backward(ctx, grad_loss):  # type: ignore[no-untyped-def]
+        grads = [g if g is None else g * grad_loss for g in ctx.saved_tensors]
+        return *grads, None, None, None, None, None
 
 
 def position_loss(

@@ -4,6 +4,9 @@ In step 0 it reads all pairs of a conversation. In step s it reads, in the place
 pair's feature, what it made of the pair in step s - 1, and the token s places further.
 As in serving, it then attends to the target's pairs up to its own (step 0) and to
 its own drafts since (steps 1 to s), and to no others. arXiv 2503.01840, figure 6.
+
+A head of a chain reads no token after step 0. Without context it attends to its own
+pair and drafts alone.
 """
 
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ _BLOCK = 32
 
 def unrolled(
     head: EagleHead, features: Tensor, inputs: dict[str, Tensor], steps: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield what the head makes of the supervised pairs in each step.
 
     Args:
@@ -31,24 +34,26 @@ def unrolled(
 
     Yields:
         int64 [m], which supervised pairs have an entry of the teacher ``step`` tokens
-        further; and the head's outputs there, [m, hidden_size]. They guess what the
-        teacher's entry number ``pair + step`` is about.
+        further; the head's outputs there, [m, hidden_size], which guess what the
+        teacher's entry number ``pair + step`` is about; and the token before that
+        guess, int64 [m].
     """
     pairs, left, token_ids = inputs["pairs"], inputs["left"], inputs["token_ids"]
     num_rows, longest = features.shape[:2]
-    attend = _Attention(num_rows, longest, pairs)
+    attend = _Attention(num_rows, longest, pairs, head.context)
     positions = torch.arange(longest, device=pairs.device).repeat(num_rows)
     after = token_ids[:, 1:].flatten()
     out = head.read(features.flatten(0, 1), after, positions, attend)
     kept, out = torch.arange(len(pairs), device=pairs.device), out[pairs]
-    yield kept, out
+    yield kept, out, after[pairs]
     for step in range(1, steps):
         rest = left[kept] >= step
         kept, out = kept[rest], out[rest]
         attend.begin(kept)
         places = pairs[kept]
-        out = head.read(out, after[places + step], places % longest + step, attend)
-        yield kept, out
+        before = after[places + step]
+        out = head.read_drafted(out, before, places % longest + step, attend)
+        yield kept, out, before
 
 
 class _Attention:
@@ -56,11 +61,15 @@ class _Attention:
 
     Queries of steps after the first are those of supervised pairs, laid out in blocks
     of one conversation each. A block's keys are the target's pairs of its conversation
-    and the block's own drafts, each of which one query sees.
+    and the block's own drafts, each of which one query sees. Without context the own
+    pair is seen as a draft is.
     """
 
-    def __init__(self, num_rows: int, longest: int, pairs: Tensor) -> None:
+    def __init__(
+        self, num_rows: int, longest: int, pairs: Tensor, context: bool
+    ) -> None:
         self.num_rows = num_rows
+        self.pairs, self.context = pairs, context
         device, row = pairs.device, pairs // longest
         counts = torch.bincount(row, minlength=num_rows)
         self.blocks = -(-int(counts.max()) // _BLOCK)
@@ -68,12 +77,14 @@ class _Attention:
         first = counts.cumsum(0) - counts
         numbers = torch.arange(len(pairs), device=device)
         self.slots = row * width + numbers - first[row]
-        last = pairs.new_zeros(num_rows * width)
-        last[self.slots] = pairs % longest
-        # [number of blocks, 1 for all heads, queries, keys]
-        self.mask = torch.arange(longest, device=device) <= last.view(-1, 1, _BLOCK, 1)
         own = torch.eye(_BLOCK, dtype=torch.bool, device=device)
-        self.own = own.expand(len(self.mask), 1, -1, -1)
+        # masks are [number of blocks, 1 for all heads, queries, keys]
+        self.own = self.mask = own.expand(num_rows * self.blocks, 1, -1, -1)
+        if context:
+            last = pairs.new_zeros(num_rows * width)
+            last[self.slots] = pairs % longest
+            places = torch.arange(longest, device=device)
+            self.mask = places <= last.view(-1, 1, _BLOCK, 1)
         # by layer, keys and values of each step
         self.seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.places = self.slots
@@ -89,6 +100,11 @@ class _Attention:
         self, number: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Attend; shapes as ``Attend`` has them."""
+        if not self.drafting and not self.context:
+            kept = [self._in_blocks(x[self.pairs]) for x in (key, value)]
+            self.seen[number] = [(kept[0], kept[1])]
+            group = query.shape[1] // key.shape[1]
+            return value.repeat_interleave(group, 1).flatten(1)
         if not self.drafting:
             query, key, value = (
                 x.unflatten(0, (self.num_rows, -1)).transpose(1, 2)

@@ -1,5 +1,6 @@
-"""The stages for EAGLE heads; each continues an interrupted run."""
+"""The stages for heads that read pairs; each continues an interrupted run."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,25 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from vllm_treespec.heads import (
+    EagleHead,
     EagleHeadConfig,
     HeadError,
+    LyannaHead,
+    LyannaHeadConfig,
     load_eagle_head,
+    load_lyanna_head,
+    read_head_config,
+    save_head,
     save_published,
 )
 from vllm_treespec.train.atomic_files import atomic_writes
-from vllm_treespec.train.eagle import EagleOptions, evaluate_eagle, train_eagle
-from vllm_treespec.train.eagle_start import eagle_config, start_eagle
 from vllm_treespec.train.model import check_size
+from vllm_treespec.train.pair_head import (
+    PairOptions,
+    evaluate_pair_head,
+    train_pair_head,
+)
+from vllm_treespec.train.pair_start import start_pair_head
 from vllm_treespec.train.pipeline import (
     cached_teacher,
     head_record,
@@ -28,16 +39,18 @@ from vllm_treespec.train.plot import plot_head_history
 from vllm_treespec.train.teacher import TeacherOptions, load_target
 from vllm_treespec.train.text import Row
 
+# What training.json says of a Lyanna head; its ablations differ in these.
+VARIANTS = {"first_token", "context", "token_info_rank", "token_info"}
 
-def make_eagle(
+
+def make_pair_head(
     target: str,
     out: Path,
     work: Path,
     rows: list[Row],
-    layers: str,
-    sizes: dict[str, Any],
+    make_config: Callable[[PreTrainedModel], EagleHeadConfig],
     teacher_options: TeacherOptions,
-    options: EagleOptions,
+    options: PairOptions,
     max_mb: float | None = None,
 ) -> dict[str, Any]:
     """Stages 2 and 3: cache, train, write the head's folder.
@@ -46,8 +59,7 @@ def make_eagle(
     several heads can share ``work``, ``out/checkpoints`` gets the checkpoints.
 
     Args:
-        layers: see ``eagle_start.layers_to_read``.
-        sizes: fields of its head config besides those that the target gives.
+        make_config: makes the head's configuration for the target.
 
     Returns:
         What training.json holds.
@@ -59,27 +71,33 @@ def make_eagle(
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
     model = load_target(target)
-    config = eagle_config(model, layers, sizes)
+    config = make_config(model)
     teacher_options = replace(teacher_options, layers=config.layers)
     cache = cached_teacher(model, target, rows, work, teacher_options, console)
     torch.manual_seed(options.seed)
-    head = start_eagle(config, model, cache.statistics)
+    head = start_pair_head(config, model, cache.statistics)
     del model
-    print_size("eagle", head, console)
-    result = train_eagle(head, cache, out / "checkpoints", options)
+    print_size(config.method, head, console)
+    result = train_pair_head(head, cache, out / "checkpoints", options)
     history, ranks = result.pop("history"), result.pop("rank_accuracies")
-    head.config = EagleHeadConfig.model_validate(
+    head.config = type(config).model_validate(
         {**config.model_dump(), "rank_accuracies": ranks}
     )
     plot_head_history(history, out / "curves.png")
     with atomic_writes(out) as partial:
-        size_mb = save_published(head, partial)
+        size_mb = (
+            save_head(head, partial)
+            if isinstance(head, LyannaHead)
+            else save_published(head, partial)
+        )
     check_size(out / "model.safetensors", max_mb, "--hot-tokens")
     record = head_record(result, size_mb, ranks, options)
+    if isinstance(config, LyannaHeadConfig):
+        record["head"] = config.model_dump(include=VARIANTS)
     return write_record(out, target, rows, cache, teacher_options, record, history)
 
 
-def evaluate_eagle_folder(
+def evaluate_pair_folder(
     target: str,
     folder: Path,
     work: Path,
@@ -93,7 +111,7 @@ def evaluate_eagle_folder(
     """
     model = load_target(target)
     num_layers = model.config.get_text_config().num_hidden_layers
-    head = load_eagle_head(folder, num_layers).float()
+    head = load_pair_head(folder, num_layers).float()
     check_target(head.config, folder, model, target)
     options = replace(teacher_options, layers=head.config.layers)
     cache = cached_teacher(model, target, rows, work, options, Console())
@@ -101,7 +119,18 @@ def evaluate_eagle_folder(
     head.share(
         model.get_input_embeddings().weight, model.get_output_embeddings().weight
     )
-    return evaluate_eagle(head, cache)
+    return evaluate_pair_head(head, cache)
+
+
+def load_pair_head(folder: Path, num_target_layers: int) -> EagleHead:
+    """Load an EAGLE or Lyanna head; shared weights are missing until ``share``.
+
+    Raises:
+        HeadError: it is neither, or its files do not fit together.
+    """
+    if isinstance(read_head_config(folder), LyannaHeadConfig):
+        return load_lyanna_head(folder)
+    return load_eagle_head(folder, num_target_layers)
 
 
 def check_target(

@@ -1,4 +1,4 @@
-"""Stage 3 for EAGLE heads: unrolled training on whole conversations."""
+"""Stage 3 for heads that read pairs: unrolled training on whole conversations."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import smooth_l1_loss
+from torch.nn.functional import mse_loss, smooth_l1_loss
 
 from vllm_treespec.heads.eagle import EagleHead
+from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.train.batches import split_rows
 from vllm_treespec.train.context_batches import ContextDataset
 from vllm_treespec.train.distill import (
@@ -28,15 +29,15 @@ from vllm_treespec.train.unrolled import unrolled
 
 
 @dataclass(frozen=True)
-class EagleOptions(DistillOptions):
-    """How an EAGLE head is trained.
+class PairOptions(DistillOptions):
+    """How a head that reads pairs is trained.
 
     Attributes:
         batch_tokens: tokens of one step, padding included.
         steps: drafted tokens that training unrolls; 1 is EAGLE-1's training.
         step_decay: each step counts this much of the one before.
-        feature_weight: of the distance (smooth L1) between what the head makes of a
-            pair and the target's feature there: EAGLE-1's regression.
+        feature_weight: of the distance between what the head makes of a pair and the
+            target's feature there: smooth L1 as EAGLE-1, or Lyanna's mean square.
         feature_noise: uniform noise on the target's features, up to this much.
     """
 
@@ -75,18 +76,18 @@ def drafted_quality(
     with torch.autocast(inputs["states"].device.type, dtype=torch.bfloat16):
         features = head.features(inputs["states"].float()).float()
         steps = unrolled(head, features, inputs, head.config.depth)
-        for step, (pairs, out) in enumerate(steps):
+        for step, (pairs, out, before) in enumerate(steps):
             levels.append(torch.full_like(pairs, step))
-            outputs.append(head.output_inputs(out).float())
+            outputs.append(head.output_inputs_after(out, before).float())
             index.append(pairs + step)
     wanted = entries(targets, torch.cat(index))
     return torch.cat(levels), level_quality(head, torch.cat(outputs), wanted, rows)
 
 
-class EagleTrainer(LevelTrainer):
+class PairTrainer(LevelTrainer):
     """Trainer whose loss is a weighted mean of ``topk_kl`` over the steps."""
 
-    options: EagleOptions
+    options: PairOptions
     head: EagleHead
     judge = staticmethod(drafted_quality)
 
@@ -100,23 +101,25 @@ class EagleTrainer(LevelTrainer):
         """Return the loss of one batch; ``inputs`` as ``ContextDataset`` items."""
         options, targets = self.options, targets_of(inputs)
         noise = self._noise(inputs["states"])
+        distance = mse_loss if isinstance(self.head, LyannaHead) else smooth_l1_loss
         weights, losses = [], []
         with torch.autocast(noise.device.type, dtype=torch.bfloat16):
             features = self.head.features(inputs["states"].float() + noise).float()
             wanted = features.flatten(0, 1)
             steps = unrolled(self.head, features, inputs, options.steps)
-            for step, (pairs, out) in enumerate(steps):
+            for step, (pairs, out, before) in enumerate(steps):
                 loss = topk_kl(
-                    self.head.output_inputs(out).float(),
+                    self.head.output_inputs_after(out, before).float(),
                     self.head.output.weight,
                     entries(targets, pairs + step),
                     self.rows,
                     torch.bfloat16,
+                    self.head.output_columns(),
                 )
                 if options.feature_weight:
                     # The last supervised pair is followed by no feature.
                     place = inputs["pairs"][pairs] + 1 + step
-                    near = smooth_l1_loss(out.float(), wanted[place].detach())
+                    near = distance(out.float(), wanted[place].detach())
                     loss = loss + options.feature_weight * near
                 weights.append(options.step_decay**step)
                 losses.append(weights[-1] * loss)
@@ -132,8 +135,8 @@ class EagleTrainer(LevelTrainer):
         return (2 * drawn - 1) * self.options.feature_noise
 
 
-def train_eagle(
-    head: EagleHead, cache: TeacherCache, folder: Path, options: EagleOptions
+def train_pair_head(
+    head: EagleHead, cache: TeacherCache, folder: Path, options: PairOptions
 ) -> dict[str, Any]:
     """Train ``head`` in place; see ``distill.run_training``.
 
@@ -161,7 +164,7 @@ def train_eagle(
             " add text, or raise --text-share"
         )
     result = run_training(
-        EagleTrainer,
+        PairTrainer,
         # The Trainer would write into a ``config`` that its model has.
         nn.ModuleDict({"head": head}),
         (train_set, eval_set),
@@ -174,7 +177,7 @@ def train_eagle(
     return {**result, "positions": positions, "rank_accuracies": ranks}
 
 
-def evaluate_eagle(head: EagleHead, cache: TeacherCache) -> dict[str, list[Any]]:
+def evaluate_pair_head(head: EagleHead, cache: TeacherCache) -> dict[str, list[Any]]:
     """``head.measure`` on all rows of a cache."""
     rows = list(range(cache.num_rows))
     data = ContextDataset(cache, rows, 4096, head.config.layers)
