@@ -8,6 +8,7 @@ from vllm_treespec.proposers.base import (
     register_proposer,
 )
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
+from vllm_treespec.proposers.lyanna import Lyanna
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.proposers.rsd_c import RsdC
@@ -23,6 +24,7 @@ __all__ = [
     "PROPOSERS",
     "DraftModel",
     "DynamicTree",
+    "Lyanna",
     "Medusa",
     "Proposer",
     "ProposerInputs",

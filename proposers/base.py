@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import SamplingTensors
@@ -33,6 +34,24 @@ class ProposerInputs:
     draft_models: Sequence[DraftModel] = ()
     # of each suffix index
     continuations: Sequence[Continuations] = ()
+    # int64 [num_reqs], the deepest level that each tree may have; None: all levels
+    levels: Tensor | None = None
+
+    def within_levels(self, values: Tensor, level: int) -> Tensor:
+        """Leave out the candidates of a level where trees are not that deep.
+
+        Args:
+            values: [num_reqs, ...], what ranks the candidates.
+            level: of the candidates, from 1.
+
+        Returns:
+            the same with -inf for the candidates that are left out.
+
+        """
+        if self.levels is None:
+            return values
+        beyond = (self.levels < level).view(-1, *[1] * (values.dim() - 1))
+        return values.masked_fill(beyond, -torch.inf)
 
 
 class Proposer(ABC):

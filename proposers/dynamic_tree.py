@@ -76,6 +76,7 @@ class DynamicTree(Proposer):
             count = min(self.top_k, probs.shape[-1])
             mass, columns = probs.topk(count, dim=-1)
             children = joint[..., None] + mass.double().log()
+            children = inputs.within_levels(children, level + 1)
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))
             log_probs.append(children.flatten(1))

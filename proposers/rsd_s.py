@@ -76,6 +76,7 @@ class RsdS(Proposer):
             )
             used += width
             parent, column, log_probs, perturbed = select_beam(*beam, self.beam_width)
+            perturbed = inputs.within_levels(perturbed, level + 1)
             parents.append(parent)
             tokens.append(tokens_of(column, draft_model.vocabulary))
             valid.append(perturbed > -torch.inf)

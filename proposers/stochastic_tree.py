@@ -70,6 +70,7 @@ class StochasticTree(Proposer):
             columns, log_probs, values = expand_beam(
                 probs, phi, psi, numbers, inputs.sampling
             )
+            values = inputs.within_levels(values, level + 1)
             count = columns.shape[-1]
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))

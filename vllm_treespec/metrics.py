@@ -54,6 +54,11 @@ COUNTERS = {
         None,
         "Draft nodes that beams were merged into, roots excluded.",
     ),
+    "num_leftover_nodes": (
+        None,
+        "Draft nodes scored that came from what an earlier step left over.",
+    ),
+    "num_leftover_nodes_accepted": (None, "How many of them were accepted."),
     "stage_seconds": (
         "stage",
         "Seconds of worker time per stage; draft_forward and keep_features are parts "
@@ -143,6 +148,8 @@ class SharedCounters:
         self._add("num_nodes_wasted", counts.nodes - counts.trees - num_accepted)
         self._add("num_beam_tokens", counts.beam_tokens)
         self._add("num_beam_nodes", counts.beam_nodes)
+        self._add("num_leftover_nodes", counts.leftover_nodes)
+        self._add("num_leftover_nodes_accepted", counts.leftover_accepted)
 
     def _add(self, counter: str, amount: float, value: str = "") -> None:
         """Add to a counter of ``COUNTERS``, at a value of its own label if any."""

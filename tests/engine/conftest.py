@@ -67,6 +67,12 @@ SPECS: dict[str, dict[str, object]] = {
         "tree": "stochastic",
         "num_drafts": 10,
     },
+    "lyanna": {
+        "method": "lyanna",
+        "num_drafts": 10,
+        "resample": "merge",
+        "resample_drafts": 5,
+    },
 }
 
 # An engine of a small target, for ``run_engine``.
@@ -217,7 +223,8 @@ def tiny(shared_folder: Path) -> dict[str, str]:
             sizes = {name: SIZES[name] for name in ("hidden_size", "vocab_size")}
             write_head(folder / "redrafter", "redrafter", **sizes)
             write_head(folder / "eagle_tree", "eagle", **sizes)
-    names = ("target", "draft", "redrafter", "eagle_tree")
+            write_head(folder / "lyanna", "lyanna", **sizes)
+    names = ("target", "draft", "redrafter", "eagle_tree", "lyanna")
     return {name: str(folder / name) for name in names}
 
 

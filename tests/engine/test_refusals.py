@@ -94,6 +94,7 @@ def test_other_vocabulary_is_named(
         ("medusa_tree", {"vocab_size": 64}, "has vocab_size 64, the target 49152"),
         ("eagle_tree", {"hidden_size": 64}, "the target 576"),
         ("eagle_tree", {"layer_ids": (2, 15, 31)}, "the target has 30"),
+        ("lyanna", {"hidden_size": 64}, "has target_hidden_size 64, the target 576"),
         ("sd", {}, "holds a redrafter head, not a draft model"),
     ],
 )

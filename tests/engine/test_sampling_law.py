@@ -40,11 +40,12 @@ def law_target(
             if not folder.exists():
                 write_pair(folder, sharpness=sharpness, vocab_size=vocab_size)
                 sizes = {"hidden_size": SIZES["hidden_size"], "vocab_size": vocab_size}
-                for kind in ("redrafter", "eagle"):
+                for kind in ("redrafter", "eagle", "lyanna"):
                     write_head(folder / kind, kind, **sizes)
                 for file in Path(target).glob("tokenizer*") if tokenizer else ():
                     shutil.copy(file, folder / "target")
-        models = {n: str(folder / n) for n in ("target", "draft", "redrafter")}
+        names = ("target", "draft", "redrafter", "lyanna")
+        models = {name: str(folder / name) for name in names}
         models["eagle_tree"] = str(folder / "eagle")
         return models, {**TINY, "skip_tokenizer_init": not tokenizer}
 
@@ -73,6 +74,7 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
         ("redrafter-stochastic", False),
         ("eagle_tree", False),
         ("eagle-stochastic", False),
+        ("lyanna", False),
     ],
     ids=[
         "rsd_s",
@@ -82,6 +84,7 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
         "redrafter-stochastic",
         "eagle_tree",
         "eagle-stochastic",
+        "lyanna",
     ],
 )
 def test_tokens_follow_the_target(

@@ -23,11 +23,18 @@ SPECS: dict[str, dict] = {
         "num_drafts": 5,
         "schedule": [{"batch_size": 2}, {"batch_size": 4, "depth": 1}],
     },
+    "lyanna": {
+        "top_k": 3,
+        "num_drafts": 5,
+        "resample": "replace",
+        "schedule": [{"batch_size": 2}, {"batch_size": 4, "depth": 2}],
+    },
 }
 MODES = {
     "rsd_c": {"plain", "rsd_c 3.2", "rsd_c 2"},
     "redrafter": {"plain", "redrafter 3x2x5", "redrafter 2x2x5"},
     "eagle_tree": {"plain", "eagle_tree 3x2x5", "eagle_tree 3x1x5"},
+    "lyanna": {"plain", "lyanna 3x3x5", "lyanna 3x2x5"},
 }
 
 

@@ -32,7 +32,7 @@ from vllm_treespec.plugin import register
 
 METHOD = "rsd_s"
 # with a draft model, with a head, and with one that has context
-METHODS = (METHOD, "redrafter", "eagle_tree")
+METHODS = (METHOD, "redrafter", "eagle_tree", "lyanna")
 # A cache so small that requests are preempted; priorities and an adapter besides.
 TIGHT: dict[str, object] = {
     "num_gpu_blocks_override": 16,

@@ -17,7 +17,9 @@ from tests.heads import HEADS, write_head
 
 # No multiple of what vLLM pads to, so that the last rank's part has padding.
 VOCAB_SIZE = 100
-PLAIN, RSD_S, REDRAFTER, EAGLE = "plain", "rsd_s", "redrafter", "eagle_tree"
+PLAIN, RSD_S, REDRAFTER = "plain", "rsd_s", "redrafter"
+EAGLE, LYANNA = "eagle_tree", "lyanna"
+METHODS = (RSD_S, REDRAFTER, EAGLE, LYANNA)
 SHAPES: dict[str, dict[str, Any]] = {
     RSD_S: {"beam_width": 3, "depth": 3, "schedule": [{"batch_size": 3}]},
     # So wide that a head of random weights is right now and then.
@@ -28,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "schedule": "fixed",
     },
     EAGLE: {"top_k": 15, "depth": 2, "num_drafts": 15, "schedule": "fixed"},
+    LYANNA: {"top_k": 15, "num_drafts": 15, "resample": "merge", "schedule": "fixed"},
 }
 JOBS: dict[str, dict[str, Any]] = {
     # More requests than the schedule above has a tree for.
@@ -107,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, draft = write_pair(folder, vocab_size=VOCAB_SIZE)
     Path(draft).rename(folder / RSD_S)
     sizes = {"hidden_size": SIZES["hidden_size"], "vocab_size": VOCAB_SIZE}
-    for method in (REDRAFTER, EAGLE):
+    for method in (REDRAFTER, EAGLE, LYANNA):
         write_head(folder / method, HEADS[method], **sizes)
     return folder
 
@@ -140,7 +143,7 @@ def run(folder: Path) -> Callable[[str, int], dict[str, Any]]:
     return run
 
 
-@pytest.mark.parametrize("method", [RSD_S, REDRAFTER, EAGLE])
+@pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_answer_as_one(
     method: str, run: Callable[[str, int], dict[str, Any]]
 ) -> None:
@@ -152,7 +155,7 @@ def test_two_ranks_answer_as_one(
         assert two[job] == plain[job], job
 
 
-@pytest.mark.parametrize("method", [RSD_S, REDRAFTER, EAGLE])
+@pytest.mark.parametrize("method", METHODS)
 def test_ranks_draw_the_same_trees(
     method: str, run: Callable[[str, int], dict[str, Any]]
 ) -> None:

@@ -31,6 +31,7 @@ GOOD: dict[str, tuple[dict, int]] = {
     "redrafter": ({"beam_width": 3, "length": 4, "num_drafts": 10}, 11),
     "medusa_tree": ({"num_drafts": 7}, 8),
     "eagle_tree": ({**MODEL, "top_k": 3, "depth": 2, "num_drafts": 10}, 11),
+    "lyanna": ({**MODEL, "num_drafts": 8, "resample": "merge"}, 13),
 }
 
 
@@ -45,6 +46,7 @@ LEAST: dict[str, dict] = {
     "redrafter": {},
     "medusa_tree": {},
     "eagle_tree": MODEL,
+    "lyanna": MODEL,
 }
 
 

@@ -106,7 +106,7 @@ def test_a_broken_layout_is_noticed(
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
 @pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "head"])
+@pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "head", "lyanna_drawn"])
 def test_mixed_batches(name: str, masks: bool) -> None:
     """Red when greedy answers change beside sampled ones and ones without drafts.
 
@@ -198,7 +198,9 @@ def test_unseeded_requests_differ() -> None:
     assert len({tuple(answer) for answer in engine.run(*requests)}) == 4
 
 
-@pytest.mark.parametrize("name", ["rsd_s", "rsd_c", "head"])
+@pytest.mark.parametrize(
+    "name", ["rsd_s", "rsd_c", "head", "lyanna_drawn", "lyanna_merge"]
+)
 def test_sampled_law(name: str) -> None:
     """Red when emitted tokens do not follow the target's law over whole steps."""
     engine = make_engine(name, replace(HABITS["all"], token_budget=120, max_running=24))

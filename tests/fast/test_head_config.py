@@ -86,7 +86,7 @@ def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> No
     """Red when larger batches get larger trees, or drafting costs as a model's."""
     trees = parse(method).scheduled_trees()
     batch_sizes = {"redrafter": [1, 2, 4], "medusa_tree": [1, 2, 4]}
-    batch_sizes["eagle_tree"] = [1, 1, 2, 4]
+    batch_sizes |= {"eagle_tree": [1, 1, 2, 4], "lyanna": [1, 1, 2, 4]}
     assert [tree.batch_size for tree in trees] == batch_sizes[method]
     sizes = [tree.config.proposer().sizes.max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)

@@ -65,6 +65,7 @@ def two_trees(
         num_nodes=np.array([4, 2]),
         root_positions=np.array([20, 31]),
         slots=np.array([5, 0]),
+        proposal_rows=np.array([0, 1]),
     )
     return layout, trees, inputs
 

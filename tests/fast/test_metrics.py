@@ -109,6 +109,7 @@ def test_ours_from_the_worker() -> None:
         engine.observe(trees)
         engine.end_step()
     engine.worker.count_beams(12, 9)
+    engine.worker.count_leftovers(5, 2)
     engine.end_step()
     assert value("treespec_num_nodes_verified") == 28 + 4
     assert value("treespec_num_nodes_wasted") == 28 - 6
@@ -122,6 +123,8 @@ def test_ours_from_the_worker() -> None:
     assert value("treespec_stage_seconds", stage="forward") == 0.75
     assert value("treespec_num_beam_tokens") == 12
     assert value("treespec_num_beam_nodes") == 9
+    assert value("treespec_num_leftover_nodes") == 5
+    assert value("treespec_num_leftover_nodes_accepted") == 2
 
 
 def test_what_is_handed_over_counts_once() -> None:

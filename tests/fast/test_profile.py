@@ -38,6 +38,8 @@ SPECS: dict[str, dict[str, Any]] = {
     },
     "redrafter": {"method": "redrafter", "beam_width": 3, "length": 2},
     "medusa_tree": {"method": "medusa_tree", "num_drafts": 5},
+    "eagle_tree": {"method": "eagle_tree", "model": "some/head"},
+    "lyanna": {"method": "lyanna", "model": "some/head", "resample": "merge"},
 }
 
 
@@ -64,9 +66,10 @@ class Recorder(TreeDecoder):
 
 
 class PagedModel:
-    """A draft model whose KV cache is not made yet."""
+    """A draft model, or a head, whose KV cache is not made yet."""
 
-    reads = Reads(own_kv=True, catches_up=True)
+    def __init__(self, reuses: bool = False) -> None:
+        self.reads = Reads(own_kv=True, catches_up=True, reuses=reuses)
 
     def read(self, committed: CommittedTokens) -> None:
         raise NotImplementedError
@@ -82,8 +85,9 @@ class PagedModel:
 def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
     """Red when trees are drawn, or scored, for the first time when requests come."""
     spec = SPECS[method]
-    sources: list[DraftSource] = [PagedModel()] * len(spec.get("drafts", [spec]))
-    if method in HEADS:
+    paged = PagedModel(reuses=method == "lyanna")
+    sources: list[DraftSource] = [paged] * len(spec.get("drafts", [spec]))
+    if "model" not in spec and "drafts" not in spec:
         folder = write_head(tmp_path, HEADS[method])
         spec = {**spec, "model": folder}
         head = HeadSource(StepStats())

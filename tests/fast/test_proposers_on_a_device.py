@@ -8,6 +8,7 @@ from tests.fast.no_waiting import NoWaiting, on_meta
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
+from vllm_treespec.proposers.lyanna import Lyanna
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.proposers.rsd_c import RsdC
@@ -16,6 +17,8 @@ from vllm_treespec.proposers.sd import Sd
 from vllm_treespec.proposers.specinfer import SpecInfer
 from vllm_treespec.proposers.static_tree import StaticTree
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
+from vllm_treespec.sources.base import DraftModel
+from vllm_treespec.sources.chain import ChainDraft
 
 NUM_REQS, VOCAB_SIZE = 3, 50
 # All but suffix_tree, which draws on the host.
@@ -29,6 +32,8 @@ PROPOSERS: dict[str, Proposer] = {
     "static_tree": StaticTree(4, 5, 25),
     "stochastic_tree": StochasticTree(4, 3, 8),
     "medusa_tree": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
+    "lyanna": Lyanna(DynamicTree(4, 3, 8), DynamicTree(4, 2, 4)),
+    "lyanna drawn": Lyanna(StochasticTree(4, 3, 8)),
 }
 
 
@@ -45,6 +50,20 @@ class MetaModel:
         return torch.empty((*token_ids.shape, VOCAB_SIZE), device="meta")
 
 
+def meta_chain(
+    vocabulary: Tensor | None, leftover: ChainDraft | None = None
+) -> ChainDraft:
+    """Chains whose logits have no values, some of which are used up."""
+    numbers = torch.empty(NUM_REQS, dtype=torch.int64, device="meta")
+
+    def info(token_ids: Tensor) -> Tensor:
+        return torch.empty((*token_ids.shape, VOCAB_SIZE), device="meta")
+
+    logits = torch.empty((NUM_REQS, 3, VOCAB_SIZE), device="meta")
+    reused = numbers.bool()
+    return ChainDraft(logits, info, numbers, vocabulary, numbers, reused, leftover)
+
+
 @pytest.mark.parametrize("temperature", ["greedy", "random", "mixed"])
 @pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -58,13 +77,16 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
         all_greedy=temperature == "greedy",
         all_random=temperature == "random",
     )
+    drafts: list[DraftModel] = [MetaModel(vocabulary)] * proposer.num_draft_models
+    if isinstance(proposer, Lyanna):
+        drafts = [meta_chain(vocabulary, meta_chain(vocabulary))]
     inputs = ProposerInputs(
         root_token_ids=torch.zeros(NUM_REQS, dtype=torch.int64, device="meta"),
         sampling=on_meta(sampling),
         uniforms=torch.empty(
             (NUM_REQS, proposer.sizes.num_uniforms), dtype=torch.float64, device="meta"
         ),
-        draft_models=[MetaModel(vocabulary)] * proposer.num_draft_models,
+        draft_models=drafts,
     )
     with NoWaiting():
         tree = proposer.propose(inputs)

@@ -49,6 +49,13 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
             yield from ({**keys, "tree": tree} for tree in ("dynamic", "stochastic"))
             yield {**keys, "tree": "stochastic", "num_drafts": None}
+    elif method == "lyanna":
+        for top_k, depth, kept in product(numbers, numbers, (*numbers, 20)):
+            keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
+            yield from ({**keys, "tree": tree} for tree in ("dynamic", "stochastic"))
+            for left in (1, 4, 9):
+                yield {**keys, "resample": "merge", "resample_drafts": left}
+            yield {**keys, "tree": "stochastic", "num_drafts": None}
     elif method == "medusa_tree":
         yield from ({**model, "num_drafts": drafts} for drafts in (*numbers, 20, 63))
     else:

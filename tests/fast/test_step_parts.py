@@ -249,6 +249,7 @@ def test_committed_rows_of_trees() -> None:
         num_nodes=ints([4, 3]),
         root_positions=ints([30, 40]),
         slots=ints([1, 3]),
+        proposal_rows=ints([0, 1]),
     )
     scored = ScorerOutput(
         path=torch.tensor([[2, 3], [-1, -1]]),

@@ -65,6 +65,8 @@ def propose(
         slots=np.array([trees.slots.add(name, True, None) for name in names]),
         positions=lens - 1,
         root_token_ids=root_token_ids,
+        accepted=np.full(len(texts), -1),
+        depth=1,
         token_ids=token_ids,
     )
     return trees.proposer.propose(

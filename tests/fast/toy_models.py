@@ -179,7 +179,13 @@ class ToyDraftModel:
         return torch.stack([after(self.table, path) for (path,) in self.paths])
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Read a level where the layout puts it."""
+        """Read a level, and tell the logits below it."""
+        paths = self.read_level(token_ids, parents)
+        logits = torch.stack([after(self.table, path) for path in paths])
+        return logits.unflatten(0, token_ids.shape)
+
+    def read_level(self, token_ids: Tensor, parents: Tensor) -> list[list[int]]:
+        """Read a level where the layout puts it; return its texts."""
         self.paths = [
             [paths[p] + [t] for p, t in zip(row_p, row_t, strict=True)]
             for paths, row_p, row_t in zip(
@@ -193,8 +199,7 @@ class ToyDraftModel:
         self.kv.write(level.slots, np.array([row[-1] for row in kv]))
         self._check(kv, level.query_start_loc, level.seq_lens, level.block_table)
         self.level_reader.end_level()
-        logits = torch.stack([after(self.table, path) for path in flat])
-        return logits.unflatten(0, token_ids.shape)
+        return flat
 
     def _check(
         self,

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from tests.fast.fake_engine import FakeEngine
 from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, ToyHead
 from tests.fast.toy_pairs import ToyPairHead
 from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.schedule import AdaptiveSchedule
 from vllm_treespec.proposers import (
     DynamicTree,
+    Lyanna,
     Proposer,
     RsdC,
     RsdS,
@@ -23,6 +25,7 @@ from vllm_treespec.proposers import (
 )
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.chain import ChainMemory, Resample
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
@@ -34,8 +37,24 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, max_match=6),
     "head": lambda: RsdS(beam_width=2, depth=3),
     "pairs": lambda: RsdS(beam_width=3, depth=3),
+    "lyanna_replace": lambda: Lyanna(DynamicTree(3, 3, 9)),
+    # Toy chains know no more when they are fresh: the second tree is a wider one.
+    "lyanna_merge": lambda: Lyanna(DynamicTree(2, 3, 4), DynamicTree(4, 2, 6)),
 }
-NOT_DRAWN = ("suffix_tree", "head", "dynamic_tree")
+# For fewer tests.
+MORE_PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "lyanna_drawn": lambda: Lyanna(StochasticTree(3, 3, 7)),
+}
+NOT_DRAWN = (
+    *("suffix_tree", "head", "dynamic_tree"),
+    *("lyanna_replace", "lyanna_merge"),
+)
+# How they use what a step leaves over.
+RESAMPLE: dict[str, Resample] = {
+    "lyanna_replace": "replace",
+    "lyanna_merge": "merge",
+    "lyanna_drawn": "replace",
+}
 HABITS = {
     "whole": Habits(),
     "cut": Habits(cut=0.5),
@@ -75,6 +94,8 @@ def sources_of(name: str, language: Language) -> list[DraftSource]:
     """What a method draws from."""
     if name == "suffix_tree":
         return [SuffixIndex(depth=5, max_match=6, max_cached_tokens=100)]
+    if name in RESAMPLE:
+        return [ToyChainHead(language, ChainMemory(RESAMPLE[name], 1))]
     if name == "head":
         return [ToyHead(language)]
     return [ToyPairHead(language) if name == "pairs" else ToyDraftModel(language)]
@@ -109,7 +130,8 @@ def make_engine(
     """An engine for one method; with masks it scores all nodes, as on a GPU."""
     language = Language(seed)
     rule = "target_draw" if name in NOT_DRAWN else "recursive_rejection"
-    method = make_method([PROPOSERS[name]()], rule, max_trees=max_trees, batched=masks)
+    proposer = (PROPOSERS | MORE_PROPOSERS)[name]()
+    method = make_method([proposer], rule, max_trees=max_trees, batched=masks)
     return FakeEngine(
         language,
         method,

@@ -139,7 +139,7 @@ def _check_head_folder(folder: Path, kind: str) -> None:
             f"{folder} holds {_a_head(head.method)}; write method "
             f"'{HEAD_METHODS[head.method]}', or name the folder of {_a_head(kind)}"
         )
-    if isinstance(head, EagleHeadConfig):
+    if head.method == "eagle":
         # reading it has read the headers of its weights
         return
     weights = folder / "model.safetensors"

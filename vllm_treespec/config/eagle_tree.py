@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.config.heads import HeadMethodConfig, refuse_no_limit, smaller_trees
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.heads import EagleHeadConfig, read_head_config
 from vllm_treespec.proposers import (
@@ -95,14 +95,7 @@ class EagleTreeConfig(HeadMethodConfig):
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
         """Two levels of five draft tokens, then one of four, then of two."""
-        smaller = (((4, 2, 5), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
-        shapes = []
-        for (top_k, depth, num_drafts), batch_size in smaller:
-            shape = {"top_k": min(top_k, self.top_k), "depth": min(depth, self.depth)}
-            if self.num_drafts is not None:
-                shape["num_drafts"] = min(num_drafts, self.num_drafts)
-            shapes.append((shape, batch_size))
-        return shapes
+        return smaller_trees(self.top_k, self.depth, self.num_drafts)
 
     def drafting_cost(self, depth: int) -> float:
         """One pass of the head a level; estimated, not measured."""
@@ -113,11 +106,8 @@ class EagleTreeConfig(HeadMethodConfig):
     def _only_levels_of_draws_have_a_width(
         cls, num_drafts: int | None, info: ValidationInfo
     ) -> int | None:
-        if num_drafts is None and info.data.get("tree") != "stochastic":
-            raise ValueError(
-                "null keeps all that was drawn, and only a stochastic tree is drawn; "
-                f"write a number such as {NUM_DRAFTS}, or 'tree' 'stochastic'"
-            )
+        if num_drafts is None:
+            refuse_no_limit(info.data.get("tree"), NUM_DRAFTS)
         return num_drafts
 
     @model_validator(mode="after")

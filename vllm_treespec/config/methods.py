@@ -3,6 +3,7 @@
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.config.medusa_tree import MedusaTreeConfig
 from vllm_treespec.config.redrafter import ReDrafterConfig
 from vllm_treespec.config.rsd_c import RsdCConfig
@@ -23,6 +24,7 @@ TYPES: tuple[type[MethodConfig], ...] = (
     ReDrafterConfig,
     MedusaTreeConfig,
     EagleTreeConfig,
+    LyannaConfig,
 )
 METHODS = {method.method_name(): method for method in TYPES}
 # The method that drafts with a head, by kind of head.

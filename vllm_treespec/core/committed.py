@@ -13,7 +13,12 @@ from vllm_treespec.core.matching import RunningTrees
 from vllm_treespec.core.reading import ReadingPlan, ReadMarks, plan_reading
 from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.sources.base import CommittedTokens, DraftSource, FeatureKeeper
+from vllm_treespec.sources.base import (
+    CommittedTokens,
+    DraftSource,
+    FeatureKeeper,
+    ReusingSource,
+)
 
 
 class CommittedReader:
@@ -21,8 +26,8 @@ class CommittedReader:
 
     A source that catches up reads when trees are drawn, within a budget of tokens a
     step; a request that is still behind drafts later. If it reads features it is handed
-    them in every step, to keep. Any other source reads every step's tokens in that
-    step.
+    them in every step, to keep. If it can draft from what its last trees left over, it
+    may read later still. Any other source reads every step's tokens in that step.
     """
 
     marks: ReadMarks
@@ -51,6 +56,7 @@ class CommittedReader:
         rows: Tensor | slice | None,
         reqs: np.ndarray,
         may_draft: np.ndarray,
+        accepted: np.ndarray,
         max_trees: int,
         any_trees: bool,
     ) -> np.ndarray:
@@ -61,6 +67,7 @@ class CommittedReader:
             rows: query rows of the step's committed tokens, for features.
             reqs: int64 [n], requests that draft trees in some step.
             may_draft: bool [n], which of them may draft now.
+            accepted: int64 [n], see ``Roots``.
             max_trees: how many may.
             any_trees: whether this step draws trees.
 
@@ -78,12 +85,29 @@ class CommittedReader:
                 batch.blocks.host_table, batch.num_computed, batch.end
             )
             if any_trees:
-                drafting = self._catch_up(batch, reqs, may_draft, max_trees)
+                unread = may_draft & (np.cumsum(may_draft) <= max_trees)
+                unread &= self._unread(batch.slots[reqs], accepted)
+                others = reqs[~unread], may_draft[~unread]
+                others_drafting = self._catch_up(
+                    batch, *others, max_trees - int(unread.sum())
+                )
+                drafting = np.sort(np.concatenate([reqs[unread], others_drafting]))
         if self.step_sources:
             committed = self._step_tokens(batch, rows, drafting)
             for source in self.step_sources:
                 source.read(committed)
         return drafting
+
+    def _unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """Which requests all late sources draft for without reading, bool [n]."""
+        unread = np.ones(len(slots), dtype=bool)
+        for source in self.late_sources:
+            if source.reads.reuses:
+                reusing = cast(ReusingSource, source)
+                unread &= reusing.drafts_unread(slots, accepted)
+            else:
+                unread[:] = False
+        return unread
 
     def _catch_up(
         self,

@@ -214,12 +214,18 @@ class TreeDecoder:
             )
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             may_draft = self._has_room(batch, index)[reqs]
-            rows = self._committed_rows(batch)
+            accepted = self._accepted(batch)
             drafting = self.committed_reader.read(
-                batch, rows, reqs, may_draft, self.method.max_trees, index is not None
+                batch,
+                self._committed_rows(batch),
+                reqs,
+                may_draft,
+                accepted[reqs],
+                self.method.max_trees,
+                index is not None,
             )
             if index is not None and len(drafting):
-                self.proposal = self._propose(index, batch, drafting)
+                self.proposal = self._propose(index, batch, drafting, accepted)
             return self.proposal
 
     def _observe(self, batch: EmittedBatch) -> None:
@@ -229,6 +235,34 @@ class TreeDecoder:
         accepted = (batch.num_emitted[self.trees.host_reqs] - 1).tolist()
         self.method.schedule.observe(self.trees.tree_index, accepted)
         self.stats.count_trees(self.trees.num_nodes.tolist(), accepted)
+        if self.proposal is not None and self.proposal.reused is not None:
+            self._count_reused(batch, self.trees, self.proposal, self.proposal.reused)
+
+    def _count_reused(
+        self,
+        batch: EmittedBatch,
+        trees: RunningTrees,
+        proposal: Proposal,
+        reused: np.ndarray,
+    ) -> None:
+        """Count the scored nodes that came from leftovers, and the accepted ones."""
+        num_scored = num_accepted = 0
+        for tree, row in enumerate(trees.proposal_rows.tolist()):
+            req = trees.host_reqs[tree]
+            end = batch.num_tokens[req] - 1
+            first = end + 1 - batch.num_emitted[req]
+            path = proposal.path(row, batch.token_ids[req, first:end])
+            num_scored += int(reused[row, : trees.num_nodes[tree] - 1].sum())
+            num_accepted += int(reused[row, path].sum())
+        self.stats.count_leftovers(num_scored, num_accepted)
+
+    def _accepted(self, batch: EmittedBatch) -> np.ndarray:
+        """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
+        accepted = np.full(batch.num_reqs, -1)
+        if self.trees is not None:
+            reqs = self.trees.host_reqs
+            accepted[reqs] = batch.num_emitted[reqs] - 1
+        return accepted
 
     def _has_room(self, batch: EmittedBatch, index: int | None) -> np.ndarray:
         """Which requests have a root, and room for a tree below it, bool [num_reqs]."""
@@ -238,12 +272,17 @@ class TreeDecoder:
         return batch.emitted & (batch.end + depth + 1 < self.limits.max_model_len)
 
     def _propose(
-        self, index: int, batch: EmittedBatch, drafting: np.ndarray
+        self,
+        index: int,
+        batch: EmittedBatch,
+        drafting: np.ndarray,
+        accepted: np.ndarray,
     ) -> Proposal:
         """Draw one tree of the schedule for each of these requests."""
         proposer = self.method.proposers[index]
         reqs = torch.from_numpy(drafting).to(self.limits.device)
-        roots = self._roots(batch, drafting, reqs)
+        depth = proposer.sizes.max_depth
+        roots = self._roots(batch, drafting, reqs, accepted, depth)
         started = [source.begin(roots) for source in self.sources]
         tree = proposer.propose(
             ProposerInputs(
@@ -262,7 +301,14 @@ class TreeDecoder:
             self.stats.count_beams(num_beam_tokens, int(proposal.num_drafts.sum()))
         return proposal
 
-    def _roots(self, batch: EmittedBatch, drafting: np.ndarray, reqs: Tensor) -> Roots:
+    def _roots(
+        self,
+        batch: EmittedBatch,
+        drafting: np.ndarray,
+        reqs: Tensor,
+        accepted: np.ndarray,
+        depth: int,
+    ) -> Roots:
         """The drafting requests, with what the sources read of them."""
         positions = batch.end[drafting]
         reads = [source.reads for source in self.sources]
@@ -276,6 +322,8 @@ class TreeDecoder:
             slots=batch.slots[drafting],
             positions=positions,
             root_token_ids=root_token_ids.long().to(self.limits.device),
+            accepted=accepted[drafting],
+            depth=depth,
             hidden=hidden,
             token_ids=token_ids,
         )

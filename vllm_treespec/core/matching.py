@@ -35,6 +35,9 @@ class Proposal:
     parents: np.ndarray
     # int64 [num_trees]
     num_drafts: np.ndarray
+    # bool [num_trees, max_nodes - 1], draft nodes that came from what an earlier step
+    # left over; None: none did
+    reused: np.ndarray | None = None
 
     @classmethod
     def from_tree(
@@ -48,6 +51,8 @@ class Proposal:
         """Bring the drafts of new trees to the host, waiting for the device once."""
         width = tree.max_nodes
         together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
+        if tree.reused is not None:
+            together.append(tree.reused)
         host = torch.cat(together, dim=1).cpu().numpy()
         return cls(
             tree,
@@ -57,13 +62,29 @@ class Proposal:
             reqs,
             token_ids=host[:, 1:width],
             parents=host[:, width + 1 : 2 * width],
-            num_drafts=host[:, -1] - 1,
+            num_drafts=host[:, 2 * width] - 1,
+            reused=None if tree.reused is None else host[:, 2 * width + 2 :] > 0,
         )
 
     def without(self, slots: np.ndarray) -> Proposal:
         """Leave out the trees of the requests in these slots, int64 [n]."""
         lost = np.isin(self.slots, slots)
         return replace(self, slots=np.where(lost, NO_SLOT, self.slots))
+
+    def path(self, row: int, token_ids: np.ndarray) -> list[int]:
+        """Draft nodes, from 0, that hold these tokens one below the other.
+
+        Args:
+            row: of the tree.
+            token_ids: int64 [n], from the root's child on.
+
+        """
+        path: list[int] = []
+        for token in token_ids:
+            above = path[-1] + 1 if path else 0
+            is_child = (self.parents[row] == above) & (self.token_ids[row] == token)
+            path.append(int(is_child.argmax()))
+        return path
 
     def drafts(self) -> list[list[int]]:
         """Tokens of every tree's draft nodes."""
@@ -96,6 +117,8 @@ class RunningTrees:
     root_positions: np.ndarray
     # int64 [num_trees]
     slots: np.ndarray
+    # int64 [num_trees], rows of the proposal
+    proposal_rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -174,4 +197,5 @@ def running_trees(
         ),
         root_positions=batch.num_computed[reqs],
         slots=batch.slots[reqs],
+        proposal_rows=matched.proposal_rows,
     )

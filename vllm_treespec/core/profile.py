@@ -22,6 +22,7 @@ from vllm_treespec.sources.base import (
     DraftSource,
     Roots,
 )
+from vllm_treespec.sources.chain import ChainDraft
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,15 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
         top_p=torch.full((num_reqs,), 0.9, device=device),
         all_random=True,
     )
-    roots = Roots(
-        slots=np.arange(num_reqs),
-        positions=np.zeros(num_reqs, dtype=np.int64),
-        root_token_ids=torch.zeros(num_reqs, dtype=torch.int64, device=device),
-        hidden=hidden,
-    )
     for index, proposer in enumerate(decoder.method.proposers):
+        roots = Roots(
+            slots=np.arange(num_reqs),
+            positions=np.zeros(num_reqs, dtype=np.int64),
+            root_token_ids=torch.zeros(num_reqs, dtype=torch.int64, device=device),
+            accepted=np.full(num_reqs, -1),
+            depth=proposer.sizes.max_depth,
+            hidden=hidden,
+        )
         num_uniforms = max(proposer.sizes.num_uniforms, 1 + decoder.max_draws)
         uniforms = torch.rand(
             (num_reqs, num_uniforms), dtype=torch.float64, device=device
@@ -89,7 +92,13 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
 
 
 def draft_model_of(source: DraftSource, roots: Roots, vocab_size: int) -> DraftModel:
-    """What a source drafts with; a replacement where that needs a KV cache."""
+    """What a source drafts with; a replacement where that needs a KV cache, or a past.
+
+    Chains come with those of a step before, of which nothing was used.
+    """
+    if source.reads.reuses:
+        leftover = uniform_chain(roots, vocab_size)
+        return uniform_chain(roots, vocab_size, leftover)
     if source.reads.own_kv:
         return UniformDraftModel(
             len(roots.slots), vocab_size, roots.root_token_ids.device
@@ -97,3 +106,16 @@ def draft_model_of(source: DraftSource, roots: Roots, vocab_size: int) -> DraftM
     draft = source.begin(roots)
     assert not isinstance(draft, Continuations)
     return draft
+
+
+def uniform_chain(
+    roots: Roots, vocab_size: int, leftover: ChainDraft | None = None
+) -> ChainDraft:
+    """Chains with equal logits for all tokens."""
+    zero = torch.zeros((), device=roots.root_token_ids.device)
+
+    def info(token_ids: Tensor) -> Tensor:
+        return zero.expand(*token_ids.shape, vocab_size)
+
+    logits = zero.expand(len(roots.slots), roots.depth, vocab_size)
+    return ChainDraft(logits, info, roots.root_token_ids, leftover=leftover)

@@ -33,6 +33,10 @@ class StepCounts:
     # tokens of the beams that trees were made of, and the trees' draft nodes
     beam_tokens: int = 0
     beam_nodes: int = 0
+    # draft nodes of scored trees that were drafted from what an earlier step left over,
+    # and how many of them were accepted
+    leftover_nodes: int = 0
+    leftover_accepted: int = 0
 
     @property
     def steps(self) -> int:
@@ -105,9 +109,16 @@ class StepStats:
             counts.beam_tokens += num_beam_tokens
             counts.beam_nodes += num_nodes
 
+    def count_leftovers(self, num_nodes: int, num_accepted: int) -> None:
+        """Count scored draft nodes that came from what an earlier step left over."""
+        for counts in self._counts:
+            counts.leftover_nodes += num_nodes
+            counts.leftover_accepted += num_accepted
+
     def as_dict(self) -> dict[str, Any]:
         """Totals: seconds per stage, steps, modes, trees, nodes, accepted lengths,
-        node counts of trees, tokens of beams and the nodes that these became."""
+        node counts of trees, tokens of beams and the nodes that these became, nodes
+        from leftovers and how many were accepted."""
         totals = self._totals
         return {
             "seconds": dict(totals.seconds),
@@ -119,4 +130,6 @@ class StepStats:
             "node_counts": dict(totals.node_counts),
             "beam_tokens": totals.beam_tokens,
             "beam_nodes": totals.beam_nodes,
+            "leftover_nodes": totals.leftover_nodes,
+            "leftover_accepted": totals.leftover_accepted,
         }

@@ -102,6 +102,9 @@ class TreeBatch:
     num_nodes: Tensor
     # None = deterministic drafts
     draws: Draws | None = None
+    # bool [num_reqs, max_nodes], nodes that were drafted from what an earlier step left
+    # over; None = none were
+    reused: Tensor | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -131,6 +134,7 @@ class TreeBatch:
             depths=self.depths[rows],
             num_nodes=self.num_nodes[rows],
             draws=None if self.draws is None else self.draws.select(rows),
+            reused=None if self.reused is None else self.reused[rows],
         )
 
     def cut(self, num_nodes: Tensor) -> TreeBatch:
@@ -151,6 +155,7 @@ class TreeBatch:
             draws=None
             if self.draws is None
             else self._cut_draws(self.draws, num_nodes),
+            reused=None if self.reused is None else self.reused & ~gone,
         )
 
     def _cut_draws(self, draws: Draws, num_nodes: Tensor) -> Draws:

@@ -187,6 +187,57 @@ def from_draws(
     return TreeBatch(tokens, node_parents, depths, num_nodes, draws)
 
 
+def merge_trees(one: TreeBatch, other: TreeBatch, max_depth: int) -> TreeBatch:
+    """Put two trees of each request together; equal paths become one.
+
+    Siblings keep their order, those of ``one`` come first. The host does not wait for
+    the device.
+
+    Args:
+        one: deterministic trees.
+        other: of the same requests and roots, deterministic, too.
+        max_depth: levels below the roots, or more.
+
+    Returns:
+        trees of at most all nodes, in which those of ``other`` alone are ``reused``.
+
+    """
+    num_reqs, width = one.parents.shape
+    above = torch.cat([one.parents, other.parents + width], dim=1).clamp(min=0)
+    drawn = torch.cat([one.token_ids, other.token_ids], dim=1)
+    depths = torch.cat([one.depths, other.depths], dim=1)
+    # Roots, and unused entries, have depth 0. The last column takes what is no node.
+    spare = drawn.shape[1] - 1
+    shape = (num_reqs, spare + 1)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=drawn.device)
+    tokens[:, 0] = one.token_ids[:, 0]
+    parents, node_depths = torch.full_like(tokens, NO_NODE), torch.zeros_like(tokens)
+    is_reused = torch.zeros_like(tokens, dtype=torch.bool)
+    num_nodes = torch.ones_like(one.num_nodes)
+    # number of each old node among the merged ones
+    numbers = torch.zeros_like(drawn)
+    for depth in range(1, max_depth + 1):
+        parent = numbers.gather(1, above).masked_fill(depths != depth, spare)
+        parent, order = parent.sort(dim=1, stable=True)
+        node, is_new = merge_equal(parent, drawn.gather(1, order), num_nodes)
+        is_node = parent < spare
+        num_nodes = num_nodes + (is_new & is_node).sum(1)
+        node = node.masked_fill(~is_node, spare)
+        numbers.scatter_(1, order, node.masked_fill(~is_node, 0))
+        place = node.masked_fill(~is_new, spare)
+        tokens.scatter_(1, place, drawn.gather(1, order))
+        parents.scatter_(1, place, parent)
+        node_depths.scatter_(1, place, depth)
+        is_reused.scatter_(1, place, order >= width)
+    return TreeBatch(
+        tokens[:, :spare],
+        parents[:, :spare],
+        node_depths[:, :spare],
+        num_nodes,
+        reused=is_reused[:, :spare],
+    )
+
+
 def merge_equal(
     parents: Tensor, tokens: Tensor, num_nodes: Tensor
 ) -> tuple[Tensor, Tensor]:

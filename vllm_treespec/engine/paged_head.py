@@ -26,7 +26,13 @@ from vllm_treespec.heads import (
     read_head_config,
 )
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks, TreeLayout
-from vllm_treespec.sources.base import FINAL_LAYER, CommittedTokens, Reads, Roots
+from vllm_treespec.sources.base import (
+    FINAL_LAYER,
+    CommittedTokens,
+    DraftModel,
+    Reads,
+    Roots,
+)
 
 
 class PagedHead(PagedSource):
@@ -93,8 +99,7 @@ class PagedHead(PagedSource):
                 f"{type(target_model).__name__}; use a head that reads the final "
                 f"hidden state (EAGLE-1), or remove speculative_config"
             )
-        hot_tokens = None if self.hot_tokens is None else Path(self.hot_tokens)
-        head = load_eagle_head(self.model, self.num_target_layers, hot_tokens)
+        head = self._load_head()
         head.rotary.prepare(self.vllm_config.model_config.max_model_len)
         self.head = head.to(device=self.device, dtype=self.dtype)
         self.head.share(*shared_weights(target_model))
@@ -108,6 +113,11 @@ class PagedHead(PagedSource):
                 self._attention(number) for number in range(self.config.num_layers)
             ]
         self.layer_names = [layer.layer_name for layer in self.layers]
+
+    def _load_head(self) -> EagleHead:
+        """Read the head's files."""
+        hot_tokens = None if self.hot_tokens is None else Path(self.hot_tokens)
+        return load_eagle_head(self.model, self.num_target_layers, hot_tokens)
 
     def _attention(self, number: int) -> Attention:
         return Attention(
@@ -191,7 +201,7 @@ class PagedHead(PagedSource):
         blocks = table.gather(1, column)[:, 0].long()
         return RootBlocks(host_positions, positions, blocks, table)
 
-    def begin(self, roots: Roots) -> PagedHead:
+    def begin(self, roots: Roots) -> DraftModel:
         """Begin the trees of a step: the roots' pairs were read last."""
         return self
 

@@ -139,7 +139,7 @@ class BranchLevelReader:
         self.fork_tables = tables.unflatten(0, (num_trees, forks_per_level))
         self.trees = torch.arange(num_trees, device=device)[:, None]
         self.roots = roots
-        self.depth = 0
+        self.depth = self.width = 0
 
     def next_level(self, parents: Tensor) -> LevelInputs:
         """Copy each node's fork from its parent's, and lay the nodes out."""
@@ -147,6 +147,7 @@ class BranchLevelReader:
         num_trees, width = parents.shape
         fork = torch.arange(width, device=parents.device)
         self._copy_forks(parents, fork)
+        self.width = width
         context = self.roots.positions[:, None]
         slots = self.forks.slot(context, self.depth, self.trees, fork)
         return LevelInputs(
@@ -162,6 +163,9 @@ class BranchLevelReader:
             targets = self.forks.block(self.trees, fork, 0)
             sources = self.roots.blocks.repeat_interleave(len(fork))
             self.copier.copy(sources, targets.flatten())
+            return
+        if self.width == len(fork) == 1:
+            # One node a level goes on in its parent's fork.
             return
         index = torch.arange(self.forks.blocks_per_fork, device=parents.device)
         tree = self.trees[..., None]

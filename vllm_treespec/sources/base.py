@@ -28,6 +28,9 @@ class Reads:
     # whether it may read a token in a later step than the target computes it; features
     # are at hand in that step only, so it keeps them (``FeatureKeeper.keep``)
     catches_up: bool = False
+    # whether it drafts from chains, which may leave something over for the next step
+    # (``ReusingSource``)
+    reuses: bool = False
 
     @property
     def every_token(self) -> bool:
@@ -73,6 +76,11 @@ class Roots:
     # int64 [num_reqs], on the host and on the device
     positions: np.ndarray
     root_token_ids: Tensor
+    # int64 [num_reqs], on the host: drafts accepted of the tree that came back in this
+    # step, -1 where none did
+    accepted: np.ndarray
+    # levels of the trees that will be drawn, at most
+    depth: int
     # [num_reqs, hidden_size], if the source asks
     hidden: Tensor | None = None
     # committed tokens, roots included, int [num_reqs, max_len] on the host, if the
@@ -155,4 +163,22 @@ class FeatureKeeper(DraftSource, Protocol):
 
         It is called in every step, also when no tree is drawn. What is kept must lie
         where the tokens' KV does, as with ``read``.
+        """
+
+
+class ReusingSource(DraftSource, Protocol):
+    """A source that may draft from what its last trees left over."""
+
+    def drafts_unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """Which requests it drafts for without reading what was committed since.
+
+        They read it before they draft in another way.
+
+        Args:
+            slots: int64 [n].
+            accepted: int64 [n], see ``Roots``.
+
+        Returns:
+            bool [n].
+
         """

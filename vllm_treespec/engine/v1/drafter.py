@@ -10,19 +10,23 @@ from vllm.config import VllmConfig
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
+from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
 from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.schedule import AdaptiveSchedule
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.views import EmittedBatch
+from vllm_treespec.engine.chain_head import ChainHead, EngineChainSource
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.head_source import EngineHeadSource
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.engine.paged_source import PagedSource
+from vllm_treespec.heads import LyannaHeadConfig, read_head_config
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.scorers import RULES, Rule, TypicalAcceptance
 from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.chain import ChainMemory
 
 
 class TreeDrafter:
@@ -38,7 +42,7 @@ class TreeDrafter:
         self.stats = StepStats()
         # draft models, or a head with context
         self.paged: list[PagedSource] = []
-        self.head: EngineHeadSource | None = None
+        self.head: EngineHeadSource | EngineChainSource | None = None
         grammars = vllm_config.structured_outputs_config
         # whether a grammar begins at the end of some reasoning only
         self.grammar_after_reasoning = bool(grammars.reasoning_parser)
@@ -95,6 +99,8 @@ class TreeDrafter:
                 self.stats,
             )
             self.paged.append(head)
+        elif isinstance(config, LyannaConfig):
+            self._make_chains(config)
         elif config.head is not None:
             self.head = EngineHeadSource(self.vllm_config, config.head, self.stats)
         sources: list[DraftSource] = [*self.paged]
@@ -104,6 +110,18 @@ class TreeDrafter:
         if index is not None:
             sources.append(index)
         return sources
+
+    def _make_chains(self, config: LyannaConfig) -> None:
+        """Make the source of chains that suits the head."""
+        memory = ChainMemory(config.resample, config.resample_min_levels)
+        head = read_head_config(config.model)
+        assert isinstance(head, LyannaHeadConfig)
+        model, stats = config.model, self.stats
+        if head.context:
+            paged = ChainHead(self.vllm_config, model, "draft_head", memory, stats)
+            self.paged.append(paged)
+        else:
+            self.head = EngineChainSource(self.vllm_config, model, memory, stats)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load draft models or a head; vLLM has just loaded the target."""

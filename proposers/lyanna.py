@@ -1,0 +1,74 @@
+"""Lyanna: trees over chains of logits, some of which an earlier step left over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import merge_trees
+from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.proposers.dynamic_tree import DynamicTree
+from vllm_treespec.proposers.rsd_s import RsdS
+from vllm_treespec.proposers.stochastic_tree import StochasticTree
+from vllm_treespec.sources.chain import ChainDraft
+
+
+def sizes(tree: TreeSizes, leftover: TreeSizes | None = None) -> TreeSizes:
+    """Sizes of trees over chains.
+
+    Args:
+        tree: of the fresh chain's tree.
+        leftover: of the tree that is merged with it; None: there is none.
+
+    """
+    # A chain is one node a level, and its last level is not read.
+    reads = {"draft_width": 1, "draft_nodes": max(tree.max_depth - 1, 1)}
+    if leftover is None:
+        return replace(tree, **reads)
+    return TreeSizes(
+        max_nodes=tree.max_nodes + leftover.max_nodes - 1,
+        max_depth=max(tree.max_depth, leftover.max_depth),
+        max_width=tree.max_width + leftover.max_width,
+        max_leaves=tree.max_leaves + leftover.max_leaves,
+        max_siblings=tree.max_siblings + leftover.max_siblings,
+        max_parents=tree.max_parents + leftover.max_parents - 1,
+        num_uniforms=tree.num_uniforms,
+        **reads,
+    )
+
+
+@register_proposer("lyanna")
+class Lyanna(Proposer):
+    """Drafts the trees of arXiv 2602.21224, sections 5.2, 5.3 and 6.2.
+
+    The tree is that of any other draft model; only, its source is a ``ChainDraft``. A
+    second tree, of the likeliest nodes below the same root, may be drafted from what
+    the step before left over. Both are verified as one (section 6.2).
+    """
+
+    def __init__(
+        self,
+        tree: DynamicTree | StochasticTree | RsdS,
+        leftover: DynamicTree | None = None,
+    ) -> None:
+        """Take what drafts the tree, and what drafts the one that is merged with it."""
+        self.tree = tree
+        self.leftover = leftover
+        self.sizes = sizes(tree.sizes, None if leftover is None else leftover.sizes)
+
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        """Draft one tree per request; nothing is read."""
+        (draft,) = inputs.draft_models
+        assert isinstance(draft, ChainDraft)
+        tree = self.tree.propose(replace(inputs, levels=draft.levels_left))
+        if draft.reused is not None:
+            is_draft = tree.is_node() & (tree.depths > 0)
+            tree = replace(tree, reused=is_draft & draft.reused[:, None])
+        left = draft.leftover
+        if self.leftover is None or left is None:
+            return tree
+        second = self.leftover.propose(
+            replace(inputs, draft_models=[left], levels=left.levels_left)
+        )
+        return merge_trees(tree, second, self.sizes.max_depth)

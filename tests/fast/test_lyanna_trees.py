@@ -1,0 +1,318 @@
+"""Trees over chains: their shape, their law under each rule, and their limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.batched_rules import drawing, rejection
+from tests.fast.beam_trees import rand
+from tests.fast.drawn_trees import as_if_drawn
+from tests.fast.enumeration import (
+    Scorer,
+    Weighted,
+    grid_law_error,
+    grid_target,
+    law_error,
+    token_uniforms,
+)
+from tests.fast.languages import random_tables
+from tests.fast.test_dynamic_tree import log_law
+from tests.fast.tiny_heads import token_paths
+from tests.fast.toy_chains import ToyChain, softmax_sampling
+from tests.fast.tree_bounds import check_bounds
+from tests.reference.proposers import dynamic_tree_reference
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.proposers import (
+    DynamicTree,
+    Lyanna,
+    Proposer,
+    ProposerInputs,
+    RsdC,
+    RsdS,
+    StochasticTree,
+)
+from vllm_treespec.scorers import recursive_rejection, target_draw
+from vllm_treespec.sources.chain import ChainDraft
+
+EXACT = 1e-12
+NOTICEABLE = 1e-3
+ROOT = 1
+NO_UNIFORMS = torch.zeros(1, 0)
+
+
+def drawn_from(
+    proposer: Proposer,
+    draft: ChainDraft,
+    uniforms: Tensor,
+    levels: Tensor | None = None,
+) -> TreeBatch:
+    """One tree for each row of uniforms."""
+    num_reqs = len(uniforms)
+    return proposer.propose(
+        ProposerInputs(
+            root_token_ids=draft.root_token_ids,
+            sampling=softmax_sampling(num_reqs),
+            uniforms=uniforms,
+            draft_models=[draft],
+            levels=levels,
+        )
+    )
+
+
+def chain_draft(
+    chain: ToyChain, first: int | None = None, leftover: ChainDraft | None = None
+) -> ChainDraft:
+    """The draft of one request, of whose chain some levels are used up."""
+    return ChainDraft(
+        chain.levels[None],
+        chain.info,
+        torch.tensor([ROOT]),
+        first=None if first is None else torch.tensor([first]),
+        leftover=leftover,
+    )
+
+
+def weighted(tree: TreeBatch) -> Weighted:
+    return Weighted(tree, torch.ones(1).double())
+
+
+# Shape
+
+
+@pytest.mark.parametrize("used", range(5))
+def test_a_tree_ends_where_its_chain_does(used: int) -> None:
+    """Red when a tree over what is left is not that of the levels that are left."""
+    chain = ToyChain.random(5, 4)
+    for num_drafts in (1, 6, 15):
+        proposer = Lyanna(DynamicTree(3, 4, num_drafts))
+        tree = drawn_from(proposer, chain_draft(chain, used), NO_UNIFORMS)
+        found = token_paths(tree, 0)[1:]
+        if used == 4:
+            assert found == []
+            continue
+        law = log_law(chain.left(used).language(ROOT))
+        assert found == dynamic_tree_reference(law, 3, 4 - used, num_drafts)
+
+
+@pytest.mark.parametrize("proposer", [StochasticTree(3, 4, 9), RsdS(3, 4)])
+@pytest.mark.parametrize("left", range(1, 5))
+def test_drawn_trees_end_there_too(proposer: Proposer, left: int) -> None:
+    """Red when levels that are not there are drawn, or those above change."""
+    chain = ToyChain.random(5, 4)
+    uniforms = rand(20, proposer.sizes.num_uniforms)
+    limit = torch.full((20,), left)
+    tree = drawn_from(proposer, chain.draft(ROOT, 20), uniforms, limit)
+    assert int(tree.depths.max()) <= left
+    whole = drawn_from(proposer, chain.draft(ROOT, 20), uniforms)
+    for req in range(20):
+        found, paths = token_paths(tree, req), token_paths(whole, req)
+        above = [path for path in paths if len(path) <= left]
+        if isinstance(proposer, RsdS):
+            assert found == above
+        else:
+            # the budget is spent above instead
+            assert set(above) <= set(found)
+
+
+def test_each_request_has_levels_of_its_own() -> None:
+    """Red when the batch decides how deep a request's tree is."""
+    chain = ToyChain.random(5, 3)
+    proposer = DynamicTree(2, 3, 9)
+    draft = chain.draft(ROOT, 4)
+    uniforms, levels = torch.zeros(4, 0), torch.tensor([0, 1, 2, 3])
+    tree = drawn_from(proposer, draft, uniforms, levels)
+    assert tree.depths.amax(1).tolist() == [0, 1, 2, 3]
+    assert int(tree.num_nodes[0]) == 1
+
+
+def merged(
+    fresh: ToyChain, left: ToyChain, proposer: Lyanna, used: int = 1
+) -> TreeBatch:
+    """The tree of a fresh chain and of one of which a part is left."""
+    leftover = chain_draft(left, used)
+    draft = chain_draft(fresh, leftover=leftover)
+    return drawn_from(proposer, draft, NO_UNIFORMS)
+
+
+def test_merged_trees_hold_both() -> None:
+    """Red when a part is lost, or a fresh node gives way to one from a leftover."""
+    fresh, left = ToyChain.random(5, 3, seed=1), ToyChain.random(5, 3, seed=2)
+    left = replace(left, table=fresh.table)
+    proposer = Lyanna(DynamicTree(3, 3, 6), DynamicTree(3, 2, 4))
+    tree = merged(fresh, left, proposer)
+    own = dynamic_tree_reference(log_law(fresh.language(ROOT)), 3, 3, 6)
+    law = log_law(left.left(1).language(ROOT))
+    other = dynamic_tree_reference(law, 3, 2, 4)
+    found = token_paths(tree, 0)[1:]
+    assert sorted(found) == sorted({*own, *other})
+    assert [path for path in found if path in own] == own
+    assert tree.reused is not None
+    reused = tree.reused[0, 1 : 1 + len(found)].tolist()
+    assert reused == [path not in own for path in found]
+    nothing = merged(fresh, left, proposer, used=3)
+    assert token_paths(nothing, 0)[1:] == own
+    assert nothing.reused is not None
+    assert not nothing.reused.any()
+
+
+def test_replaced_trees_are_counted_whole() -> None:
+    """Red when nodes of leftovers are not told from fresh ones, or roots count."""
+    chain = ToyChain.random(5, 3)
+    draft = ChainDraft(
+        chain.levels.expand(2, -1, -1),
+        chain.info,
+        torch.tensor([ROOT, ROOT]),
+        first=torch.tensor([0, 1]),
+        reused=torch.tensor([False, True]),
+    )
+    tree = drawn_from(Lyanna(DynamicTree(2, 3, 5)), draft, torch.zeros(2, 0))
+    assert tree.reused is not None
+    assert tree.reused.sum(1).tolist() == [0, 5]
+    assert not tree.reused[:, 0].any()
+
+
+@pytest.mark.parametrize("leftover", [False, True])
+def test_sizes_bound_the_trees(leftover: bool) -> None:
+    """Red when a tree outgrows what is announced."""
+    for top_k, depth, kept, second in product((1, 2, 4), (1, 2, 4), (1, 5, 12), (1, 6)):
+        tree = DynamicTree(top_k, depth, kept)
+        two = leftover and tree.depth > 1
+        other = DynamicTree(top_k, tree.depth - 1, second) if two else None
+        proposer = Lyanna(tree, other)
+        for seed in range(3):
+            fresh, left = ToyChain.random(4, 4, seed), ToyChain.random(4, 4, seed + 9)
+            found = merged(fresh, left, proposer)
+            check_bounds(proposer.sizes, found, [1] * (tree.depth - 1))
+
+
+# The law. Two levels, three tokens.
+
+CHAIN = ToyChain.random(3, 2, seed=3)
+LEFT = replace(ToyChain.random(3, 3, seed=4), table=CHAIN.table)
+
+
+def off() -> TreeBatch:
+    """A tree of a fresh chain."""
+    return drawn_from(Lyanna(DynamicTree(3, 2, 6)), chain_draft(CHAIN), NO_UNIFORMS)
+
+
+def replaced() -> TreeBatch:
+    """A tree of what is left of a chain of three levels."""
+    draft = chain_draft(LEFT, 1)
+    return drawn_from(Lyanna(DynamicTree(3, 2, 5)), draft, NO_UNIFORMS)
+
+
+def merged_with_left() -> TreeBatch:
+    """A tree of both."""
+    proposer = Lyanna(DynamicTree(2, 2, 4), DynamicTree(2, 2, 4))
+    return merged(CHAIN, LEFT, proposer)
+
+
+MODES = {"off": off, "replace": replaced, "merge": merged_with_left}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_law_under_target_draw(mode: str) -> None:
+    """Red when nodes, their order, or whence they come changes what is emitted."""
+    tree = MODES[mode]()
+    for num_nodes in range(1, int(tree.num_nodes) + 1):
+        drawn = weighted(tree.cut(torch.tensor([num_nodes])))
+        assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
+    assert grid_law_error(drawing, drawn, grid_target()) < EXACT
+
+
+def test_merged_law_is_that_of_a_real_merge() -> None:
+    """Red when the trees of the law above have no node from a leftover."""
+    tree = merged_with_left()
+    assert tree.reused is not None
+    assert bool(tree.reused.any())
+    assert int(tree.num_nodes) < tree.max_nodes, "no prefix was equal"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rejection_of_these_trees_is_lossy(mode: str) -> None:
+    """Negative control: red when likeliest tokens judged like draws would pass."""
+    chain = LEFT.left(1) if mode == "replace" else CHAIN
+    # as long a language as there are prefixes in a tree
+    longer = replace(chain, levels=torch.cat([chain.levels, chain.levels[:1]]))
+    tree = as_if_drawn(MODES[mode](), longer.language(ROOT))
+    _, target = random_tables("random", 3, 2)
+    assert law_error(recursive_rejection, weighted(tree), target) > NOTICEABLE
+
+
+def beams(kind: type[RsdS | StochasticTree], *shape: int) -> Weighted:
+    """Every token draw under fixed Gumbel uniforms, from what is left of a chain."""
+    proposer: Proposer = kind(*shape)
+    chain = LEFT.left(1)
+    tokens, weights = token_uniforms(chain.language(ROOT), (2, 2))
+    noise = rand(1, proposer.sizes.num_uniforms // 2, seed=1).expand(len(tokens), -1)
+    draft = ChainDraft(
+        LEFT.levels.expand(len(tokens), -1, -1),
+        LEFT.info,
+        torch.full((len(tokens),), ROOT),
+        first=torch.ones(len(tokens), dtype=torch.int64),
+    )
+    uniforms = torch.cat([tokens, noise], dim=1)
+    return Weighted(drawn_from(wrapped(proposer), draft, uniforms), weights)
+
+
+def wrapped(proposer: Any) -> Lyanna:
+    return Lyanna(proposer)
+
+
+def branches() -> Weighted:
+    """Every tree that RSD-C draws from a fresh chain."""
+    uniforms, weights = token_uniforms(CHAIN.language(ROOT), (2, 2))
+    draft = CHAIN.draft(ROOT, len(uniforms))
+    return Weighted(drawn_from(RsdC((2, 2)), draft, uniforms), weights)
+
+
+DRAWN = {
+    "rsd_s": lambda: beams(RsdS, 2, 2),
+    "stochastic": lambda: beams(StochasticTree, 2, 2, 4),
+    "stochastic, 3 drafts": lambda: beams(StochasticTree, 2, 2, 3),
+    "rsd_c": branches,
+}
+
+
+@pytest.mark.parametrize("rule", [recursive_rejection, rejection])
+@pytest.mark.parametrize("kind", DRAWN)
+def test_law_under_recursive_rejection(kind: str, rule: Scorer) -> None:
+    """Red when what a token says is in the logits and not in the draws' law."""
+    drawn = DRAWN[kind]()
+    _, target = random_tables("random", 3, 2)
+    assert float(drawn.weights.sum()) == pytest.approx(1.0)
+    assert law_error(rule, drawn, target) < EXACT
+
+
+def test_draws_without_what_tokens_say_are_noticed() -> None:
+    """Negative control: red when the law above would pass with the levels alone."""
+    drawn = DRAWN["rsd_c"]()
+    draws = drawn.tree.draws
+    assert draws is not None
+    bare = CHAIN.levels.softmax(-1)[torch.tensor([0, 1, 1])]
+    probs = bare.expand_as(draws.probs)
+    tree = replace(drawn.tree, draws=replace(draws, probs=probs))
+    _, target = random_tables("random", 3, 2)
+    error = law_error(recursive_rejection, Weighted(tree, drawn.weights), target)
+    assert error > NOTICEABLE
+
+
+def test_greedy_requests_get_the_likeliest_nodes() -> None:
+    """Red when the stochastic tree draws for a greedy request."""
+    chain = ToyChain.random(6, 3)
+    greedy = SamplingTensors(torch.zeros(1), all_greedy=True)
+    trees = []
+    for proposer in (DynamicTree(3, 3, 8), StochasticTree(3, 3, 8)):
+        uniforms = torch.zeros(1, proposer.sizes.num_uniforms)
+        draft = chain.draft(ROOT)
+        inputs = ProposerInputs(draft.root_token_ids, greedy, uniforms, [draft])
+        trees.append(token_paths(Lyanna(proposer).propose(inputs), 0))
+    assert trees[0] == trees[1]
