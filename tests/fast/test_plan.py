@@ -227,6 +227,29 @@ def test_head_without_context(tmp_path: Path) -> None:
     assert not {"drafter_kv", "features", "forks"} & set(parts)
 
 
+@pytest.mark.parametrize("context", [True, False])
+def test_lyanna_head(tmp_path: Path, context: bool) -> None:
+    """Red when a chain's own needs are forgotten, or given to one without context."""
+    config = LlamaConfig(
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+    )
+    target = write_config(tmp_path / "target", config)
+    sizes = {"num_hot_tokens": 10, "context": context}
+    bare = write_head(tmp_path / "bare", "lyanna", token_info_rank=0, **sizes)
+    head = write_head(tmp_path / "head", "lyanna", token_info_rank=2, **sizes)
+    without = planned(target, {"method": "lyanna", "model": bare}, 1)["bytes"]
+    parts = planned(target, {"method": "lyanna", "model": head}, 1)["bytes"]
+    # W1, W2 and gains; then a code for each token, and the scaled columns
+    info = 2 * 8 + 10 * 2 + 10 + (32 + 10) * 2
+    assert parts["drafter_0"] - without["drafter_0"] == 2 * info
+    assert ("features" in parts) is context
+    assert ("drafter_kv" in parts) is context
+
+
 def test_files_are_counted_where_there_are_any(tmp_path: Path) -> None:
     """Red when a folder's headers say something else than its configuration."""
     config = LlamaConfig(**{**TINY_LLAMA.to_dict(), "num_hidden_layers": 2})

@@ -17,6 +17,8 @@ from vllm_treespec.heads import (
     EagleHeadConfig,
     Head,
     HeadConfig,
+    LyannaHead,
+    LyannaHeadConfig,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
     build_head,
@@ -114,9 +116,16 @@ class PlannedHead:
 
     @property
     def feature_size(self) -> int:
-        """Numbers that are kept of every token: only EAGLE has a context."""
+        """Numbers that are kept of every token."""
+        return 0 if self.with_context is None else self.with_context.feature_size
+
+    @property
+    def with_context(self) -> EagleHeadConfig | None:
+        """The configuration of a head that reads every token; None for others."""
         config = self.config
-        return config.feature_size if isinstance(config, EagleHeadConfig) else 0
+        if isinstance(config, LyannaHeadConfig) and not config.context:
+            return None
+        return config if isinstance(config, EagleHeadConfig) else None
 
     @cached_property
     def head(self) -> Head:
@@ -124,7 +133,8 @@ class PlannedHead:
         config = self.config
         with torch.device("meta"):
             if isinstance(config, EagleHeadConfig):
-                head = EagleHead(config)
+                lyanna = isinstance(config, LyannaHeadConfig)
+                head = LyannaHead(config) if lyanna else EagleHead(config)
                 head.rotary.prepare(self.max_model_len)
                 return head
             assert isinstance(config, ReDrafterHeadConfig | MedusaHeadConfig)
@@ -132,8 +142,12 @@ class PlannedHead:
 
     def weight_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
         """Its own weights, and tables."""
-        weights = sum(p.numel() for p in self.head.parameters()) * dtype.itemsize
-        return weights + sum(b.nbytes for b in self.head.buffers())
+        numbers = sum(p.numel() for p in self.head.parameters())
+        if isinstance(self.config, LyannaHeadConfig):
+            # what every token tells its children, tabulated when the head is loaded
+            tokens = self.config.vocab_size + self.config.draft_vocab_size
+            numbers += tokens * self.config.token_info_rank
+        return numbers * dtype.itemsize + sum(b.nbytes for b in self.head.buffers())
 
     def copied_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
         """Whole copies where ranks hold parts, and the rows of hot tokens."""
@@ -149,22 +163,20 @@ class PlannedHead:
 
     def kv_heads(self, num_ranks: int) -> list[tuple[int, int]]:
         """Key-value heads and their size, of every layer."""
-        config = self.config
-        if not isinstance(config, EagleHeadConfig):
+        config = self.with_context
+        if config is None:
             return []
         return [(config.num_kv_heads, config.head_size)] * config.num_layers
 
     def attention(self, num_ranks: int) -> tuple[int, int] | None:
         """Query heads and their size; None without attention."""
-        config = self.config
-        if not isinstance(config, EagleHeadConfig):
-            return None
-        return config.num_heads, config.head_size
+        config = self.with_context
+        return None if config is None else (config.num_heads, config.head_size)
 
     def widths(self, num_ranks: int) -> tuple[int, int]:
         """Numbers of a token's hidden states, and of its MLP."""
-        config = self.config
-        if not isinstance(config, EagleHeadConfig):
+        config = self.with_context
+        if config is None:
             return 0, 0
         states = config.target_hidden_size * config.num_target_layers
         return config.hidden_size + states, config.intermediate_size
