@@ -98,8 +98,8 @@ class EagleTreeConfig(HeadMethodConfig):
         return smaller_trees(self.top_k, self.depth, self.num_drafts)
 
     def drafting_cost(self, depth: int) -> float:
-        """One pass of the head a level; estimated, not measured."""
-        return 0.08 * depth
+        """One pass of the head a level."""
+        return 0.11 * depth
 
     @field_validator("num_drafts")
     @classmethod
