@@ -10,9 +10,11 @@ from vllm_treespec.core.stats import StepStats
 from vllm_treespec.tools.side_engine import SideEngine, tpot_ms
 from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, plain_side
 
-# Parts of the stage "draft", by the method of the head that does them.
+# Parts of the stage "draft", by the method of the head that does them. A head of chains
+# runs all levels when it begins.
 PARTS = {
     "read": "pairs",
+    "begin": "levels",
     "root_logits": "levels",
     "extend": "levels",
 }

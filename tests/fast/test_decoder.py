@@ -84,7 +84,9 @@ def kernels_in_interpreter() -> Iterator[None]:
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
 @pytest.mark.parametrize("habits", ["whole", "all"])
-@pytest.mark.parametrize("name", ["rsd_s", "rsd_c", "suffix_tree", "pairs"])
+@pytest.mark.parametrize(
+    "name", ["rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"]
+)
 def test_masks_emit_the_same(name: str, habits: str) -> None:
     """Red when nodes under masks see, or commit, another path."""
     engine = make_engine(name, HABITS[habits], masks=True)
