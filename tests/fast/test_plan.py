@@ -231,8 +231,8 @@ def test_head_without_context(tmp_path: Path) -> None:
 def test_lyanna_head(tmp_path: Path, context: bool) -> None:
     """Red when a chain's own needs are forgotten, or given to one without context."""
     config = LlamaConfig(
-        hidden_size=8,
-        intermediate_size=16,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=1,
         num_attention_heads=2,
         vocab_size=32,
@@ -244,7 +244,7 @@ def test_lyanna_head(tmp_path: Path, context: bool) -> None:
     without = planned(target, {"method": "lyanna", "model": bare}, 1)["bytes"]
     parts = planned(target, {"method": "lyanna", "model": head}, 1)["bytes"]
     # W1, W2 and gains; then a code for each token, and the scaled columns
-    info = 2 * 8 + 10 * 2 + 10 + (32 + 10) * 2
+    info = 2 * 64 + 10 * 2 + 10 + (32 + 10) * 2
     assert parts["drafter_0"] - without["drafter_0"] == 2 * info
     assert ("features" in parts) is context
     assert ("drafter_kv" in parts) is context
