@@ -133,8 +133,11 @@ class PlannedHead:
         config = self.config
         with torch.device("meta"):
             if isinstance(config, EagleHeadConfig):
-                lyanna = isinstance(config, LyannaHeadConfig)
-                head = LyannaHead(config) if lyanna else EagleHead(config)
+                head = (
+                    LyannaHead(config)
+                    if isinstance(config, LyannaHeadConfig)
+                    else EagleHead(config)
+                )
                 head.rotary.prepare(self.max_model_len)
                 return head
             assert isinstance(config, ReDrafterHeadConfig | MedusaHeadConfig)
