@@ -65,6 +65,8 @@ setup(
         "demo": ["gguf>=0.17"],
         "train": ["accelerate>=1.1", "matplotlib>=3.9"],
         "benchmarks": [*TABLES, "rouge-score>=0.1.2", "sacrebleu>=2.4"],
+        # Parquet files of `treespec batch`; JSONL needs nothing.
+        "batch": ["pyarrow>=17"],
         "ray": ["ray>=2.48"],
         # The outside oracle of our tree masks; its pure Python parts, for tests.
         "xformers": ["xformers==0.0.35"],
@@ -76,6 +78,7 @@ setup(
             "gguf>=0.17",
             "mypy>=1.15",
             "pre-commit>=4",
+            "pyarrow>=17",
             "pytest>=8",
             "pytest-xdist>=3.6",
             "ruff>=0.12",

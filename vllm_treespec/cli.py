@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_treespec.tools.batch.cli import batch
 from vllm_treespec.tools.plan.cli import plan
 from vllm_treespec.tools.soak.cli import soak
 
@@ -145,6 +146,9 @@ def convert_head(
 
 app.command()(plan)
 app.command()(soak)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(batch)
 
 
 @app.command()

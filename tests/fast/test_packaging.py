@@ -133,7 +133,7 @@ def test_users_install_needs_no_gguf(described: Distribution) -> None:
 def test_extras(described: Distribution) -> None:
     """Red when an extra that messages and documents name is renamed."""
     extras = described.metadata.get_all("Provides-Extra")
-    tools = {"benchmarks", "demo", "dev", "ray", "train", "xformers"}
+    tools = {"batch", "benchmarks", "demo", "dev", "ray", "train", "xformers"}
     assert set(extras or ()) == {"cpu", "gpu", *tools}
 
 
@@ -141,7 +141,14 @@ def test_lock_installs_everything_of_dev(described: Distribution) -> None:
     """Red when the lock lacks what `make test` needs, or pins one out of range."""
     pins = locked()
     for requirement in requirements(described):
-        if extra_of(requirement) in (EVERYBODY, "demo", "dev", "train", "xformers"):
+        if extra_of(requirement) in (
+            EVERYBODY,
+            "batch",
+            "demo",
+            "dev",
+            "train",
+            "xformers",
+        ):
             pin = pins[canonicalize_name(requirement.name)]
             assert pin in requirement.specifier, requirement
 

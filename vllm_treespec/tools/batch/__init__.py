@@ -1,0 +1,1 @@
+"""Batch jobs: each row of a file answered exactly once, whatever happens meanwhile."""

@@ -1,0 +1,227 @@
+"""Answers rows with vLLM, in this process: killing it leaves no engine behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from vllm_treespec.tools.batch.rows import (
+    Answer,
+    BatchError,
+    Finished,
+    Row,
+    RowError,
+    bad_row,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+    from vllm.outputs import RequestOutput
+
+# What an answer has no place for, and what is ours to choose.
+NOT_IN_A_BATCH = {
+    "detokenize",
+    "flat_logprobs",
+    "logprob_token_ids",
+    "logprobs",
+    "n",
+    "output_kind",
+    "prompt_logprob_start",
+    "prompt_logprob_token_ids",
+    "prompt_logprobs",
+    "stream_interval",
+}
+# Requests in the engine for each that can run: the next ones wait there, tokenised.
+CROWD = 2
+MAX_SEED = 2**63 - 1
+FINISHED_WELL = ("stop", "length")
+
+
+class VllmAnswerer:
+    """Keeps vLLM's batch full; see ``run.Answerer``.
+
+    Rows enter the engine one by one as others leave it. ``LLM.generate`` on so many
+    rows at a time would wait for the longest answer of each portion.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        sampling_params: dict[str, Any],
+        chat: bool = False,
+    ) -> None:
+        """Remember what to start.
+
+        Args:
+            arguments: of the command line of ``vllm serve``, ``--model`` among them.
+            sampling_params: of rows that say nothing else.
+            chat: a prompt is a user's message.
+
+        """
+        self.arguments = list(arguments)
+        self.sampling_params = sampling_params
+        self.chat = chat
+        # with the target's own ones
+        self.defaults = sampling_params
+        # by the engine's id of the request
+        self.open: dict[str, Row] = {}
+
+    def __call__(self, rows: Iterator[Row]) -> Iterator[list[Finished]]:
+        """Answer the rows.
+
+        Raises:
+            BatchError: sampling parameters of all rows are wrong, or the engine fails;
+                the message names the rows that were in it.
+
+        """
+        llm = self._start()
+        engine = llm.llm_engine
+        room = CROWD * engine.vllm_config.scheduler_config.max_num_seqs
+        more = True
+        while more or self.open:
+            finished: list[Finished] = []
+            while more and len(self.open) < room and len(finished) < room:
+                row = next(rows, None)
+                if row is None:
+                    more = False
+                    break
+                try:
+                    self.open[self._add(llm, row)] = row
+                except RowError as error:
+                    finished.append(bad_row(row, str(error)))
+            if self.open:
+                finished += [self._answer(output) for output in self._step(engine)]
+            if finished:
+                yield finished
+
+    def _start(self) -> LLM:
+        # An engine in a process of its own would survive when this one is killed.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.exceptions import VLLMError
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="treespec batch"))
+        engine_args = EngineArgs.from_cli_args(parser.parse_args(self.arguments))
+        try:
+            sampling_params_of(self.sampling_params)
+        except RowError as error:
+            raise BatchError(f"--sampling-params: {error}") from None
+        try:
+            llm = LLM.from_engine_args(engine_args)
+        except VLLMError as error:
+            raise BatchError(one_line(error)) from error
+        defaults = llm.model_config.get_diff_sampling_param()
+        self.defaults = {"max_tokens": None, **defaults, **self.sampling_params}
+        return llm
+
+    def _add(self, llm: LLM, row: Row) -> str:
+        """Hand a row to the engine; the engine's id of the request.
+
+        Raises:
+            RowError: the engine refuses it.
+
+        """
+        params = sampling_params_of({**self.defaults, **row.sampling_params})
+        prompt: Any = row.prompt
+        if self.chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        try:
+            if isinstance(prompt, str):
+                (added,) = llm.enqueue(prompt, params, use_tqdm=False)
+            else:
+                (added,) = llm.enqueue_chat(prompt, params, use_tqdm=False)
+        except refusals() as error:
+            raise RowError(one_line(error)) from None
+        # Outputs have the part of it that vLLM makes no random letters of.
+        return added.partition("-")[0]
+
+    def _step(self, engine: Any) -> list[RequestOutput]:
+        try:
+            outputs: list[RequestOutput] = engine.step()
+        except Exception as error:
+            lines = ", ".join(str(row.line) for row in self.open.values())
+            raise BatchError(
+                f"the engine failed with {type(error).__name__}: {one_line(error)}; "
+                f"lines in it: {lines}; the same command goes on"
+            ) from error
+        return [output for output in outputs if output.finished]
+
+    def _answer(self, output: RequestOutput) -> Finished:
+        row = self.open.pop(output.request_id)
+        found = output.outputs[0]
+        if found.finish_reason not in FINISHED_WELL:
+            return bad_row(row, f"vLLM ended it with '{found.finish_reason}'")
+        return Answer(
+            id=row.id,
+            line=row.line,
+            text=found.text,
+            finish_reason=found.finish_reason,
+            prompt_tokens=len(output.prompt_token_ids or ()),
+            completion_tokens=len(found.token_ids),
+        )
+
+
+def sampling_params_of(fields: dict[str, Any]) -> SamplingParams:
+    """Make vLLM's sampling parameters.
+
+    Raises:
+        RowError: naming each wrong key.
+
+    """
+    from vllm import SamplingParams
+
+    known = set(SamplingParams.__struct_fields__) - NOT_IN_A_BATCH
+    unknown = [key for key in fields if key not in known or key.startswith("_")]
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        raise RowError(f"{names}: no sampling parameter that a batch can use")
+    seed = fields.get("seed")
+    if isinstance(seed, int) and abs(seed) > MAX_SEED:
+        # vLLM takes such a request, and ends with an error when it runs it
+        raise RowError(f"'seed' is {seed}; write one of at most 64 bits")
+    try:
+        params: SamplingParams = _reader().validate_python(fields)
+    except ValidationError as error:
+        # the other member of the union is an instance, which JSON cannot hold
+        wrong = [e for e in error.errors() if e["type"] != "is_instance_of"]
+        said = (f"'{e['loc'][-1]}' is {e['input']!r}: {e['msg']}" for e in wrong)
+        raise RowError("; ".join(dict.fromkeys(said))) from None
+    except refusals() as error:
+        raise RowError(one_line(error)) from None
+    return params
+
+
+@cache
+def _reader() -> TypeAdapter[SamplingParams]:
+    from vllm import SamplingParams
+
+    return TypeAdapter(SamplingParams)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises when it cannot take a request."""
+    from vllm.exceptions import VLLMClientError
+
+    return VLLMClientError, ArithmeticError, LookupError, TypeError, ValueError
+
+
+def one_line(error: Exception) -> str:
+    """An error's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def arguments_of(
+    model: str, speculative_config: dict[str, Any] | None, others: Sequence[str]
+) -> list[str]:
+    """Make the engine's arguments as ``vllm serve`` takes them."""
+    spec = json.dumps(speculative_config)
+    ours = [] if speculative_config is None else ["--speculative-config", spec]
+    return ["--model", model, *ours, *others]

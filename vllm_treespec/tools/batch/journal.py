@@ -1,0 +1,181 @@
+"""The journal of a batch: every finished row, appended and on the disk.
+
+The first line holds the options, each further one a finished row. A line that a kill
+cut off is removed when the journal is opened, so its row counts as not finished.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm_treespec.tools.batch.files import replaced, sync_folder
+from vllm_treespec.tools.batch.rows import Answer, BadRow, BatchError, Finished
+
+MARK = "treespec_batch"
+
+
+class Journal:
+    """Finished rows by their line; one process at a time has it open."""
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        """Open the journal, or begin one.
+
+        Args:
+            path: of the journal.
+            options: JSON; all that decides what the answers are.
+
+        Raises:
+            BatchError: another process has it open, it was begun with other options,
+                or the file is none of ours.
+
+        """
+        self.path = path
+        # offsets of finished rows, by line
+        self.offsets: dict[int, int] = {}
+        # what the whole batch came to, once it is finished
+        self.finished: dict[str, Any] | None = None
+        # lines of the bad ones among them
+        self.bad: set[int] = set()
+        self.header: dict[str, Any] = {}
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self._lock()
+            self._open(json.loads(json.dumps(options)))
+        except BaseException:
+            os.close(self.file)
+            raise
+
+    def __enter__(self) -> Journal:
+        """Return the journal."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it; that gives it free for other processes."""
+        os.close(self.file)
+
+    def append(self, records: Iterable[Finished]) -> None:
+        """Add finished rows, and wait until they are on the disk."""
+        lines = [(record, _line(asdict(record))) for record in records]
+        if not lines:
+            return
+        offset = os.fstat(self.file).st_size
+        self._write(b"".join(line for _, line in lines))
+        for record, line in lines:
+            assert record.line not in self.offsets, f"line {record.line} came twice"
+            self._count(asdict(record), offset)
+            offset += len(line)
+
+    def read(self, lines: Iterable[int]) -> Iterator[Finished]:
+        """Give the finished rows of these lines."""
+        with open(self.file, "rb", closefd=False) as stream:
+            for line in lines:
+                stream.seek(self.offsets[line])
+                fields = json.loads(stream.readline())
+                yield BadRow(**fields) if "reason" in fields else Answer(**fields)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Keep of the journal only that the batch is finished."""
+        with replaced(self.path) as part:
+            part.write_bytes(_line({**self.header, "finished": summary}))
+
+    def remove(self) -> None:
+        """Remove the journal."""
+        self.path.unlink()
+
+    def _lock(self) -> None:
+        # Not flock: processes that an engine forks would keep that.
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise BatchError(
+                f"another process writes to {self.path}; wait for it, or end it"
+            ) from None
+
+    def _open(self, options: dict[str, Any]) -> None:
+        """Read what is there, cut what is torn, and compare the options."""
+        self.header = {MARK: 1, "options": options}
+        with open(self.file, "rb", closefd=False) as stream:
+            first = stream.readline()
+            if not first.endswith(b"\n"):
+                self._check_torn(first)
+                self._begin()
+                return
+            header = _object_of(first)
+            if header is None or MARK not in header:
+                raise self._foreign()
+            self.finished = header.get("finished")
+            offset = len(first)
+            for raw in stream:
+                fields = _object_of(raw)
+                if fields is None or not raw.endswith(b"\n"):
+                    break
+                self._count(fields, offset)
+                offset += len(raw)
+        if header["options"] != options:
+            if self.offsets or self.finished:
+                raise self._other_options(header["options"])
+            self._begin()
+        elif offset < os.fstat(self.file).st_size:
+            os.ftruncate(self.file, offset)
+            os.fsync(self.file)
+
+    def _begin(self) -> None:
+        """Write the first line; nothing that is there holds an answer."""
+        os.ftruncate(self.file, 0)
+        self._write(_line(self.header))
+        sync_folder(self.path)
+
+    def _check_torn(self, first: bytes) -> None:
+        mark = f'{{"{MARK}"'.encode()
+        if not (first.startswith(mark) or mark.startswith(first)):
+            raise self._foreign()
+
+    def _other_options(self, begun: dict[str, Any]) -> BatchError:
+        """Name the first option that is another one now."""
+        options = self.header["options"]
+        name = min(n for n in {*begun, *options} if begun.get(n) != options.get(n))
+        was, now = _shown(begun.get(name)), _shown(options.get(name))
+        return BatchError(
+            f"{name} is {now}, and was {was} when this batch was begun; "
+            f"give the same as before, or name another OUTPUT "
+            f"(to start anew, remove OUTPUT and {self.path})"
+        )
+
+    def _foreign(self) -> BatchError:
+        return BatchError(
+            f"{self.path} is no journal of treespec batch; "
+            f"remove it, or name another OUTPUT"
+        )
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self.file, data) :]
+        os.fsync(self.file)
+
+    def _count(self, fields: dict[str, Any], offset: int) -> None:
+        self.offsets[fields["line"]] = offset
+        if "reason" in fields:
+            self.bad.add(fields["line"])
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _object_of(raw: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line, None if it was torn."""
+    try:
+        found = json.loads(raw)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else json.dumps(value)
