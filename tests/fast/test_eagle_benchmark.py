@@ -277,7 +277,7 @@ class Head:
     def keep(self, tokens: int) -> int:
         return tokens
 
-    read = root_logits = extend = keep
+    read = begin = root_logits = extend = keep
 
 
 def test_parts_of_the_head_are_timed_once() -> None:
@@ -288,7 +288,8 @@ def test_parts_of_the_head_are_timed_once() -> None:
     first = vars(head)["read"]
     in_engine.time_parts(SimpleNamespace(model_runner=runner))
     assert vars(head)["read"] is first
-    assert [head.keep(1), head.read(2), head.extend(3)] == [1, 2, 3]
+    found = [head.keep(1), head.read(2), head.begin(3), head.extend(4)]
+    assert found == [1, 2, 3, 4]
     assert list(head.stats.as_dict()["seconds"]) == ["pairs", "levels"]
 
 
