@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import HeadMethodConfig, refuse_no_limit, smaller_trees
+from vllm_treespec.config.base import MAX_DRAFTS
+from vllm_treespec.config.heads import GrownTreeConfig
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.heads import EagleHeadConfig, read_head_config
 from vllm_treespec.proposers import (
@@ -23,9 +23,6 @@ from vllm_treespec.proposers import (
 )
 from vllm_treespec.proposers.static_tree import RANK_ACCURACIES
 
-TOP_K = 4
-DEPTH = 3
-NUM_DRAFTS = 8
 SIZES = {
     "dynamic": dynamic_tree.sizes,
     "static": static_tree.sizes,
@@ -33,10 +30,9 @@ SIZES = {
 }
 
 
-class EagleTreeConfig(HeadMethodConfig):
+class EagleTreeConfig(GrownTreeConfig):
     """Trees from an EAGLE head."""
 
-    SHAPE = ("top_k", "depth", "num_drafts")
     HEAD = "eagle"
 
     method: Literal["eagle_tree"]
@@ -45,33 +41,12 @@ class EagleTreeConfig(HeadMethodConfig):
         description="dynamic: the likeliest nodes; static: one shape for all steps; "
         "stochastic: drawn, and verified by recursive rejection",
     )
-    top_k: Count = Field(
-        default=TOP_K,
-        le=MAX_DRAFTS,
-        description="children per node, and nodes that the head reads of each level",
-    )
-    depth: Count = Field(
-        default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
-    )
-    num_drafts: Count | None = Field(
-        default=NUM_DRAFTS,
-        le=MAX_DRAFTS,
-        description="draft tokens at most, the best of all levels are kept; null, for "
-        "a stochastic tree: top_k of each level",
-    )
     hot_tokens: str | None = Field(
         default=None,
         min_length=1,
         description="JSON file with a list of token ids to draft from, for a head "
         "without a draft vocabulary of its own",
     )
-
-    @property
-    def rule(self) -> str:
-        """Drawn trees have a distribution to reject by, the others have none."""
-        if self.tree == "stochastic":
-            return "recursive_rejection"
-        return super().rule
 
     @property
     def sizes(self) -> TreeSizes:
@@ -93,22 +68,9 @@ class EagleTreeConfig(HeadMethodConfig):
             return StaticTree(self.top_k, self.depth, self.num_drafts, accuracies)
         return StochasticTree(self.top_k, self.depth, self.num_drafts)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Two levels of five draft tokens, then one of four, then of two."""
-        return smaller_trees(self.top_k, self.depth, self.num_drafts)
-
     def drafting_cost(self, depth: int) -> float:
         """One pass of the head a level."""
         return 0.11 * depth
-
-    @field_validator("num_drafts")
-    @classmethod
-    def _only_levels_of_draws_have_a_width(
-        cls, num_drafts: int | None, info: ValidationInfo
-    ) -> int | None:
-        if num_drafts is None:
-            refuse_no_limit(info.data.get("tree"), NUM_DRAFTS)
-        return num_drafts
 
     @model_validator(mode="after")
     def _head_reads_what_masks_hold(self) -> Self:

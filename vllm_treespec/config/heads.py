@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
 
-# Smaller trees by top_k, depth and num_drafts, and their batch sizes.
+# Smaller trees: children per node, levels, draft tokens; and their batch sizes.
 SMALLER = (((4, 2, 5), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
 
 
@@ -31,37 +31,76 @@ class HeadMethodConfig(MethodConfig):
         return "target_draw"
 
 
-def smaller_trees(
-    top_k: int, depth: int, num_drafts: int | None
-) -> list[tuple[dict[str, Any], int]]:
+def smaller_trees(**limits: int | None) -> list[tuple[dict[str, int], int]]:
     """Smaller trees for the default schedule, with their batch sizes.
 
     Two levels of five draft tokens, then one of four, then of two.
 
     Args:
-        top_k: of the whole tree; and alike the two others.
-        depth: levels.
-        num_drafts: None where the tree keeps ``top_k`` of each level.
+        limits: of the whole tree, by its keys: children per node, levels, and draft
+            tokens, which is None where all are kept.
 
     """
-    shapes = []
-    for (width, levels, kept), batch_size in SMALLER:
-        shape = {"top_k": min(width, top_k), "depth": min(levels, depth)}
-        if num_drafts is not None:
-            shape["num_drafts"] = min(kept, num_drafts)
-        shapes.append((shape, batch_size))
-    return shapes
-
-
-def refuse_no_limit(tree: object, num_drafts: int) -> None:
-    """Refuse a spec-config without ``num_drafts`` whose tree is not drawn.
-
-    Raises:
-        ValueError: naming ``num_drafts`` as an example.
-
-    """
-    if tree != "stochastic":
-        raise ValueError(
-            "null keeps all that was drawn, and only a stochastic tree is drawn; "
-            f"write a number such as {num_drafts}, or 'tree' 'stochastic'"
+    return [
+        (
+            {
+                key: min(size, limit)
+                for (key, limit), size in zip(limits.items(), sizes, strict=True)
+                if limit is not None
+            },
+            batch_size,
         )
+        for sizes, batch_size in SMALLER
+    ]
+
+
+def num_drafts_field(default: int) -> Any:
+    """The field ``num_drafts`` of a tree that its head grows."""
+    return Field(
+        default=default,
+        le=MAX_DRAFTS,
+        description="draft tokens at most, the best of all levels are kept; null, for "
+        "a stochastic tree: top_k of each level",
+    )
+
+
+class GrownTreeConfig(HeadMethodConfig):
+    """What methods share whose head gives each node children of its own.
+
+    A method says which kinds of ``tree`` it has.
+    """
+
+    SHAPE: ClassVar[tuple[str, ...]] = ("top_k", "depth", "num_drafts")
+
+    tree: str = "dynamic"
+    top_k: Count = Field(
+        default=4,
+        le=MAX_DRAFTS,
+        description="children per node, and nodes of each level that get children",
+    )
+    depth: Count = Field(default=3, le=MAX_DRAFTS, description="levels below the root")
+    num_drafts: Count | None = num_drafts_field(8)
+
+    @property
+    def rule(self) -> str:
+        """Drawn trees have a distribution to reject by, the others have none."""
+        return "recursive_rejection" if self.tree == "stochastic" else super().rule
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Two levels of five draft tokens, then one of four, then of two."""
+        return smaller_trees(
+            top_k=self.top_k, depth=self.depth, num_drafts=self.num_drafts
+        )
+
+    @field_validator("num_drafts")
+    @classmethod
+    def _only_levels_of_draws_have_a_width(
+        cls, num_drafts: int | None, info: ValidationInfo
+    ) -> int | None:
+        if num_drafts is None and info.data.get("tree") != "stochastic":
+            example = cls.model_fields["num_drafts"].default
+            raise ValueError(
+                "null keeps all that was drawn, and only a stochastic tree is drawn; "
+                f"write a number such as {example}, or 'tree' 'stochastic'"
+            )
+        return num_drafts

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import HeadMethodConfig, refuse_no_limit, smaller_trees
+from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
@@ -22,13 +22,8 @@ from vllm_treespec.proposers import (
 )
 from vllm_treespec.sources.chain import Resample
 
-TOP_K = 4
-DEPTH = 3
-NUM_DRAFTS = 12
-RESAMPLE_DRAFTS = 4
 
-
-class LyannaConfig(HeadMethodConfig):
+class LyannaConfig(GrownTreeConfig):
     """Trees over a chain of hidden states."""
 
     SHAPE = ("top_k", "depth", "num_drafts", "resample_drafts")
@@ -40,40 +35,20 @@ class LyannaConfig(HeadMethodConfig):
         description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
         "recursive rejection",
     )
-    top_k: Count = Field(
-        default=TOP_K,
-        le=MAX_DRAFTS,
-        description="children per node, and nodes of each level that get children",
-    )
-    depth: Count = Field(
-        default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
-    )
-    num_drafts: Count | None = Field(
-        default=NUM_DRAFTS,
-        le=MAX_DRAFTS,
-        description="draft tokens at most, the best of all levels are kept; null, for "
-        "a stochastic tree: top_k of each level",
-    )
+    num_drafts: Count | None = num_drafts_field(12)
     resample: Resample = Field(
         default="off",
         description="levels that the last step did not use; off: dropped; replace: "
         "drafted from in place of a new chain; merge: beside it",
     )
     resample_drafts: Count = Field(
-        default=RESAMPLE_DRAFTS,
+        default=4,
         le=MAX_DRAFTS,
         description="merge: draft tokens from the levels that are left, at most",
     )
     resample_min_levels: Count = Field(
         default=1, le=MAX_DRAFTS, description="fewer levels that are left are dropped"
     )
-
-    @property
-    def rule(self) -> str:
-        """Drawn trees have a distribution to reject by, the others have none."""
-        if self.tree == "stochastic":
-            return "recursive_rejection"
-        return super().rule
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -112,22 +87,9 @@ class LyannaConfig(HeadMethodConfig):
         left = self._leftover_shape(tree.depth)
         return Lyanna(tree, None if left is None else DynamicTree(*left))
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Two levels of five draft tokens, then one of four, then of two."""
-        return smaller_trees(self.top_k, self.depth, self.num_drafts)
-
     def drafting_cost(self, depth: int) -> float:
         """A pass of the layer a level, one of the output layer; estimated."""
         return 0.04 + 0.04 * depth
-
-    @field_validator("num_drafts")
-    @classmethod
-    def _only_levels_of_draws_have_a_width(
-        cls, num_drafts: int | None, info: ValidationInfo
-    ) -> int | None:
-        if num_drafts is None:
-            refuse_no_limit(info.data.get("tree"), NUM_DRAFTS)
-        return num_drafts
 
     @field_validator("resample")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.config.heads import HeadMethodConfig, smaller_trees
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
@@ -79,17 +79,9 @@ class ReDrafterConfig(HeadMethodConfig):
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
         """Two levels of five draft tokens, then one of four, then of two."""
-        smaller = (((4, 2, 5), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
-        shapes = []
-        for (beam_width, length, num_drafts), batch_size in smaller:
-            shape = {
-                "beam_width": min(beam_width, self.beam_width),
-                "length": min(length, self.length),
-            }
-            if self.num_drafts is not None:
-                shape["num_drafts"] = min(num_drafts, self.num_drafts)
-            shapes.append((shape, batch_size))
-        return shapes
+        return smaller_trees(
+            beam_width=self.beam_width, length=self.length, num_drafts=self.num_drafts
+        )
 
     def drafting_cost(self, depth: int) -> float:
         """One pass of the head a level."""
