@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from vllm_treespec.train.eagle_cli import eagle
-from vllm_treespec.train.head_cli import add_commands, check_paths, fail
+from vllm_treespec.train.head_cli import add_commands, check_paths, one_line_errors
 from vllm_treespec.train.lyanna_cli import lyanna
 
 app = typer.Typer(
@@ -73,36 +73,28 @@ def draft(
     from vllm_treespec.train.teacher import TeacherOptions
     from vllm_treespec.train.text import TextOptions
 
-    work = out / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-        rows = collect_text(
-            target,
-            work,
-            prompts or [],
-            text or [],
-            TextOptions(num_tokens=text_tokens, seed=seed),
-        )
+    text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+    shape = DraftShape(hidden_size, layers, heads, head_dim, intermediate_size)
+    options = DraftOptions(
+        epochs=epochs,
+        lr=lr,
+        embedding_lr=embedding_lr,
+        batch_tokens=batch_tokens,
+        core_rows=core_rows,
+        exact_share=exact_share,
+        save_steps=save_steps,
+        seed=seed,
+    )
+    with one_line_errors("draft"):
         record = make_draft(
             target,
             out,
-            rows,
-            DraftShape(hidden_size, layers, heads, head_dim, intermediate_size),
+            collect_text(target, out / "work", prompts, text, text_options),
+            shape,
             TeacherOptions(top_k=top_k, seq_len=seq_len),
-            DraftOptions(
-                epochs=epochs,
-                lr=lr,
-                embedding_lr=embedding_lr,
-                batch_tokens=batch_tokens,
-                core_rows=core_rows,
-                exact_share=exact_share,
-                save_steps=save_steps,
-                seed=seed,
-            ),
+            options,
             max_mb,
         )
-    except (OSError, ValueError) as error:
-        fail("draft", error)
     result = record["result"]
     typer.echo(
         f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, top-1 agreement"

@@ -28,7 +28,7 @@ from vllm_treespec.train.head_cli import (
     Work,
     check_paths,
     echo_result,
-    fail,
+    one_line_errors,
 )
 
 
@@ -102,7 +102,6 @@ def eagle(
     from vllm_treespec.train.text import TextOptions
 
     stages = work or out / "work"
-    stages.mkdir(parents=True, exist_ok=True)
     sizes = {
         "version": version,
         "num_hot_tokens": hot_tokens or None,
@@ -110,33 +109,32 @@ def eagle(
         "norm_output": not first if norm_output is None else norm_output,
         "norm_layers": three if norm_layers is None else norm_layers,
     }
-    try:
-        text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+    text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+    options = PairOptions(
+        epochs=epochs,
+        lr=lr,
+        batch_tokens=batch_tokens,
+        steps=steps,
+        step_decay=step_decay,
+        feature_weight=feature_weight,
+        feature_noise=feature_noise,
+        max_steps=max_steps,
+        text_share=text_share,
+        save_steps=save_steps,
+        evaluations=evaluations,
+        seed=seed,
+    )
+    with one_line_errors("eagle"):
         record = make_pair_head(
             target,
             out,
             stages,
-            collect_text(target, stages, prompts or [], text or [], text_options),
+            collect_text(target, stages, prompts, text, text_options),
             lambda model: eagle_config(model, number.value, sizes),
             TeacherOptions(top_k=top_k, seq_len=seq_len),
-            PairOptions(
-                epochs=epochs,
-                lr=lr,
-                batch_tokens=batch_tokens,
-                steps=steps,
-                step_decay=step_decay,
-                feature_weight=feature_weight,
-                feature_noise=feature_noise,
-                max_steps=max_steps,
-                text_share=text_share,
-                save_steps=save_steps,
-                evaluations=evaluations,
-                seed=seed,
-            ),
+            options,
             max_mb,
         )
-    except (OSError, ValueError) as error:
-        fail("eagle", error)
     echo_result(out, record["result"], depth)
 
 

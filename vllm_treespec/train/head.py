@@ -229,10 +229,21 @@ def _rounded(values: Tensor) -> list[Any]:
     return found
 
 
-def train_head(
-    head: DraftHead, cache: TeacherCache, folder: Path, options: HeadOptions
+def train_levels(
+    trainer: type[LevelTrainer],
+    head: Head,
+    datasets: tuple[Any, Any],
+    folder: Path,
+    options: DistillOptions,
 ) -> dict[str, Any]:
     """Train ``head`` in place; see ``distill.run_training``.
+
+    Args:
+        trainer: class of the trainer.
+        head: to train.
+        datasets: to train and to evaluate on.
+        folder: of checkpoints.
+        options: of the trainer.
 
     Returns:
         ``run_training``'s result, ``positions`` (seen) and ``rank_accuracies``.
@@ -240,19 +251,22 @@ def train_head(
     Raises:
         ValueError: ``folder`` holds checkpoints of a run with other options.
     """
-    train_set, eval_set = head_datasets(cache, head, options)
-    result = run_training(
-        HeadTrainer,
-        # The Trainer would write into a ``config`` that its model has.
-        nn.ModuleDict({"head": head}),
-        (train_set, eval_set),
-        folder,
-        options,
-        head.config.model_dump(exclude={"rank_accuracies"}),
-    )
+    # The Trainer would write into a ``config`` that its model has.
+    model = nn.ModuleDict({"head": head})
+    config = head.config.model_dump(mode="json", exclude={"rank_accuracies"})
+    result = run_training(trainer, model, datasets, folder, options, config)
+    train_set, eval_set = datasets
     positions = round(train_set.num_positions * result["steps"] / len(train_set))
-    ranks = measure(head, eval_set, guessed_quality)["accuracies"]
+    ranks = measure(head, eval_set, trainer.judge)["accuracies"]
     return {**result, "positions": positions, "rank_accuracies": ranks}
+
+
+def train_head(
+    head: DraftHead, cache: TeacherCache, folder: Path, options: HeadOptions
+) -> dict[str, Any]:
+    """Train ``head`` in place; see ``train_levels``."""
+    datasets = head_datasets(cache, head, options)
+    return train_levels(HeadTrainer, head, datasets, folder, options)
 
 
 def evaluate_head(head: DraftHead, cache: TeacherCache) -> dict[str, list[Any]]:

@@ -1,9 +1,10 @@
 """``treespec train redrafter``, ``medusa`` and ``evaluate``."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -111,7 +112,6 @@ def _train_command(method: str) -> Callable[..., None]:
         from vllm_treespec.train.text import TextOptions
 
         stages = work or out / "work"
-        stages.mkdir(parents=True, exist_ok=True)
         sizes = {
             "num_hot_tokens": hot_tokens or None,
             "depth": depth,
@@ -120,29 +120,22 @@ def _train_command(method: str) -> Callable[..., None]:
             "share_output": not own_output,
             **({"inner_size": inner_size} if inner_size else {}),
         }
-        try:
-            text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+        text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+        teacher = TeacherOptions(top_k=top_k, seq_len=seq_len, layers=(FINAL_LAYER,))
+        options = HeadOptions(
+            epochs=epochs,
+            lr=lr,
+            batch_positions=batch_positions,
+            max_steps=max_steps,
+            text_share=text_share,
+            save_steps=save_steps,
+            seed=seed,
+        )
+        with one_line_errors(method):
+            rows = collect_text(target, stages, prompts, text, text_options)
             record = make_head(
-                target,
-                out,
-                stages,
-                collect_text(target, stages, prompts or [], text or [], text_options),
-                method,
-                sizes,
-                TeacherOptions(top_k=top_k, seq_len=seq_len, layers=(FINAL_LAYER,)),
-                HeadOptions(
-                    epochs=epochs,
-                    lr=lr,
-                    batch_positions=batch_positions,
-                    max_steps=max_steps,
-                    text_share=text_share,
-                    save_steps=save_steps,
-                    seed=seed,
-                ),
-                max_mb,
+                target, out, stages, rows, method, sizes, teacher, options, max_mb
             )
-        except (OSError, ValueError) as error:
-            fail(method, error)
         echo_result(out, record["result"], depth)
 
     return train
@@ -171,14 +164,12 @@ def evaluate(
     from vllm_treespec.train.teacher import TeacherOptions
     from vllm_treespec.train.text import TextOptions
 
-    try:
-        rows = collect_text(target, work, [], text, TextOptions())
-        options = TeacherOptions(top_k=top_k, seq_len=seq_len, layers=(FINAL_LAYER,))
+    options = TeacherOptions(top_k=top_k, seq_len=seq_len, layers=(FINAL_LAYER,))
+    with one_line_errors("evaluate"):
+        rows = collect_text(target, work, None, text, TextOptions())
         reads_pairs = isinstance(read_head_config(head), EagleHeadConfig)
         measured = evaluate_pair_folder if reads_pairs else evaluate_folder
         found = measured(target, head, work, rows, options)
-    except (OSError, ValueError) as error:
-        fail("evaluate", error)
     if json_file is not None:
         record = {"text": [path.name for path in text], **found}
         json_file.write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -209,11 +200,15 @@ def echo_result(out: Path, result: dict[str, Any], depth: int) -> None:
     )
 
 
-def fail(command: str, error: Exception) -> NoReturn:
-    """End the command with one line.
+@contextmanager
+def one_line_errors(command: str) -> Iterator[None]:
+    """End the command with one line when it fails.
 
     Raises:
-        typer.Exit: always.
+        typer.Exit: it did.
     """
-    typer.echo(f"treespec train {command}: {error}", err=True)
-    raise typer.Exit(1) from None
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        typer.echo(f"treespec train {command}: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -51,18 +51,21 @@ from vllm_treespec.train.text import (
 def collect_text(
     target: str,
     work: Path,
-    prompts: list[Path],
-    text: list[Path],
+    prompts: list[Path] | None,
+    text: list[Path] | None,
     options: TextOptions,
 ) -> list[Row]:
     """Stage 1: read ``text`` files, or let the target write ``work/text.jsonl``.
 
+    ``work`` is made where it does not exist.
+
     Raises:
         ValueError: there are no rows, or one cannot be trained on.
     """
+    work.mkdir(parents=True, exist_ok=True)
     size = AutoConfig.from_pretrained(target).get_text_config().vocab_size
     if not text:
-        questions = [prompt for path in prompts for prompt in read_prompts(path)]
+        questions = [prompt for path in prompts or [] for prompt in read_prompts(path)]
         path = work / "text.jsonl"
         generate_text(target, questions, path, options, size)
         text = [path]
