@@ -169,6 +169,24 @@ def test_token_info_beats_none_at_the_second_token(
     assert found[0]["accuracy_1"] > found[0]["accuracy_2"] + 0.2
 
 
+def test_token_info_has_a_learning_rate_of_its_own(
+    tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
+) -> None:
+    """Red when --token-info-lr has no effect, or a weight is in no group or in two."""
+    head = fresh_head(target, cache)
+    trainer = PairTrainer(
+        options=replace(OPTIONS, token_info_lr=0.5),
+        model=nn.ModuleDict({"head": head}),
+        args=TrainingArguments(output_dir=str(tmp_path), report_to="none"),
+    )
+    assert head.info is not None
+    groups = trainer.create_optimizer().param_groups
+    rates = [(id(p), group["lr"]) for group in groups for p in group["params"]]
+    assert sorted(p for p, _ in rates) == sorted(map(id, head.parameters()))
+    fast = {p for p, rate in rates if rate == 0.5}
+    assert fast == set(map(id, head.info.parameters()))
+
+
 def test_the_loss_on_states_is_their_mean_square_error(
     tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
 ) -> None:

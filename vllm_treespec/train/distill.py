@@ -57,14 +57,14 @@ class DistillTrainer(Trainer):
     def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Values to average over all evaluation batches, by name, each [n]."""
 
-    def embedding_groups(self) -> list[dict[str, Any]]:
+    def special_groups(self) -> list[dict[str, Any]]:
         """Optimizer groups of parameters that have a learning rate of their own."""
         return []
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW with decay on matrices only."""
         if self.optimizer is None:
-            special = self.embedding_groups()
+            special = self.special_groups()
             taken = {id(p) for group in special for p in group["params"]}
             layers = [p for p in self.model.parameters() if id(p) not in taken]
             lr, decay = self.options.lr, self.options.weight_decay

@@ -53,7 +53,7 @@ class DraftTrainer(DistillTrainer):
         super().__init__(**arguments)
         self.core = core.to(self.args.device)
 
-    def embedding_groups(self) -> list[dict[str, Any]]:
+    def special_groups(self) -> list[dict[str, Any]]:
         """The embedding, with its own learning rate."""
         embedding = self.model.model.embed_tokens.weight
         lr = self.options.embedding_lr

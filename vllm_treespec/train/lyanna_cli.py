@@ -28,7 +28,7 @@ from vllm_treespec.train.head_cli import (
     Work,
     check_paths,
     echo_result,
-    fail,
+    one_line_errors,
 )
 
 
@@ -58,6 +58,9 @@ def lyanna(
     token_info: Annotated[
         Told, typer.Option(help="Tokens that give it: the hot ones, or all.")
     ] = Told.HOT,
+    token_info_lr: Annotated[
+        float, typer.Option(help="Peak learning rate of the token info.")
+    ] = 1e-2,
     hot_tokens: HotTokens = 8192,
     depth: MeasuredDepth = 5,
     steps: Steps = 3,
@@ -88,7 +91,6 @@ def lyanna(
     from vllm_treespec.train.text import TextOptions
 
     stages = work or out / "work"
-    stages.mkdir(parents=True, exist_ok=True)
     sizes = {
         "num_hot_tokens": hot_tokens or None,
         "depth": depth,
@@ -97,30 +99,30 @@ def lyanna(
         "token_info_rank": token_info_rank,
         "token_info": token_info.value,
     }
-    try:
-        text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+    text_options = TextOptions(num_tokens=text_tokens, seed=seed)
+    options = PairOptions(
+        epochs=epochs,
+        lr=lr,
+        batch_tokens=batch_tokens,
+        steps=steps,
+        step_decay=step_decay,
+        feature_weight=feature_weight,
+        token_info_lr=token_info_lr,
+        max_steps=max_steps,
+        text_share=text_share,
+        save_steps=save_steps,
+        evaluations=evaluations,
+        seed=seed,
+    )
+    with one_line_errors("lyanna"):
         record = make_pair_head(
             target,
             out,
             stages,
-            collect_text(target, stages, prompts or [], text or [], text_options),
+            collect_text(target, stages, prompts, text, text_options),
             lambda model: lyanna_config(model, sizes),
             TeacherOptions(top_k=top_k, seq_len=seq_len),
-            PairOptions(
-                epochs=epochs,
-                lr=lr,
-                batch_tokens=batch_tokens,
-                steps=steps,
-                step_decay=step_decay,
-                feature_weight=feature_weight,
-                max_steps=max_steps,
-                text_share=text_share,
-                save_steps=save_steps,
-                evaluations=evaluations,
-                seed=seed,
-            ),
+            options,
             max_mb,
         )
-    except (OSError, ValueError) as error:
-        fail("lyanna", error)
     echo_result(out, record["result"], depth)

@@ -5,23 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import mse_loss, smooth_l1_loss
 
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.train.batches import split_rows
 from vllm_treespec.train.context_batches import ContextDataset
-from vllm_treespec.train.distill import (
-    DistillOptions,
-    run_training,
-    targets_of,
-)
+from vllm_treespec.train.distill import DistillOptions, targets_of
 from vllm_treespec.train.head import (
     LevelQuality,
     LevelTrainer,
     level_quality,
     measure,
+    train_levels,
 )
 from vllm_treespec.train.loss import TeacherTargets, VocabRows, topk_kl
 from vllm_treespec.train.teacher import TeacherCache
@@ -39,6 +36,7 @@ class PairOptions(DistillOptions):
         feature_weight: of the distance between what the head makes of a pair and the
             target's feature there: smooth L1 as EAGLE-1, or Lyanna's mean square.
         feature_noise: uniform noise on the target's features, up to this much.
+        token_info_lr: peak learning rate of a Lyanna head's token info.
     """
 
     epochs: float = 3
@@ -48,6 +46,7 @@ class PairOptions(DistillOptions):
     step_decay: float = 0.8
     feature_weight: float = 0.0
     feature_noise: float = 0.0
+    token_info_lr: float = 1e-2
     save_steps: int = 100
     evaluations: int = 5
 
@@ -90,6 +89,14 @@ class PairTrainer(LevelTrainer):
     options: PairOptions
     head: EagleHead
     judge = staticmethod(drafted_quality)
+
+    def special_groups(self) -> list[dict[str, Any]]:
+        """The token info: it starts at next to nothing, and is to grow fast."""
+        info = self.head.info if isinstance(self.head, LyannaHead) else None
+        if info is None:
+            return []
+        rate = {"lr": self.options.token_info_lr, "weight_decay": 0.0}
+        return [{"params": list(info.parameters()), **rate}]
 
     def compute_loss(
         self,
@@ -138,10 +145,7 @@ class PairTrainer(LevelTrainer):
 def train_pair_head(
     head: EagleHead, cache: TeacherCache, folder: Path, options: PairOptions
 ) -> dict[str, Any]:
-    """Train ``head`` in place; see ``distill.run_training``.
-
-    Returns:
-        ``run_training``'s result, ``positions`` (seen) and ``rank_accuracies``.
+    """Train ``head`` in place; see ``head.train_levels``.
 
     Raises:
         ValueError: ``folder`` holds checkpoints of a run with other options, the cache
@@ -163,18 +167,7 @@ def train_pair_head(
             "the text has too few answers of 2 tokens or more to train and evaluate on:"
             " add text, or raise --text-share"
         )
-    result = run_training(
-        PairTrainer,
-        # The Trainer would write into a ``config`` that its model has.
-        nn.ModuleDict({"head": head}),
-        (train_set, eval_set),
-        folder,
-        options,
-        head.config.model_dump(mode="json", exclude={"rank_accuracies"}),
-    )
-    positions = round(train_set.num_positions * result["steps"] / len(train_set))
-    ranks = measure(head, eval_set, drafted_quality)["accuracies"]
-    return {**result, "positions": positions, "rank_accuracies": ranks}
+    return train_levels(PairTrainer, head, (train_set, eval_set), folder, options)
 
 
 def evaluate_pair_head(head: EagleHead, cache: TeacherCache) -> dict[str, list[Any]]:
