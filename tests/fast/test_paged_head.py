@@ -112,13 +112,12 @@ def test_levels_follow_the_last_pairs(head: Recorded) -> None:
 
 def test_what_is_kept_is_read(head: Recorded) -> None:
     """Red when layers are put together in another order, or into other slots."""
-    tokens = some_tokens(head.device)
-    for layer in (0, 1):
-        tokens.features[layer] = torch.randn(3, HIDDEN_SIZE)
-    head.keep(tokens)
-    states = torch.cat([tokens.features[0], tokens.features[1]], dim=1)
-    slots = torch.tensor([PAGE + 3, 2 * PAGE, 4 * PAGE + 3])
-    torch.testing.assert_close(head.store.read(slots), head.head.features(states))
+    slots = np.array([PAGE + 3, 2 * PAGE, 4 * PAGE + 3])
+    features = {layer: torch.randn(3, HIDDEN_SIZE) for layer in (0, 1)}
+    head.keep(slots, features)
+    states = torch.cat([features[0], features[1]], dim=1)
+    found = head.store.read(torch.from_numpy(slots))
+    torch.testing.assert_close(found, head.head.features(states))
     assert list(head.stats.as_dict()["seconds"]) == ["keep_features"]
 
 
@@ -127,11 +126,10 @@ def test_the_host_never_waits(what: str, tmp_path: Path) -> None:
     """Red when keeping or reading waits for the device."""
     device = torch.device("meta")
     head, tokens = Recorded(device, tmp_path), some_tokens(device)
-    for layer in (0, 1):
-        tokens.features[layer] = torch.empty((3, HIDDEN_SIZE), device=device)
     if what == "keep":
+        features = dict.fromkeys((0, 1), torch.empty((3, HIDDEN_SIZE), device=device))
         with NoWaiting():
-            head.keep(tokens)
+            head.keep(np.array([5, 6, 9]), features)
         return
     if what == "read":
         with NoWaiting():

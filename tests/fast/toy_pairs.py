@@ -45,16 +45,9 @@ class ToyPairHead(ToyDraftModel):
         size = 4 * len(LAYERS)
         self.store = FeatureStore(num_slots, size, torch.float64, device, torch.clone)
 
-    def keep(self, committed: CommittedTokens) -> None:
+    def keep(self, slots: np.ndarray, features: dict[int, Tensor]) -> None:
         """Keep the features of this step."""
-        features = torch.cat([committed.features[layer] for layer in LAYERS], dim=1)
-        slots = [
-            kv_slots(committed.host_table[i], np.arange(first, end))
-            for i, (first, end) in enumerate(
-                zip(committed.first, committed.end, strict=True)
-            )
-        ]
-        self.store.keep(np.concatenate(slots), features)
+        self.store.keep(slots, torch.cat([features[i] for i in LAYERS], dim=1))
 
     def read(self, committed: CommittedTokens) -> None:
         """Read pairs, each with the feature that was kept."""

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.matching import RunningTrees
-from vllm_treespec.core.reading import ReadingPlan, ReadMarks, plan_reading
+from vllm_treespec.core.reading import (
+    ReadingPlan,
+    ReadMarks,
+    kv_slots,
+    plan_reading,
+    token_places,
+)
 from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.sources.base import (
@@ -77,9 +83,11 @@ class CommittedReader:
         """
         drafting = reqs[may_draft][:max_trees]
         if self.keepers:
-            computed = self._step_tokens(batch, rows, reqs[:0])
+            places = token_places(batch.num_computed, batch.end)
+            slots = kv_slots(batch.blocks.host_table, *places, self.marks.block_size)
+            features = self._features(batch, rows)
             for keeper in self.keepers:
-                keeper.keep(computed)
+                keeper.keep(slots, features)
         if self.late_sources:
             self.marks.mark_written(
                 batch.blocks.host_table, batch.num_computed, batch.end
@@ -133,11 +141,14 @@ class CommittedReader:
         """All tokens that the target computed in this step and that were committed."""
         every = np.arange(batch.num_reqs)
         plan = ReadingPlan(every, batch.num_computed, batch.end, drafting)
-        features = {}
-        if rows is not None:
-            by_layer = batch.hidden.by_layer
-            features = {layer: by_layer[layer][rows] for layer in self.features}
-        return committed_tokens(batch, plan, features)
+        return committed_tokens(batch, plan, self._features(batch, rows))
+
+    def _features(
+        self, batch: EmittedBatch, rows: Tensor | slice | None
+    ) -> dict[int, Tensor]:
+        """Hidden states of these query rows, by layer; none without rows."""
+        by_layer = batch.hidden.by_layer
+        return {} if rows is None else {i: by_layer[i][rows] for i in self.features}
 
 
 def committed_tokens(

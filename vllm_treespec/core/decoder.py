@@ -205,7 +205,8 @@ class TreeDecoder:
     def draft(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
-            self._observe(batch)
+            accepted = self._accepted(batch)
+            self._observe(batch, accepted)
             self.proposal = None
             schedule = self.method.schedule
             index = schedule.choose(batch.num_reqs)
@@ -214,7 +215,6 @@ class TreeDecoder:
             )
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             may_draft = self._has_room(batch, index)[reqs]
-            accepted = self._accepted(batch)
             drafting = self.committed_reader.read(
                 batch,
                 self._committed_rows(batch),
@@ -228,13 +228,13 @@ class TreeDecoder:
                 self.proposal = self._propose(index, batch, drafting, accepted)
             return self.proposal
 
-    def _observe(self, batch: EmittedBatch) -> None:
+    def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
         """Note how many drafts of each tree of this step were accepted."""
         if self.trees is None:
             return
-        accepted = (batch.num_emitted[self.trees.host_reqs] - 1).tolist()
-        self.method.schedule.observe(self.trees.tree_index, accepted)
-        self.stats.count_trees(self.trees.num_nodes.tolist(), accepted)
+        of_trees = accepted[self.trees.host_reqs].tolist()
+        self.method.schedule.observe(self.trees.tree_index, of_trees)
+        self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
         if self.proposal is not None and self.proposal.reused is not None:
             self._count_reused(batch, self.trees, self.proposal, self.proposal.reused)
 

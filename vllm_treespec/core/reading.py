@@ -7,6 +7,41 @@ from dataclasses import dataclass
 import numpy as np
 
 
+def token_places(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Request and position of every token from ``first`` to ``end`` (exclusive).
+
+    Args:
+        first: int64 [num_reqs].
+        end: int64 [num_reqs].
+
+    Returns:
+        int64 [sum of end - first], both.
+
+    """
+    lens = end - first
+    if (lens == 1).all():
+        return np.arange(len(lens)), first
+    reqs = np.repeat(np.arange(len(lens)), lens)
+    starts = np.cumsum(lens) - lens
+    return reqs, np.arange(lens.sum()) - starts[reqs] + first[reqs]
+
+
+def kv_slots(
+    table: np.ndarray, reqs: np.ndarray, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """KV slots of tokens, int64 [n].
+
+    Args:
+        table: int32 [num_reqs, max_blocks].
+        reqs: int64 [n], rows of the table.
+        positions: int64 [n].
+        block_size: tokens of a block.
+
+    """
+    blocks = table[reqs, positions // block_size].astype(np.int64)
+    return blocks * block_size + positions % block_size
+
+
 class ReadMarks:
     """For every KV block, how many of its leading tokens the draft models have read.
 
@@ -70,6 +105,8 @@ class ReadMarks:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Request and block column of every block with a token in the ranges."""
         column = first // self.block_size
+        if (end - first == 1).all():
+            return np.arange(len(first)), column
         counts = np.maximum(-(-end // self.block_size) - column, 0)
         counts = np.where(end > first, counts, 0)
         rows = np.repeat(np.arange(len(first)), counts)

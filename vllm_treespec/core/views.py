@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -157,12 +158,12 @@ class EmittedBatch:
         """Number of requests."""
         return len(self.slots)
 
-    @property
+    @cached_property
     def emitted(self) -> np.ndarray:
         """Which requests emitted tokens, bool [num_reqs]."""
         return self.num_emitted > 0
 
-    @property
+    @cached_property
     def end(self) -> np.ndarray:
         """How far the target has computed, int64 [num_reqs], exclusive.
 

@@ -11,8 +11,9 @@ from vllm.config.utils import replace
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import AttentionMetadata
 
+from vllm_treespec.core.reading import token_places
 from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
-from vllm_treespec.engine.paged_source import PagedSource, token_places
+from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks
 from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 
@@ -72,7 +73,7 @@ class PagedDraftModel(PagedSource):
         """Read committed tokens, and the roots of drafting requests, in one forward."""
         end = committed.end.copy()
         end[committed.drafting] += 1
-        reqs, positions = token_places(committed, end)
+        reqs, positions = token_places(committed.first, end)
         query_start_loc = np.cumsum([0, *(end - committed.first)])
         table = committed.block_table.clone()
         roots = self._root_blocks(committed, table)

@@ -16,9 +16,10 @@ from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_treespec.core.feature_store import FeatureStore, block_bytes
+from vllm_treespec.core.reading import kv_slots, token_places
 from vllm_treespec.core.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.head_source import pack_layers, shared_weights
-from vllm_treespec.engine.paged_source import PagedSource, token_places
+from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.heads import (
     EagleHead,
     EagleHeadConfig,
@@ -153,25 +154,17 @@ class PagedHead(PagedSource):
         states = zeros.new_zeros((num_tokens, width), dtype=self.dtype)
         self._run(None, self.head.features(states), zeros, zeros, None)
 
-    def keep(self, committed: CommittedTokens) -> None:
-        """Keep the features of the tokens that the target computed in this step."""
+    def keep(self, slots: np.ndarray, features: dict[int, Tensor]) -> None:
+        """Keep hidden states of committed tokens; see ``FeatureKeeper``."""
         with self.stats.stage(KEEP_FEATURES):
-            slots = self._slots(committed, *token_places(committed, committed.end))
-            states = [committed.features[layer] for layer in self.reads.features]
+            states = [features[layer] for layer in self.reads.features]
             self.store.keep(slots, torch.cat(states, dim=-1))
-
-    def _slots(
-        self, committed: CommittedTokens, reqs: np.ndarray, positions: np.ndarray
-    ) -> np.ndarray:
-        """KV slots of positions of reading requests, int64 [n]."""
-        size = self.forks.block_size
-        blocks = committed.host_table[reqs, positions // size].astype(np.int64)
-        return blocks * size + positions % size
 
     def read(self, committed: CommittedTokens) -> None:
         """Read the pairs of committed tokens in one forward."""
-        reqs, positions = token_places(committed, committed.end)
-        places = np.stack([positions, self._slots(committed, reqs, positions)])
+        reqs, positions = token_places(committed.first, committed.end)
+        slots = kv_slots(committed.host_table, reqs, positions, self.forks.block_size)
+        places = np.stack([positions, slots])
         on_device = torch.from_numpy(places).to(self.device)
         ends = np.cumsum(committed.end - committed.first)
         token_ids = committed.token_ids[committed.reqs[reqs], positions + 1]

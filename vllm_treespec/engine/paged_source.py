@@ -136,18 +136,3 @@ class PagedSource(ABC):
             **graph,
         )
         return context
-
-
-def token_places(
-    committed: CommittedTokens, end: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Reading request and position of every token from ``first`` to ``end``.
-
-    Returns:
-        int64 [sum of end - first], both.
-
-    """
-    lens = end - committed.first
-    reqs = np.repeat(np.arange(len(lens)), lens)
-    starts = np.cumsum(lens) - lens
-    return reqs, np.arange(lens.sum()) - starts[reqs] + committed.first[reqs]

@@ -158,11 +158,16 @@ class DraftSource(Protocol):
 class FeatureKeeper(DraftSource, Protocol):
     """A source that reads features and catches up: it keeps them until it reads."""
 
-    def keep(self, committed: CommittedTokens) -> None:
+    def keep(self, slots: np.ndarray, features: dict[int, Tensor]) -> None:
         """Keep the features of the tokens that the target computed in this step.
 
         It is called in every step, also when no tree is drawn. What is kept must lie
         where the tokens' KV does, as with ``read``.
+
+        Args:
+            slots: int64 [n], the KV slot of each token that was committed.
+            features: layer -> [n, hidden_size], which the engine may overwrite later.
+
         """
 
 
