@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,11 @@ def scaling(trainings: Sequence[Training]) -> list[list[Training]]:
 
 
 def ablation(trainings: Sequence[Training], kind: str) -> list[Training]:
-    """Heads of one kind that were trained on all of the text, the best last."""
+    """Heads of one kind, trained on all of the text as long as another, best last."""
     found = [t for t in trainings if t["kind"] == kind and t["share"] == 1]
-    return sorted(found, key=chain_length)
+    count = Counter((t["text"], t["steps"]) for t in found)
+    alike = [t for t in found if count[t["text"], t["steps"]] > 1]
+    return sorted(alike, key=chain_length)
 
 
 def level(name: str, index: int) -> Any:
