@@ -40,7 +40,9 @@ from vllm_treespec.tools.sides import (
 START_TIMEOUT_S = 600.0
 POLL_S = 1.0
 VLLM = str(Path(sys.executable).with_name("vllm"))
-KEYS = ("workload", "clients", "temperature", "side")
+KEYS = ("workload", "clients", "rate", "temperature", "side")
+# Requests at a time, at most, where they come at a rate.
+MOST_CLIENTS = 16
 # Columns of a row, and what vLLM's client calls them.
 MEASURED = {
     "tokens_per_s": "output_throughput",
@@ -48,14 +50,24 @@ MEASURED = {
     "ttft_p99_ms": "p99_ttft_ms",
     "tpot_ms": "median_tpot_ms",
     "tpot_p99_ms": "p99_tpot_ms",
+    "itl_ms": "median_itl_ms",
+    "itl_p99_ms": "p99_itl_ms",
     "acceptance_length": "spec_decode_acceptance_length",
 }
 NOTES = (
     "Load of `vllm bench serve`: so many clients, each with one chat request at a "
-    "time. TTFT: time to the first token; TPOT: time per token after it; of all "
-    "requests median and 99th percentile, then median of the rounds."
+    "time; or requests that come at random, so many a second on the average. TTFT: "
+    "time to the first token; TPOT: time per token after it; ITL: time between two "
+    "pieces of an answer, which hold all tokens of a step; of all requests median and "
+    "99th percentile, then median of the rounds."
 )
 Clients = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
+Rates = Annotated[
+    str,
+    typer.Option(
+        help=f"Also requests a second, comma-separated; at most {MOST_CLIENTS} run."
+    ),
+]
 Workloads = Annotated[
     str, typer.Option(help="With --data: all, or some of them, comma-separated.")
 ]
@@ -68,6 +80,7 @@ Arguments = Annotated[str, typer.Option(help="More arguments of vllm serve.")]
 def served(
     spec: options.Specs = None,
     clients: Clients = "1,4",
+    rates: Rates = "",
     temperatures: options.Temperatures = "0",
     prompts: options.PromptsFile = SHIPPED,
     data: Data = None,
@@ -104,10 +117,11 @@ def served(
             names = [] if workloads == "all" else options.words(workloads)
             work = find_workloads(data, names, num_prompts)
             source = f"{num_prompts} of each workload of {data.name}"
+        loads = loads_of(clients, rates)
         cells = [
-            Cell(batch_size=count, temperature=temperature, workload=name)
+            Cell(temperature=temperature, workload=name, **load)
             for name in work
-            for count in options.numbers(clients, "--clients", int, 1)
+            for load in loads
             for temperature in options.numbers(temperatures, "--temperatures", float, 0)
         ]
         chosen = choose_sides([*plain, *ours], options.words(sides))
@@ -118,6 +132,16 @@ def served(
     origin = provenance("served", models=models.named(), prompts=source)
     runner = partial(serve_side, serve_arguments.split(), out / "client")
     run_plan(plan, origin, contents, render, dry_run, runner)
+
+
+def loads_of(clients: str, rates: str) -> list[dict[str, Any]]:
+    """Fields of a cell for each load: of clients, then of rates."""
+    counts = options.numbers(clients, "--clients", int, 1)
+    rated = options.numbers(rates, "--rates", float, 0.001) if rates else []
+    return [
+        *({"batch_size": count} for count in counts),
+        *({"batch_size": MOST_CLIENTS, "options": {"rate": rate}} for rate in rated),
+    ]
 
 
 def serve_side(
@@ -211,6 +235,7 @@ def put_under_load(cell: Cell, job: Job, url: str, folder: Path) -> dict[str, An
         "custom-output-len": job.max_tokens,
         "num-prompts": len(asked),
         "max-concurrency": cell.batch_size,
+        "request-rate": cell.options.get("rate", "inf"),
         "num-warmups": cell.batch_size,
         "seed": job.seed,
         "temperature": cell.temperature,
@@ -233,21 +258,22 @@ def put_under_load(cell: Cell, job: Job, url: str, folder: Path) -> dict[str, An
 
 def contents(finished: Sequence[StoredCell]) -> Content:
     """Make a row for each side under each load: medians of the rounds."""
-    groups: dict[tuple[str, int, float, str], list[StoredCell]] = {}
+    groups: dict[tuple[Any, ...], list[StoredCell]] = {}
     for stored in finished:
         cell = stored.result.cell
-        key = (cell.workload, cell.batch_size, cell.temperature, stored.side.name)
-        groups.setdefault(key, []).append(stored)
+        rate = cell.options.get("rate", 0.0)
+        load = (cell.workload, cell.batch_size, rate, cell.temperature)
+        groups.setdefault((*load, stored.side.name), []).append(stored)
     rows: list[dict[str, Any]] = []
-    fastest: dict[tuple[str, int, float], float] = {}
+    fastest: dict[tuple[Any, ...], float] = {}
     for key, group in sorted(groups.items()):
         row: dict[str, Any] = dict(zip(KEYS, key, strict=True))
         rows.append({**row, "rounds": len(group), **medians(group)})
         if group[0].side.family == PLAIN:
             speed = rows[-1]["tokens_per_s"]
-            fastest[key[:3]] = max(speed, fastest.get(key[:3], 0.0))
+            fastest[key[:-1]] = max(speed, fastest.get(key[:-1], 0.0))
     for row in rows:
-        base = fastest.get((row["workload"], row["clients"], row["temperature"]))
+        base = fastest.get(tuple(row[name] for name in KEYS[:-1]))
         row["speedup"] = row["tokens_per_s"] / base if base else None
     runs = [stored.model_dump(mode="json") for stored in finished]
     return {"rows": rows, "runs": runs}
@@ -271,16 +297,25 @@ COLUMNS = {
     "TTFT p99": report.column("ttft_p99_ms", "{:.0f}"),
     "TPOT ms": report.column("tpot_ms", "{:.1f}"),
     "TPOT p99": report.column("tpot_p99_ms", "{:.1f}"),
+    "ITL ms": report.column("itl_ms", "{:.1f}"),
+    "ITL p99": report.column("itl_p99_ms", "{:.1f}"),
     "acceptance length": report.column("acceptance_length", "{:.2f}"),
     "rounds": lambda row: str(row["rounds"]),
 }
+
+
+def load_name(row: dict[str, Any]) -> str:
+    """Say what load a row is of; rows of earlier results have no rate."""
+    rate = row.get("rate")
+    return f"{rate:g} requests/s" if rate else f"{row['clients']} clients"
 
 
 def render(content: Content, out: Path) -> None:
     """Write one table per load, and the plot."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
-        title = f"## {row['workload']}, {row['clients']} clients, temperature"
+        row["load"] = load_name(row)
+        title = f"## {row['workload']}, {row['load']}, temperature"
         groups.setdefault(f"{title} {row['temperature']:g}", []).append(row)
     parts = []
     for title, rows in groups.items():
@@ -289,7 +324,7 @@ def render(content: Content, out: Path) -> None:
     plot.bar_panels(
         content["rows"],
         out / "results.png",
-        x="clients",
+        x="load",
         y="speedup",
         hue="side",
         col="workload",

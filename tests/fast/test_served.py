@@ -28,6 +28,7 @@ if sys.argv[1] == "serve":
 asked = len(pathlib.Path(arguments["--dataset-path"]).read_text().splitlines())
 result = {{"completed": asked - {lost}, "duration": 2.0, "ttfts": [1.0]}}
 result["output_throughput"] = 10.0 * int(arguments["--max-concurrency"])
+result["median_itl_ms"] = float(arguments["--request-rate"])
 folder = pathlib.Path(arguments["--result-dir"])
 (folder / arguments["--result-filename"]).write_text(json.dumps(result))
 """
@@ -95,10 +96,17 @@ def test_the_command_writes_the_table(
     target = tmp_path / "target"
     target.mkdir()
     command = ["served", "--target", str(target), "--draft", "none", "--clients", "1,4"]
+    command += ["--rates", "0.5"]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "out" / "results.md").read_text()
     assert "## prompts, 4 clients, temperature 0" in text
     assert "| suffix_tree-16x12-adaptive-compiled | 40.0 | 1.00× |" in text
+    _, rated = text.split("## prompts, 0.5 requests/s, temperature 0")
+    assert "| suffix_tree-16x12-adaptive-compiled | 160.0 | 1.00× |" in rated
     content = json.loads((tmp_path / "out" / "results.json").read_text())
     assert content["provenance"]["command"].startswith("python -m benchmarks served")
+    assert {(row["rate"], row["itl_ms"]) for row in content["rows"]} == {
+        (0.0, None),
+        (0.5, 0.5),
+    }
