@@ -15,11 +15,11 @@ from benchmarks.harness.models import Models, find_models
 from benchmarks.harness.plan import base_job, make_plan, run_plan
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content, number
-from benchmarks.harness.store import settings_of
 from benchmarks.workload_prompts import find_workloads
 from vllm_treespec.tools import sides as kinds
 from vllm_treespec.tools.rows import MIN_SPEEDUP, Row
 from vllm_treespec.tools.sides import PLAIN, Cell, Side
+from vllm_treespec.tools.store import settings_of
 
 SUFFIX = "suffix_tree"
 DRAFT_METHODS = ("sd", "rsd_c", "rsd_s")

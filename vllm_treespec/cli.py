@@ -10,6 +10,7 @@ import typer
 from vllm_treespec.tools.batch.cli import batch
 from vllm_treespec.tools.plan.cli import plan
 from vllm_treespec.tools.soak.cli import soak
+from vllm_treespec.tools.tune.cli import tune
 
 app = typer.Typer(
     name="treespec",
@@ -146,6 +147,7 @@ def convert_head(
 
 app.command()(plan)
 app.command()(soak)
+app.command()(tune)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(batch)

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 from benchmarks.harness import options
 from benchmarks.harness.models import Models
 from benchmarks.harness.plan import Engine
-from benchmarks.harness.trees import side_of_trees
 from benchmarks.workloads import SUFFIX, sides_of
 from vllm_treespec.config import METHODS
 from vllm_treespec.config.heads import HeadMethodConfig
-from vllm_treespec.tools.sides import Cell, Side, tree_side
+from vllm_treespec.tools.sides import Cell, Side, side_of_trees, tree_side
 
 MEDUSA = "medusa_tree"
 BEAMS, REDRAFTER_DYNAMIC = REDRAFTER = ("redrafter-beams", "redrafter-dynamic")
@@ -24,8 +23,8 @@ DYNAMIC, STATIC, STOCHASTIC = EAGLE = (
 # An engine each; its spec-config without the head and the trees.
 KINDS: dict[str, dict[str, Any]] = {
     MEDUSA: {"method": "medusa_tree"},
-    BEAMS: {"method": "redrafter"},
-    REDRAFTER_DYNAMIC: {"method": "redrafter", "tree": "dynamic"},
+    BEAMS: {"method": "redrafter", "tree": "beams"},
+    REDRAFTER_DYNAMIC: {"method": "redrafter"},
     DYNAMIC: {"method": "eagle_tree", "tree": "dynamic"},
     STATIC: {"method": "eagle_tree", "tree": "static"},
     STOCHASTIC: {"method": "eagle_tree", "tree": "stochastic"},

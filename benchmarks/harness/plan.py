@@ -21,9 +21,9 @@ from rich.progress import (
 from benchmarks.harness.options import console
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.report import Content, header, write_json
-from benchmarks.harness.store import Stored, read_stored, settings_of, store
 from vllm_treespec.tools.launch import EngineError, Event, OnEvent
 from vllm_treespec.tools.sides import Cell, CellResult, Job, Side, run_side
+from vllm_treespec.tools.store import Stored, read_stored, settings_of, store
 
 Failures = dict[str, str]
 # Measures a job's cells, handing out an event for each; raises EngineError.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.harness.store import Stored
+from vllm_treespec.tools.store import Stored
 
 Row = TypeVar("Row")
 Content = dict[str, Any]

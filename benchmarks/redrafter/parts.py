@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from benchmarks.harness.trees import side_of_trees
-from vllm_treespec.tools.sides import PLAIN, Cell, Side, plain_side
+from vllm_treespec.tools.sides import PLAIN, Cell, Side, plain_side, side_of_trees
 
 PARTS = ("table1", "table2", "figure5", "figure6")
 # arXiv 2401.10774, section 3.3.2: delta is the square root of epsilon.
 LOSSY = {"epsilon": 0.09, "delta": 0.3}
+BEAMS = {"method": "redrafter", "tree": "beams"}
 # An engine each; its spec-config without the head and the trees.
 SIDES: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "medusa": {"method": "medusa_tree"},
     "medusa-typical": {"method": "medusa_tree", "lossy_typical_acceptance": LOSSY},
-    "redrafter": {"method": "redrafter"},
-    "redrafter-typical": {"method": "redrafter", "lossy_typical_acceptance": LOSSY},
+    "redrafter": BEAMS,
+    "redrafter-typical": {**BEAMS, "lossy_typical_acceptance": LOSSY},
     "redrafter-stochastic": {"method": "redrafter", "beam_search": "stochastic"},
 }
 TABLE2_TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 0.9)

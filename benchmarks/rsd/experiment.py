@@ -16,14 +16,13 @@ from benchmarks.harness.plan import Engine, Plan, base_job, make_plan, run_plan
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content
 from benchmarks.harness.rescoring import rescoring_plan, split_scores
-from benchmarks.harness.trees import side_of_trees
 from benchmarks.rsd.law import Cells, comparisons
 from benchmarks.rsd.metrics import best_of, rows_of
 from benchmarks.rsd.references import load_references, text_scores
 from benchmarks.rsd.report import render
 from benchmarks.rsd.trees import EXPERIMENTS, Tree, all_trees
 from vllm_treespec.tools.prompts import SHIPPED, spread
-from vllm_treespec.tools.sides import PLAIN, Cell, Side, plain_side
+from vllm_treespec.tools.sides import PLAIN, Cell, Side, plain_side, side_of_trees
 
 PARTS = ("toy", *EXPERIMENTS)
 Parts = Annotated[str, typer.Option(help=f"Some of {','.join(PARTS)}.")]

@@ -37,10 +37,10 @@ from benchmarks.gpu.step import (
 from benchmarks.harness.models import Models
 from benchmarks.harness.plan import Plan, StoredCell, base_job, make_plan, run_plan
 from benchmarks.harness.report import table_of
-from benchmarks.harness.store import settings_of, store
 from tests.reference import attention
 from vllm_treespec.tools.launch import OnEvent
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job, Side
+from vllm_treespec.tools.store import settings_of, store
 
 ORIGIN = {"command": "python -m benchmarks gpu", "commit": "abc", "card": {"name": "X"}}
 PAGING = {"page_size": 4, "layout": "nhd", "max_model_len": 64}

@@ -16,7 +16,7 @@ class Stored(BaseModel):
 
     # of everything that decides the result
     settings: str
-    commit: str | None
+    commit: str | None = None
 
 
 Work = TypeVar("Work", bound=Stored)

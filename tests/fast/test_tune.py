@@ -1,0 +1,178 @@
+"""``treespec tune``: what is measured, what is chosen. Engines are stood in for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.heads import write_head
+from vllm_treespec.cli import app
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.tools import sides as sides_module
+from vllm_treespec.tools.launch import EngineError, OnEvent
+from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job, Side
+from vllm_treespec.tools.tune.candidates import candidates
+from vllm_treespec.tools.tune.choose import choose
+from vllm_treespec.tools.tune.search import ROUNDS, Progress, Search, TreeRow
+
+# Speed-up over plain's 100 tokens a second, by method, first size of the tree, and
+# requests at a time.
+Speeds = Callable[[str, int, Cell], float]
+LOADS = [Cell(batch_size=size, temperature=0.0, workload="chat") for size in (1, 4)]
+
+
+class Engines:
+    """Stands in for engines; notes what they measured."""
+
+    def __init__(self, speeds: Speeds, cut_after: int | None = None) -> None:
+        """Answer at these speeds; end as by a kill after so many cells."""
+        self.speeds = speeds
+        self.cut_after = cut_after
+        self.measured: list[tuple[str, str]] = []
+
+    def __call__(self, job: Job, log: Path, on_event: OnEvent) -> None:
+        """Measure the cells of a job."""
+        for cell in job.cells:
+            if len(self.measured) == self.cut_after:
+                raise KeyboardInterrupt
+            first = next(iter((cell.tree or {"": 0}).values()))
+            speed = 100.0 * cell.batch_size
+            if job.side.family != PLAIN:
+                speed *= self.speeds(job.side.family, first, cell)
+            result = CellResult(
+                cell=cell,
+                seconds=1000 / speed,
+                num_tokens=[1000],
+                tpot_ms=[None],
+                token_ids=[[1]],
+                acceptance=Acceptance(trees=10, nodes=50, at_least=[8]),
+            )
+            self.measured.append((job.side.name, cell.name))
+            event = {"event": "cell", "result": result.model_dump(mode="json")}
+            on_event(event)
+
+
+def suffix_pays(method: str, size: int, cell: Cell) -> float:
+    """The suffix tree of 16 drafts pays alone, the one of 8 in larger batches."""
+    if method != "suffix_tree":
+        return 0.5
+    alone = {8: 1.4, 16: 1.5, 32: 1.1}[size]
+    return alone if cell.batch_size == 1 else max(alone - 0.0375 * size, 0.1)
+
+
+def search(out: Path, engines: Engines, seconds: float = 1e9, **more: Any) -> Search:
+    """Make a search over suffix trees and a head."""
+    head = more.pop("head", None) or write_head(out / "head", "redrafter")
+    sides, _ = candidates([], [head], eager=False)
+    unset = Side(name="", family="", engine={})
+    job = Job(side=unset, target="t", prompts=[], cells=[], max_tokens=8)
+    seen: list[Progress] = []
+    return Search(job, sides, LOADS, out, seconds, more, seen.append, engines)
+
+
+def test_the_best_tree_of_each_batch_size_is_chosen(tmp_path: Path) -> None:
+    """Red when a slower tree is chosen, or the spec-config cannot be used."""
+    rows = search(tmp_path, Engines(suffix_pays)).run()
+    choice = choose(rows, {"suffix_tree": {"method": "suffix_tree"}, "redrafter": {}})
+    assert choice.side == "suffix_tree"
+    assert choice.speedup == pytest.approx((1.5 * 1.1) ** 0.5)
+    assert choice.spec is not None
+    trees = parse_spec_config(choice.spec).scheduled_trees()
+    assert [(t.batch_size, t.config.shape["num_drafts"]) for t in trees] == [
+        (1, 16),
+        (4, 8),
+    ]
+    # 1.8 tokens a step at a speed-up of 1.5, and of 1.1
+    assert [t.min_acceptance_length for t in trees] == [1.2, 1.64]
+
+
+def test_from_where_nothing_pays_there_is_no_tree(tmp_path: Path) -> None:
+    """Red when a schedule has a tree for batches in which plain decoding is faster."""
+
+    def speeds(method: str, size: int, cell: Cell) -> float:
+        return 1.5 if cell.batch_size == 1 else 0.9
+
+    rows = search(tmp_path, Engines(speeds)).run()
+    choice = choose(rows, {"suffix_tree": {"method": "suffix_tree"}})
+    assert choice.spec is not None
+    assert [entry["batch_size"] for entry in choice.spec["schedule"]] == [1]
+    assert choice.speedup == pytest.approx(1.5**0.5)
+    slow = [row.model_copy(update={"speedup": 0.9}) for row in rows]
+    assert choose(slow, {"suffix_tree": {}}).spec is None
+
+
+def test_far_behind_is_measured_once(tmp_path: Path) -> None:
+    """Red when slow trees take the time of fast ones."""
+    engines = Engines(suffix_pays)
+    rows = search(tmp_path, engines).run()
+    plain = [row.rounds for row in rows if row.side == PLAIN]
+    slow = [row.rounds for row in rows if row.side == "redrafter"]
+    best = [row.rounds for row in rows if row.tree == {"num_drafts": 16, "depth": 12}]
+    assert (set(plain), set(slow)) == ({ROUNDS}, {1})
+    assert best == [ROUNDS, 1], "fast for one request, slow for four"
+    assert len(engines.measured) == sum(row.rounds for row in rows)
+
+
+def test_a_cut_search_goes_on(tmp_path: Path) -> None:
+    """Red when a cut loses a cell, or one is measured again."""
+    head = write_head(tmp_path / "head", "redrafter")
+    rows = search(tmp_path / "whole", Engines(suffix_pays), head=head).run()
+    first, then = Engines(suffix_pays, cut_after=7), Engines(suffix_pays)
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path / "cut", first, head=head).run()
+    again = search(tmp_path / "cut", then, head=head).run()
+    assert by_name(again) == by_name(rows)
+    assert len(first.measured) + len(then.measured) == sum(row.rounds for row in rows)
+    with pytest.raises(ValueError, match="other settings"):
+        search(tmp_path / "cut", then, head=head, other=1)
+
+
+def by_name(rows: list[TreeRow]) -> dict[tuple[str, str, str], tuple[float, int]]:
+    """Speeds and rounds of rows."""
+    return {
+        (row.side, row.cell.name, str(row.tree)): (row.tokens_per_s, row.rounds)
+        for row in rows
+    }
+
+
+def test_the_time_ends_it(tmp_path: Path) -> None:
+    """Red when engines start after the time, or nothing is compared with plain."""
+    engines = Engines(suffix_pays)
+    rows = search(tmp_path, engines, seconds=0.0).run()
+    assert {row.side for row in rows} == {PLAIN, "suffix_tree"}
+    assert all(row.rounds == 1 and row.speedup for row in rows)
+
+
+def test_the_command_prints_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when the command, its files or its sentences break."""
+
+    def fails(job: Job, log: Path, on_event: OnEvent) -> None:
+        if job.side.family == "redrafter":
+            raise EngineError("redrafter: ValueError: wrong head")
+        Engines(suffix_pays)(job, log, on_event)
+
+    monkeypatch.setattr(sides_module, "run_side", fails)
+    head, out = write_head(tmp_path / "head", "redrafter"), tmp_path / "out"
+    command = ["tune", "target", "--head", head, "--out", str(out)]
+    done = CliRunner().invoke(app, [*command, "--batch-sizes", "1,4"])
+    assert done.exit_code == 0, done.output
+    assert "editing, 1 request at a time, temperature 0: suffix_tree" in done.output
+    assert "left out: redrafter: redrafter: ValueError: wrong head" in done.output
+    spec = json.loads((out / "spec.json").read_text())
+    assert spec["method"] == "suffix_tree"
+    assert "max_cached_tokens" not in spec
+    assert json.loads((out / "tune.json").read_text())["failed"]
+    assert (out / "tune.png").stat().st_size > 0
+    done = CliRunner().invoke(app, [*command, "--temperatures", "warm"])
+    assert done.exit_code == 1
+    assert "--temperatures: 'warm' is no list of numbers" in done.output
+    done = CliRunner().invoke(app, ["tune", "t", "--head", str(tmp_path / "none")])
+    assert done.exit_code == 1
+    assert "treespec tune: " in done.output

@@ -1,0 +1,1 @@
+"""``treespec tune``: which method and which trees pay, on one's own prompts."""

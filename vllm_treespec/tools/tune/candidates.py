@@ -1,0 +1,70 @@
+"""What is tried: methods that have their model, each with several trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_treespec.config import HEAD_METHODS, METHODS
+from vllm_treespec.heads import read_head_config
+from vllm_treespec.tools.sides import PLAIN, Side, plain_side, side_of_trees
+
+
+def _trees(method: str, *sizes: tuple[int, ...]) -> list[dict[str, int]]:
+    """Trees from the sizes that the method's keys of a tree stand for, in order."""
+    keys = METHODS[method].SHAPE
+    return [dict(zip(keys, own, strict=False)) for own in sizes]
+
+
+# Of one level for larger batches, up to more draft tokens than pay on a CPU.
+GROWN = ((4, 1, 4), (4, 2, 5), (4, 3, 8), (8, 4, 16))
+TREES: dict[str, list[dict[str, int]]] = {
+    "suffix_tree": _trees("suffix_tree", (8, 6), (16, 12), (32, 16)),
+    "sd": _trees("sd", (2,), (4,)),
+    "rsd_s": _trees("rsd_s", (2, 2), (2, 3), (4, 4)),
+    "medusa_tree": _trees("medusa_tree", (3,), (5,), (8,), (16,)),
+    "redrafter": _trees("redrafter", (4, 1, 4), (5, 2, 5), (8, 3, 8), (16, 4, 16)),
+    "eagle_tree": _trees("eagle_tree", *GROWN),
+    "lyanna": _trees("lyanna", *GROWN),
+}
+DRAFT_METHODS = ("sd", "rsd_s")
+# Prompts come again in later cells: an answer is not to be drafted from an earlier one.
+SUFFIX: dict[str, Any] = {"method": "suffix_tree", "max_cached_tokens": 0}
+
+
+def candidates(
+    drafts: Sequence[str], heads: Sequence[str], eager: bool
+) -> tuple[list[Side], dict[str, dict[str, Any]]]:
+    """Make a side for each method and model; plain comes first.
+
+    Args:
+        drafts: folders or hub ids of draft models.
+        heads: folders or hub ids of heads.
+        eager: whether engines start without compiling.
+
+    Returns:
+        the sides, and by their names the spec-configs without trees.
+
+    Raises:
+        ValueError: a folder holds no head, or a spec-config cannot work.
+
+    """
+    specs: dict[str, dict[str, Any]] = {"suffix_tree": SUFFIX}
+    for head in heads:
+        config = read_head_config(head)
+        method = HEAD_METHODS[config.method]
+        specs[_name(method, head, heads)] = {"method": method, "model": head}
+    for draft in drafts:
+        for method in DRAFT_METHODS:
+            specs[_name(method, draft, drafts)] = {"method": method, "model": draft}
+    sides = [plain_side(PLAIN, eager)]
+    for name, spec in specs.items():
+        trees = TREES[spec["method"]]
+        sides.append(side_of_trees(name, spec, trees, enforce_eager=eager))
+    return sides, specs
+
+
+def _name(method: str, model: str, models: Sequence[str]) -> str:
+    """Name a side; with the model's name where there are several."""
+    return method if len(models) == 1 else f"{method} {Path(model).name}"

@@ -1,0 +1,107 @@
+"""Which spec-config follows from what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_treespec.tools.sides import PLAIN
+from vllm_treespec.tools.tune.search import TreeRow
+
+# A speed-up below this is noise.
+LEAST = 1.02
+# Keys that are for measuring only.
+NOT_FOR_USE = ("max_cached_tokens",)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A spec-config and what it promises."""
+
+    # name of the side; PLAIN when nothing pays
+    side: str
+    # None: no speculative_config
+    spec: dict[str, Any] | None
+    # geometric mean of the speed-ups over all loads
+    speedup: float
+
+
+def choose(rows: Sequence[TreeRow], specs: Mapping[str, dict[str, Any]]) -> Choice:
+    """Choose the method and its trees by batch size that are fastest over all loads.
+
+    A method has one tree for each batch size, whatever the work and the temperature;
+    loads for which it has none count as plain.
+
+    Args:
+        rows: of all trees under all loads.
+        specs: spec-configs without trees, by side.
+
+    """
+    best = Choice(PLAIN, None, 1.0)
+    for side, spec in specs.items():
+        own = [row for row in rows if row.side == side and row.speedup]
+        entries, speedup = schedule_of(own)
+        if entries and speedup > max(best.speedup, LEAST):
+            used = {k: v for k, v in spec.items() if k not in NOT_FOR_USE}
+            best = Choice(side, {**used, "schedule": entries}, speedup)
+    return best
+
+
+def schedule_of(rows: Sequence[TreeRow]) -> tuple[list[dict[str, Any]], float]:
+    """The best tree for each batch size of one side, and the mean speed-up.
+
+    From the first batch size on for which no tree pays there are none. A tree is given
+    up while it runs when it accepts less than where its speed-up would be 1.
+    """
+    entries: list[dict[str, Any]] = []
+    speedups: list[float] = []
+    pays = True
+    for size in sorted({row.cell.batch_size for row in rows}):
+        here = [row for row in rows if row.cell.batch_size == size]
+        trees = {str(row.tree): row.tree for row in here}
+        by_tree = {name: [r for r in here if str(r.tree) == name] for name in trees}
+        means = {name: mean_of(found) for name, found in by_tree.items()}
+        tree = max(means, key=means.__getitem__)
+        pays = pays and means[tree] >= LEAST
+        loads = len({row.cell.name for row in here})
+        speedups += [means[tree] if pays else 1.0] * loads
+        if pays:
+            least = break_even(by_tree[tree])
+            entry = {"batch_size": size, **(trees[tree] or {})}
+            entries.append({**entry, "min_acceptance_length": least})
+    return entries, geometric_mean(speedups)
+
+
+def break_even(rows: Iterable[TreeRow]) -> float:
+    """Acceptance length at which a tree is as fast as plain decoding."""
+    found = [
+        row.acceptance_length / row.speedup
+        for row in rows
+        if row.acceptance_length and row.speedup
+    ]
+    return max(1.0, round(geometric_mean(found), 2))
+
+
+def mean_of(rows: Iterable[TreeRow]) -> float:
+    """Geometric mean of the speed-ups."""
+    return geometric_mean([row.speedup for row in rows if row.speedup])
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers; 1 of none."""
+    if not values:
+        return 1.0
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def best_by_work(rows: Sequence[TreeRow]) -> dict[str, TreeRow]:
+    """The fastest row of each workload at the smallest batch size and temperature."""
+    found: dict[str, TreeRow] = {}
+    order = sorted(
+        rows, key=lambda r: (r.cell.batch_size, r.cell.temperature, -(r.speedup or 0))
+    )
+    for row in order:
+        found.setdefault(row.cell.workload, row)
+    return found
