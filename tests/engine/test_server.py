@@ -1,7 +1,9 @@
 """``vllm serve`` with a spec-config, over loopback."""
 
+import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from tests.engine.processes import Usage, note
 from tests.monitoring import board_queries, metric_names, rules
 
 START_SECONDS = 300
+IDLE_SECONDS = 60
+STOP_SECONDS = 60
 
 
 def free_port() -> int:
@@ -27,10 +32,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(
+def running(
     target: str, draft: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """Start the real server; give its address."""
+) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Start the real server; give its address and its process."""
     port = free_port()
     log_file = tmp_path_factory.mktemp("server") / "log"
     spec = {"method": "rsd_s", "model": draft, "beam_width": 3, "depth": 3}
@@ -58,11 +63,17 @@ def server(
                 break
             except (urllib.error.URLError, TimeoutError):
                 time.sleep(1)
-        yield url
+        yield url, process
     finally:
         process.terminate()
         process.wait(timeout=60)
         note(Usage(1, time.perf_counter() - start))
+
+
+@pytest.fixture(scope="module")
+def server(running: tuple[str, subprocess.Popen]) -> str:
+    """The server's address."""
+    return running[0]
 
 
 def post(url: str, body: dict) -> str:
@@ -81,6 +92,44 @@ def chunks(stream: str) -> list[dict]:
     lines = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def metric_lines(server: str) -> list[str]:
+    """What the server says of itself to Prometheus."""
+    with urllib.request.urlopen(f"{server}/metrics", timeout=10) as answer:
+        return answer.read().decode().splitlines()
+
+
+def total(lines: list[str], name: str) -> float:
+    """The sum of a metric over its labels."""
+    values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + "{")]
+    return sum(map(float, values))
+
+
+def stream_until(server: str, num_pieces: int | None) -> bool:
+    """Stream a long completion; hang up after so many pieces, if a number is given.
+
+    Returns:
+        Whether the whole answer came. A server that goes away sends no end.
+
+    """
+    connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=120)
+    body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        pieces = 0
+        for line in connection.getresponse():
+            pieces += line.startswith(b"data: ")
+            if line.startswith(b"data: [DONE]"):
+                return True
+            if pieces == num_pieces:
+                return False
+    except (http.client.HTTPException, ConnectionError):
+        return False
+    finally:
+        connection.close()
+    return False
 
 
 COMPLETION = {"model": "smol", "prompt": "The capital of France is", "temperature": 0}
@@ -122,18 +171,11 @@ def test_chat_and_streamed_chat(server: str) -> None:
 def test_counters_are_truthful(server: str) -> None:
     """Turns red when vLLM's spec-decode counters stop seeing our drafts."""
     post(f"{server}/v1/completions", {**COMPLETION, "max_tokens": 32})
-    metrics = urllib.request.urlopen(f"{server}/metrics", timeout=10).read().decode()
-    trees = sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in metrics.splitlines()
-        if line.startswith("vllm:treespec_num_steps_total") and "plain" not in line
-    )
+    lines = metric_lines(server)
+    steps = [line for line in lines if "plain" not in line]
+    trees = total(steps, "vllm:treespec_num_steps_total")
     values = {
-        name: sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in metrics.splitlines()
-            if line.startswith(f"vllm:spec_decode_{name}_total")
-        )
+        name: total(lines, f"vllm:spec_decode_{name}_total")
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     }
     assert values["num_draft_tokens"] == 9 * values["num_drafts"] > 0
@@ -145,7 +187,38 @@ def test_counters_are_truthful(server: str) -> None:
 def test_board_and_rules_find_their_metrics(server: str) -> None:
     """Turns red when a query of deploy/monitoring names a metric that is not served."""
     post(f"{server}/v1/completions", {**COMPLETION, "max_tokens": 32})
-    metrics = urllib.request.urlopen(f"{server}/metrics", timeout=10).read().decode()
-    served = {line.partition("{")[0] for line in metrics.splitlines()}
+    served = {line.partition("{")[0] for line in metric_lines(server)}
     queries = [*board_queries(), *(rule["expr"] for rule in rules())]
     assert metric_names(" ".join(queries)) <= served
+
+
+def test_cut_connections_lose_no_block(server: str) -> None:
+    """Turns red when a request whose client hung up goes on, or keeps its KV."""
+    url, body = f"{server}/v1/completions", {**COMPLETION, "max_tokens": 24}
+    before = json.loads(post(url, body))["choices"]
+    with ThreadPoolExecutor(64) as clients:
+        whole = list(clients.map(lambda i: stream_until(server, 1 + i % 4), range(64)))
+    assert not any(whole)
+    deadline = time.monotonic() + IDLE_SECONDS
+    busy = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    while any(total(metric_lines(server), f"vllm:{name}") for name in busy):
+        assert time.monotonic() < deadline, "blocks or requests are left"
+        time.sleep(0.5)
+    assert json.loads(post(url, body))["choices"] == before
+
+
+def test_sigterm_under_load_ends_all_requests(
+    running: tuple[str, subprocess.Popen],
+) -> None:
+    """Turns red when requests hang while the server stops. The last: it ends it."""
+    server, process = running
+    with ThreadPoolExecutor(8) as clients:
+        answers = [clients.submit(stream_until, server, None) for _ in range(8)]
+        deadline = time.monotonic() + IDLE_SECONDS
+        while total(metric_lines(server), "vllm:num_requests_running") < 8:
+            assert time.monotonic() < deadline, "no load"
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        for answer in answers:
+            answer.result(timeout=STOP_SECONDS)
+    process.wait(timeout=STOP_SECONDS)
