@@ -1,4 +1,4 @@
-"""A small target whose language an EAGLE head knows exactly, and that head."""
+"""A small target whose language an EAGLE head knows exactly, and heads for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_treespec.heads import LyannaHead, LyannaHeadConfig, save_head
 
 VOCAB_SIZE = 64
 HIDDEN_SIZE = 128
@@ -22,6 +24,9 @@ OWN, BEFORE, ONE = slice(0, SIZE), slice(SIZE, 2 * SIZE), 2 * SIZE
 NUM_FREQUENCIES = 12
 SHARPNESS = 40.0
 EPS = 1e-9
+# All tokens' embeddings have this root mean square, and all hidden states that.
+BEFORE_RMS = ((SIZE + 1) / HIDDEN_SIZE) ** 0.5
+AFTER_RMS = ((2 * SIZE + 1) / HIDDEN_SIZE) ** 0.5
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
@@ -53,9 +58,6 @@ def write_known_language(folder: Path) -> tuple[str, str]:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     vectors = torch.randn(VOCAB_SIZE, SIZE)
     vectors *= SIZE**0.5 / vectors.norm(dim=1, keepdim=True)
-    # All tokens' embeddings have this root mean square, and all hidden states that.
-    before_rms = ((SIZE + 1) / HIDDEN_SIZE) ** 0.5
-    after_rms = ((2 * SIZE + 1) / HIDDEN_SIZE) ** 0.5
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 2:
@@ -64,12 +66,12 @@ def write_known_language(folder: Path) -> tuple[str, str]:
         embedding[:, OWN], embedding[:, ONE] = vectors, 1.0
         attention = model.model.layers[0].self_attn
         query, key = looks_back()
-        attention.q_proj.weight[:HEAD_SIZE, ONE] = query * before_rms
-        attention.k_proj.weight[:HEAD_SIZE, ONE] = key * before_rms
+        attention.q_proj.weight[:HEAD_SIZE, ONE] = query * BEFORE_RMS
+        attention.k_proj.weight[:HEAD_SIZE, ONE] = key * BEFORE_RMS
         identity = torch.eye(SIZE)
-        attention.v_proj.weight[:SIZE, OWN] = identity * before_rms
+        attention.v_proj.weight[:SIZE, OWN] = identity * BEFORE_RMS
         attention.o_proj.weight[BEFORE, :SIZE] = identity
-        model.model.norm.weight.fill_(after_rms)
+        model.model.norm.weight.fill_(AFTER_RMS)
         model.lm_head.weight.copy_(torch.randn(VOCAB_SIZE, HIDDEN_SIZE))
     model.save_pretrained(target)
     write_head(head)
@@ -87,12 +89,52 @@ def looks_back() -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def write_head(folder: Path) -> None:
-    """Write the head: ``fc`` alone, all else adds nothing."""
+def pair_of_vectors() -> Tensor:
+    """Makes a hidden state of an embedding and of the feature before it."""
     fc = torch.zeros(HIDDEN_SIZE, 2 * HIDDEN_SIZE)
     identity = torch.eye(SIZE)
     fc[OWN, OWN], fc[ONE, ONE] = identity, 1.0
     fc[BEFORE, HIDDEN_SIZE : HIDDEN_SIZE + SIZE] = identity
+    return fc
+
+
+@torch.no_grad()
+def write_lyanna_head(folder: Path, target: Path) -> str:
+    """Write a Lyanna head that knows the target's language by halves; its folder.
+
+    The state of the first level is the target's own. Later states are the same, and
+    the token info adds what the token before says: half of what is to be known.
+    """
+    config = LyannaHeadConfig(
+        hidden_size=HIDDEN_SIZE,
+        target_hidden_size=HIDDEN_SIZE,
+        vocab_size=VOCAB_SIZE,
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_HEADS,
+        head_size=HEAD_SIZE,
+        intermediate_size=INTERMEDIATE_SIZE,
+        norm_eps=EPS,
+        max_positions=512,
+        token_info_rank=SIZE,
+    )
+    head = LyannaHead(config)
+    assert head.info is not None
+    for weight in head.parameters():
+        weight.zero_()
+    head.embedding_norm.weight.fill_(BEFORE_RMS)
+    head.norm.weight.fill_(AFTER_RMS)
+    head.fuse.weight.copy_(pair_of_vectors())
+    head.info.down.weight[:, OWN] = torch.eye(SIZE)
+    output = load_file(target / "model.safetensors")["lm_head.weight"]
+    head.info.up.copy_(output[:, OWN])
+    head.info.gain.fill_(SIZE**0.5)
+    save_head(head, folder)
+    return str(folder)
+
+
+def write_head(folder: Path) -> None:
+    """Write the head: ``fc`` alone, all else adds nothing."""
+    fc = pair_of_vectors()
     wide = NUM_HEADS * HEAD_SIZE
     layer = {
         "self_attn.q_proj": torch.randn(wide, HIDDEN_SIZE),

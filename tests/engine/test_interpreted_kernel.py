@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.eagle_models import VOCAB_SIZE, write_known_language
+from tests.engine.eagle_models import (
+    VOCAB_SIZE,
+    write_known_language,
+    write_lyanna_head,
+)
 from tests.engine.tiny_models import write_pair, write_windowed
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.plugin import stock_arguments
@@ -17,6 +21,7 @@ SPECS: dict[str, dict[str, object]] = {
     "rsd_s": {"method": "rsd_s", "beam_width": 3, "depth": 2},
     "spectr": {"method": "spectr", "num_paths": 3, "depth": 2},
     "eagle_tree": {"method": "eagle_tree", "top_k": 3, "depth": 2},
+    "lyanna": {"method": "lyanna", "depth": 2, "resample": "merge"},
 }
 # Prompts that cross a page at once, late, and while they are read in chunks.
 LENGTHS = (31, 5, 40)
@@ -38,9 +43,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def known_language(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Folders of a target and of an EAGLE head that knows its language."""
-    return write_known_language(tmp_path_factory.mktemp("known"))
+def known_language(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of a target, and of heads that know its language, by method."""
+    folder = tmp_path_factory.mktemp("known")
+    target, head = write_known_language(folder)
+    lyanna = write_lyanna_head(folder / "lyanna", folder / "target")
+    return {"target": target, "eagle_tree": head, "lyanna": lyanna}
 
 
 @pytest.fixture
@@ -63,7 +71,7 @@ def test_gpu_path_equals_plain_and_cpu_path(
     run_engine: Callable[..., dict],
     interpreted: Callable[..., dict],
     pair: tuple[str, str],
-    known_language: tuple[str, str],
+    known_language: dict[str, str],
 ) -> None:
     """Red when kernel, masks, moves or rules of the GPU path are wrong anywhere.
 
@@ -73,7 +81,9 @@ def test_gpu_path_equals_plain_and_cpu_path(
     are those of the CPU path, which draws the same numbers: branches and masks are one
     method.
     """
-    target, draft = known_language if method == "eagle_tree" else pair
+    target, draft = pair
+    if method in known_language:
+        target, draft = known_language["target"], known_language[method]
     prompts = [
         [(7 * i + 13 * j) % VOCAB_SIZE for i in range(length)]
         for j, length in enumerate(LENGTHS)
