@@ -43,6 +43,7 @@ SPECS: dict[str, dict[str, object]] = {
     "suffix_tree": {"method": "suffix_tree", "num_drafts": 8, "depth": 4},
     "redrafter": {
         "method": "redrafter",
+        "tree": "beams",
         "beam_width": 6,
         "length": 4,
         "num_drafts": 15,
@@ -55,7 +56,6 @@ SPECS: dict[str, dict[str, object]] = {
     },
     "redrafter-dynamic": {
         "method": "redrafter",
-        "tree": "dynamic",
         "beam_width": 4,
         "length": 3,
         "num_drafts": 10,

@@ -51,7 +51,8 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
 
 def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
     """Red when a key of a head's method is dropped on the way."""
-    proposer = parse("redrafter", beam_width=8, length=6, num_drafts=31).proposer()
+    keys = {"beam_width": 8, "length": 6, "num_drafts": 31, "tree": "beams"}
+    proposer = parse("redrafter", **keys).proposer()
     assert (proposer.num_beam_tokens, proposer.sizes.max_nodes) == (48, 32)
     assert parse("medusa_tree", num_drafts=5).proposer().sizes.max_nodes == 6
 
@@ -67,7 +68,7 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
 def test_dynamic_tree_of_a_recurrent_head(parse: Callable[..., MethodConfig]) -> None:
     """Red when the beams' keys do not shape the tree, or it is judged wrongly."""
     keys = {"beam_width": 6, "length": 3, "num_drafts": 12}
-    config = parse("redrafter", tree="dynamic", **keys)
+    config = parse("redrafter", **keys)
     proposer = config.proposer()
     assert isinstance(proposer, DynamicTree)
     assert (proposer.top_k, proposer.depth, proposer.num_drafts) == (6, 3, 12)
@@ -77,7 +78,8 @@ def test_dynamic_tree_of_a_recurrent_head(parse: Callable[..., MethodConfig]) ->
         isinstance(tree.config.proposer(), DynamicTree)
         for tree in config.scheduled_trees()
     )
-    assert parse("redrafter", tree="dynamic").proposer().sizes.max_nodes == 6
+    assert config == parse("redrafter", tree="dynamic", **keys)
+    assert parse("redrafter").proposer().sizes.max_nodes == 6
     assert isinstance(parse("redrafter", tree="beams").proposer(), ReDrafter)
 
 

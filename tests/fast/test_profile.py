@@ -36,7 +36,12 @@ SPECS: dict[str, dict[str, Any]] = {
             {"model": "other/model", "branching_factors": [1, 1]},
         ],
     },
-    "redrafter": {"method": "redrafter", "beam_width": 3, "length": 2},
+    "redrafter": {
+        "method": "redrafter",
+        "tree": "beams",
+        "beam_width": 3,
+        "length": 2,
+    },
     "medusa_tree": {"method": "medusa_tree", "num_drafts": 5},
     "eagle_tree": {"method": "eagle_tree", "model": "some/head"},
     "lyanna": {"method": "lyanna", "model": "some/head", "resample": "merge"},

@@ -40,7 +40,7 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
         for width, length, kept in product(numbers, numbers, (*numbers, 40, None)):
             keys: dict[str, Any] = {"beam_width": width, "length": length}
             keys["num_drafts"] = kept
-            yield {**model, **keys}
+            yield {**model, **keys, "tree": "beams"}
             if kept is None:
                 yield {**model, **keys, "beam_search": "stochastic"}
             yield {**model, **keys, "tree": "dynamic"}

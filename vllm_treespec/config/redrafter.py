@@ -39,10 +39,13 @@ class ReDrafterConfig(HeadMethodConfig):
         description="stochastic: beams are drawn; they are verified by recursive "
         "rejection, which uses the head's probabilities",
     )
-    tree: Literal["beams", "dynamic"] = Field(
-        default="beams",
+    # A null becomes one of the two when validated.
+    tree: Literal["beams", "dynamic"] | None = Field(
+        default=None,
+        validate_default=True,
         description="dynamic: the likeliest nodes of all levels, whether a beam ends "
-        "below them or not; beam_width are read of each level",
+        "below them or not; beam_width are read of each level; beams: whole beams, as "
+        "in the paper; null: dynamic, but for a stochastic beam",
     )
     # A null becomes NUM_DRAFTS when validated, but for a stochastic beam.
     num_drafts: Count | None = Field(
@@ -89,13 +92,17 @@ class ReDrafterConfig(HeadMethodConfig):
 
     @field_validator("tree")
     @classmethod
-    def _dynamic_trees_are_not_drawn(cls, tree: str, info: ValidationInfo) -> str:
-        if tree == "dynamic" and info.data.get("beam_search") == "stochastic":
+    def _dynamic_trees_are_not_drawn(
+        cls, tree: str | None, info: ValidationInfo
+    ) -> str:
+        if info.data.get("beam_search") != "stochastic":
+            return tree or "dynamic"
+        if tree == "dynamic":
             raise ValueError(
                 "a dynamic tree holds the likeliest tokens and a stochastic beam drawn "
                 "ones; remove 'tree', or write 'beam_search' 'deterministic'"
             )
-        return tree
+        return "beams"
 
     @field_validator("num_drafts")
     @classmethod
