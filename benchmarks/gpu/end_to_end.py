@@ -15,11 +15,12 @@ import typer
 
 from benchmarks.gpu import card, step
 from benchmarks.gpu.step import Row, Work
-from benchmarks.harness import models, options, plan, report, store
+from benchmarks.harness import models, options, plan, report
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.plugin import GPU_ATTENTION, stock_arguments
 from vllm_treespec.tools.prompts import SHIPPED
 from vllm_treespec.tools.sides import PLAIN, Cell, Side
+from vllm_treespec.tools.store import read_stored
 
 PARTS = ("lossless", "speed")
 METHODS: dict[str, dict[str, Any]] = {
@@ -131,7 +132,7 @@ def run_plans(plans: Sequence[plan.Plan], out: Path, origin: report.Content) -> 
         failures = failed | new
         # each part's plan has checked its own; the other may be of an earlier run
         answers, speeds = (
-            store.read_stored(
+            read_stored(
                 sorted((out / part / "cells").glob("*/*.json")),
                 plan.StoredCell,
                 lambda stored: stored.settings,

@@ -119,11 +119,12 @@ def write_lyanna_head(folder: Path, target: Path) -> str:
     )
     head = LyannaHead(config)
     assert head.info is not None
-    for weight in head.parameters():
+    weights = dict(head.named_parameters())
+    for weight in weights.values():
         weight.zero_()
-    head.embedding_norm.weight.fill_(BEFORE_RMS)
-    head.norm.weight.fill_(AFTER_RMS)
-    head.fuse.weight.copy_(pair_of_vectors())
+    weights["embedding_norm.weight"].fill_(BEFORE_RMS)
+    weights["norm.weight"].fill_(AFTER_RMS)
+    weights["fuse.weight"].copy_(pair_of_vectors())
     head.info.down.weight[:, OWN] = torch.eye(SIZE)
     output = load_file(target / "model.safetensors")["lm_head.weight"]
     head.info.up.copy_(output[:, OWN])
