@@ -1,14 +1,19 @@
 """The Grafana board and the Prometheus rules: metrics that exist, rules that fire."""
 
+import http.server
 import json
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import vllm.v1.metrics.loggers
 import vllm.v1.spec_decode.metrics
 import yaml
 
+from deploy.monitoring.picture import picture
 from tests.fast.deployment import SOURCES, manifests, run
 from tests.monitoring import MONITORING, board, board_queries, metric_names, rules
 from vllm_treespec.metrics import COUNTERS, PREFIX
@@ -101,3 +106,39 @@ def test_panels_do_not_overlap() -> None:
         assert not taken & cells, panel["title"]
         taken |= cells
         assert at["x"] + at["w"] <= 24
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """Answers each query of a range with two lines of two points."""
+
+    queries: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        """Answer as Prometheus does."""
+        self.queries.append(self.path)
+        values = [[1.0e9, "1.5"], [2.0e9, "2.5"]]
+        lines = [{"metric": {"stage": n}, "values": values} for n in ("draft", "score")]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": {"result": lines}}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def prometheus() -> Iterator[str]:
+    """A server that answers every query."""
+    with http.server.HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_picture_asks_for_every_panel(prometheus: str, tmp_path: Path) -> None:
+    """Red when a variable of the board is left in a query, or a panel is left out."""
+    Answering.queries.clear()
+    picture(prometheus, minutes=1.0, rate_seconds=10, out=tmp_path / "board.png")
+    assert len(Answering.queries) == len(board_queries())
+    assert not any("%24" in query for query in Answering.queries), "$ in a query"
+    assert (tmp_path / "board.png").stat().st_size > 20_000
