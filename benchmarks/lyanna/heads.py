@@ -53,7 +53,7 @@ def full_twin(kind: str, folder: str, target: str, out: Path) -> str:
     else:
         head.config = head.config.model_copy(update={"num_hot_tokens": None})
         head.hot_token_ids = None
-        save_published(head, twin)
+        save_published(head, twin, next(head.parameters()).dtype)
     return str(twin)
 
 
