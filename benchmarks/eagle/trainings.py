@@ -19,15 +19,22 @@ SPLIT = "the evaluation split"
 LYANNA = "Ablation of Lyanna heads"
 
 
-def read_trainings(folder: Path) -> list[Training]:
+def read_trainings(folder: Path, history: bool = False) -> list[Training]:
     """Read what was noted of each head below a folder.
+
+    Args:
+        folder: with a folder for each head.
+        history: whether to keep the loss and the evaluations by step.
 
     Raises:
         ValueError: when there is none.
 
     """
     found = [
-        training_of(file.parent, str(file.parent.relative_to(folder)), record)
+        {
+            **training_of(file.parent, str(file.parent.relative_to(folder)), record),
+            **({"history": record.get("history", [])} if history else {}),
+        }
         for file in sorted(folder.glob("**/training.json"))
         # a draft model's has none
         if "training" in (record := json.loads(file.read_text(encoding="utf-8")))
