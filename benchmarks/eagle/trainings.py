@@ -19,12 +19,12 @@ SPLIT = "the evaluation split"
 LYANNA = "Ablation of Lyanna heads"
 
 
-def read_trainings(folder: Path, history: bool = False) -> list[Training]:
+def read_trainings(folder: Path, by_step: bool = False) -> list[Training]:
     """Read what was noted of each head below a folder.
 
     Args:
         folder: with a folder for each head.
-        history: whether to keep the loss and the evaluations by step.
+        by_step: whether to keep the evaluations on the way.
 
     Raises:
         ValueError: when there is none.
@@ -33,7 +33,7 @@ def read_trainings(folder: Path, history: bool = False) -> list[Training]:
     found = [
         {
             **training_of(file.parent, str(file.parent.relative_to(folder)), record),
-            **({"history": record.get("history", [])} if history else {}),
+            **({"evaluations": record.get("evaluations", [])} if by_step else {}),
         }
         for file in sorted(folder.glob("**/training.json"))
         # a draft model's has none

@@ -63,12 +63,12 @@ def lyanna(
     """Redo tables 1 and 2 and figures 5, 7 to 13 of the Lyanna paper."""
     with options.one_line_errors("lyanna"):
         sizes = options.numbers(batch_sizes, "--batch-sizes", int, 1)
-        histories = [] if trainings is None else read_trainings(trainings, history=True)
+        trained = [] if trainings is None else read_trainings(trainings, by_step=True)
         named = {"lyanna": ("--head", head), "eagle": ("--eagle", eagle)}
         models = models_of(target, draft, named)
         more: Content = {
             "coverage": [] if text is None else coverage_of(text, models.target),
-            "curves": curves_of(histories),
+            "curves": curves_of(trained),
         }
         names = options.words(sides)
         heads = dict(models.heads)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.provenance import model
-from benchmarks.harness.store import settings_of
 from vllm_treespec.heads import (
     EagleHead,
     LyannaHead,
@@ -16,6 +15,7 @@ from vllm_treespec.heads import (
     save_head,
     save_published,
 )
+from vllm_treespec.tools.store import settings_of
 
 
 def full_twin(kind: str, folder: str, target: str, out: Path) -> str:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness.head_rows import PROFILED, Entry
 from benchmarks.harness.plan import Engine
-from benchmarks.harness.trees import side_of_trees
 from vllm_treespec.tools import sides as kinds
-from vllm_treespec.tools.sides import Cell, Side
+from vllm_treespec.tools.sides import Cell, Side, side_of_trees
 
 # The paper's tree, section 7.2; 16 draft tokens as in its section 7.3.
 TREE = {"top_k": 4, "depth": 3, "num_drafts": 12}

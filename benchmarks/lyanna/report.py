@@ -12,6 +12,7 @@ from benchmarks.harness.head_rows import COLUMNS, HeadRow
 from benchmarks.harness.report import Content, column, number
 from benchmarks.lyanna.coverage import SHARES
 from benchmarks.lyanna.parts import LYANNA_HOT, MERGE, REPLACE
+from benchmarks.lyanna.rows import ACCURACY
 
 Row = dict[str, Any]
 NOTE = (
@@ -109,7 +110,7 @@ def table2(curves: Sequence[Row]) -> tuple[list[Row], report.Columns[Row]]:
     steps: dict[int, Row] = {}
     columns = {"step": column("step", "{}")}
     for point in curves:
-        if point["metric"] == "accuracy":
+        if point["metric"] == ACCURACY:
             at, head = point["step"], point["head"]
             steps.setdefault(at, {"step": at})[head] = point["value"]
             columns[f"{point['variant']} ({head})"] = column(head, "{:.2%}")

@@ -32,7 +32,11 @@ RATIOS = {
 # The whole of drafting; the head's forwards, and which of them are for what.
 STAGES = ("draft", DRAFT_FORWARD, "pairs", "levels")
 # Levels whose accuracies table 2 averages.
-ACCURACIES = [f"eval_accuracy_{level}" for level in (1, 2, 3)]
+ACCURACY = "accuracy"
+CURVES = {
+    "KL": ["eval_kl"],
+    ACCURACY: [f"eval_accuracy_{level}" for level in (1, 2, 3)],
+}
 
 
 def evidence_of(
@@ -123,7 +127,7 @@ def conditional(acceptance: Acceptance) -> Row:
 
 
 def curves_of(trainings: Sequence[Training]) -> list[Row]:
-    """Points of table 2 and figure 5: loss, and mean accuracy of three levels."""
+    """Points of table 2 and figure 5, all of the evaluation split."""
     return [
         {
             "head": training["name"],
@@ -134,7 +138,7 @@ def curves_of(trainings: Sequence[Training]) -> list[Row]:
         }
         for training in trainings
         if training["kind"] == "lyanna"
-        for entry in training["history"]
-        for metric, names in (("loss", ["loss"]), ("accuracy", ACCURACIES))
+        for entry in training["evaluations"]
+        for metric, names in CURVES.items()
         if all(name in entry for name in names)
     ]

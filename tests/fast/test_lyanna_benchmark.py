@@ -279,7 +279,7 @@ def test_trained_heads_make_table_and_curves(tmp_path: Path) -> None:
         record = json.loads(file.read_text())
         record["head"] = {key: config[key] for key in list(config)[1:]}
         if name != "older":
-            record["history"] = [{"step": 10, "loss": 2.0}, {"step": 20, **accuracies}]
+            record["evaluations"] = [{"step": 20, "eval_kl": 2.0, **accuracies}]
         file.write_text(json.dumps(record))
     training(trained / "eagle", [0.5], three=True)
     command = ["lyanna", "--target", "target", "--draft", "none", "--sides", "none"]
