@@ -21,6 +21,7 @@ EXPERIMENTS = {
     "rsd": "benchmarks.rsd.experiment",
     "redrafter": "benchmarks.redrafter.experiment",
     "eagle": "benchmarks.eagle.experiment",
+    "lyanna": "benchmarks.lyanna.experiment",
     "attention": "benchmarks.attention",
     "gpu-kernel": "benchmarks.gpu.kernel",
     "gpu-step": "benchmarks.gpu.step",

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from benchmarks.eagle.parts import (
     EAGLE_TREES,
     REDRAFTER_TREES,
-    Entry,
     all_sides,
     engines_of,
     entries_of,
     trees_by_kind,
 )
 from benchmarks.eagle.report import render
-from benchmarks.eagle.rows import plain_steps_of, rows_of
+from benchmarks.eagle.rows import plain_steps_of
 from benchmarks.eagle.trainings import Training, read_trainings
 from benchmarks.harness import options
-from benchmarks.harness.models import SHIPPED_HEADS, Models, find_models, take_prompts
+from benchmarks.harness.head_rows import Entry, rows_of
+from benchmarks.harness.models import identity, models_of, take_prompts
 from benchmarks.harness.plan import StoredCell, base_job, make_plan, run_plan
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content
-from vllm_treespec.tools.assets import drafters
 from vllm_treespec.tools.prompts import SHIPPED
-from vllm_treespec.tools.sides import Side, choose_sides
+from vllm_treespec.tools.sides import choose_sides
 
 __all__ = ["eagle", "render"]
-NONE = "none"
 
-Folder = Annotated[str, typer.Option(help="Folder. Default: the shipped head.")]
-Sides = Annotated[
-    str,
-    typer.Option(help="Only these names or methods, comma-separated; none: no engine."),
-]
-Tokens = Annotated[int, typer.Option(min=2, help="Per answer.")]
 Trees = Annotated[str, typer.Option(help="top_k x depth x draft tokens.")]
 BeamTrees = Annotated[
     str, typer.Option(help="Beam width x length x draft tokens, for the dynamic tree.")
 ]
-Eager = Annotated[bool, typer.Option("--eager", help="Start faster, run slower.")]
 Trainings = Annotated[
     Path | None,
     typer.Option(
@@ -54,22 +45,22 @@ Trainings = Annotated[
 
 
 def eagle(
-    head: Folder = "",
-    redrafter: Folder = "",
-    medusa: Folder = "",
+    head: options.Head = "",
+    redrafter: options.Head = "",
+    medusa: options.Head = "",
     prompts: options.PromptsFile = SHIPPED,
     num_prompts: options.NumPrompts = 8,
-    tokens: Tokens = 64,
+    tokens: options.MaxTokens = 64,
     temperatures: options.Temperatures = "0,1",
     trees: Trees = EAGLE_TREES,
     redrafter_trees: BeamTrees = REDRAFTER_TREES,
-    sides: Sides = "",
+    sides: options.Sides = "",
     rounds: options.Rounds = 3,
     stock_depth: options.StockDepth = 6,
     trainings: Trainings = None,
     target: options.Target = "",
     draft: options.Draft = "",
-    eager: Eager = False,
+    eager: options.Eager = False,
     out: options.Out = Path("runs/eagle"),
     fresh: options.Fresh = False,
     dry_run: options.DryRun = False,
@@ -79,11 +70,15 @@ def eagle(
         trained = [] if trainings is None else read_trainings(trainings)
         shapes = trees_by_kind(trees, redrafter_trees)
         warmths = options.numbers(temperatures, "--temperatures", float, 0)
-        named = {"eagle": head, "redrafter": redrafter, "medusa": medusa}
+        named = {
+            "eagle": ("--head", head),
+            "redrafter": ("--redrafter", redrafter),
+            "medusa": ("--medusa", medusa),
+        }
         models = models_of(target, draft, named)
         every = all_sides(models, shapes, eager, stock_depth)
         names = options.words(sides)
-        chosen = [] if names == [NONE] else choose_sides(every, names)
+        chosen = [] if names == [options.NONE] else choose_sides(every, names)
         entries = entries_of(every, shapes, warmths)
         asked, source = take_prompts(prompts, num_prompts)
         job = base_job(models.target, asked, tokens)
@@ -95,34 +90,6 @@ def eagle(
     origin = provenance("eagle", models=weights, prompts=source)
     origin["engines"] = "eager" if eager else "compiled"
     run_plan(plan, origin, partial(evidence, entries, trained), render, dry_run)
-
-
-def models_of(target: str, draft: str, named: Mapping[str, str]) -> Models:
-    """Find the models; a head that is neither named nor shipped is left out.
-
-    Raises:
-        ValueError: when a folder holds a head of another kind.
-
-    """
-    shipped = [kind for kind, name in SHIPPED_HEADS.items() if name in drafters()]
-    folders = [folder for folder in named.values() if folder]
-    models = find_models(target, draft, folders, shipped)
-    for kind, folder in named.items():
-        option = "--head" if kind == "eagle" else f"--{kind}"
-        if folder and models.heads.get(kind) != folder:
-            raise ValueError(f"{option}: {folder} holds no {kind} head")
-        if kind not in models.heads:
-            options.console.print(
-                f"without {kind} sides: no {SHIPPED_HEADS[kind]} is shipped here; "
-                f"name a head with {option}"
-            )
-    return models
-
-
-def identity(heads: Mapping[str, dict[str, str]], side: Side) -> dict[str, Any]:
-    """Name a side and the weights of its head, by folder: others may come later."""
-    head = side.engine.get("speculative_config", {}).get("model")
-    return {**side.model_dump(), "head": heads.get(head)}
 
 
 def evidence(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.harness import options
+from benchmarks.harness.head_rows import PROFILED, Entry
 from benchmarks.harness.models import Models
 from benchmarks.harness.plan import Engine
 from benchmarks.workloads import SUFFIX, sides_of
@@ -34,29 +35,10 @@ EAGLE_TREES = "4x2x5,4x3x8,4x4x16"
 # as many siblings as fit: the best tree of this head
 REDRAFTER_TREES = "5x2x5,8x3x8,16x4x16"
 BEAM_TREES = "4x2x5"
-PROFILED = "benchmarks.eagle.engine:profiled"
 PLAIN_STEP = "plain-step"
 IN_TURN = "benchmarks.eagle.engine:in_turn"
 # How often the plain step's cell answers each prompt.
 PLAIN_STEP_REPEATS = 4
-
-
-class Entry(NamedTuple):
-    """What a side measures at one temperature: a row of the table."""
-
-    kind: str
-    side: Side
-    cell: Cell
-
-    @property
-    def drafts(self) -> int:
-        """Draft tokens of the tree at most."""
-        return (self.cell.tree or {}).get("num_drafts", self.side.budget)
-
-    @property
-    def label(self) -> str:
-        """Names the row, the same at all temperatures."""
-        return f"{self.kind}-{self.drafts}" if self.cell.tree else self.kind
 
 
 def trees_of(text: str, option: str, keys: Sequence[str]) -> list[dict[str, int]]:

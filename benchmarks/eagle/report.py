@@ -6,20 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import depths
-from benchmarks.eagle.rows import HeadRow
 from benchmarks.eagle.trainings import curve_points, sections
 from benchmarks.harness import plot, report
+from benchmarks.harness.head_rows import COLUMNS, HeadRow
 from benchmarks.harness.report import Content, column, number
 from vllm_treespec.core.stats import KEEP_FEATURES
 from vllm_treespec.tools.sides import PLAIN
-
-
-def tokens_per_step(row: HeadRow) -> str:
-    """Write the acceptance length with its error; of plain decoding nothing."""
-    if row.acceptance_length is None:
-        return "–"
-    return f"{row.acceptance_length:.2f} ± {row.error:.2f}"
 
 
 def levels_ms(row: HeadRow) -> float:
@@ -44,18 +36,6 @@ def stage(name: str) -> Callable[[HeadRow], str]:
     return lambda row: number(row.stage_ms.get(name), "{:.2f}")
 
 
-COLUMNS: report.Columns[HeadRow] = {
-    "side": lambda row: row.side,
-    "drafts": lambda row: str(row.budget or "–"),
-    "tokens/step": tokens_per_step,
-    "tokens/s (min–max)": lambda row: report.spread(
-        row.tokens_per_s, row.tokens_per_s_min, row.tokens_per_s_max
-    ),
-    "speed-up": lambda row: number(row.speedup, "{:.2f}×"),
-    "nodes": lambda row: number(row.mean_nodes, "{:.1f}"),
-    "accepted at depth 1, 2, …": depths,
-    "rounds": lambda row: str(row.rounds),
-}
 PROFILE: report.Columns[HeadRow] = {
     "side": lambda row: row.side,
     "target": stage("forward"),

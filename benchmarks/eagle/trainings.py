@@ -19,15 +19,22 @@ SPLIT = "the evaluation split"
 LYANNA = "Ablation of Lyanna heads"
 
 
-def read_trainings(folder: Path) -> list[Training]:
+def read_trainings(folder: Path, by_step: bool = False) -> list[Training]:
     """Read what was noted of each head below a folder.
+
+    Args:
+        folder: with a folder for each head.
+        by_step: whether to keep the evaluations on the way.
 
     Raises:
         ValueError: when there is none.
 
     """
     found = [
-        training_of(file.parent, str(file.parent.relative_to(folder)), record)
+        {
+            **training_of(file.parent, str(file.parent.relative_to(folder)), record),
+            **({"evaluations": record.get("evaluations", [])} if by_step else {}),
+        }
         for file in sorted(folder.glob("**/training.json"))
         # a draft model's has none
         if "training" in (record := json.loads(file.read_text(encoding="utf-8")))

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
+from benchmarks.harness.options import console
 from benchmarks.harness.provenance import model, sha256
 from vllm_treespec.heads import read_head_config
 from vllm_treespec.tools.assets import (
     EAGLE,
+    LYANNA,
     MEDUSA,
     REDRAFTER,
+    drafters,
     ensure_target,
     shipped_drafter,
 )
 from vllm_treespec.tools.prompts import load_prompts, spread
+from vllm_treespec.tools.sides import Side
 
-SHIPPED_HEADS = {"redrafter": REDRAFTER, "medusa": MEDUSA, "eagle": EAGLE}
+SHIPPED_HEADS = {
+    "redrafter": REDRAFTER,
+    "medusa": MEDUSA,
+    "eagle": EAGLE,
+    "lyanna": LYANNA,
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,38 @@ def find_models(
         shipped = {kind: SHIPPED_HEADS[kind] for kind in shipped_heads}
         named = {kind: shipped_drafter(name) for kind, name in shipped.items()} | named
     return Models(target, None if draft == "none" else draft, named)
+
+
+def models_of(target: str, draft: str, named: Mapping[str, tuple[str, str]]) -> Models:
+    """Find the models; a head that is neither named nor shipped is left out.
+
+    Args:
+        target: see :func:`find_models`.
+        draft: see :func:`find_models`.
+        named: option that names a head, and what it says, by kind of head.
+
+    Raises:
+        ValueError: when a folder holds a head of another kind.
+
+    """
+    shipped = [kind for kind in named if SHIPPED_HEADS[kind] in drafters()]
+    folders = [folder for _, folder in named.values() if folder]
+    models = find_models(target, draft, folders, shipped)
+    for kind, (option, folder) in named.items():
+        if folder and models.heads.get(kind) != folder:
+            raise ValueError(f"{option}: {folder} holds no {kind} head")
+        if kind not in models.heads:
+            console.print(
+                f"without {kind} sides: no {SHIPPED_HEADS[kind]} is shipped here; "
+                f"name a head with {option}"
+            )
+    return models
+
+
+def identity(heads: Mapping[str, dict[str, str]], side: Side) -> dict[str, Any]:
+    """Name a side and the weights of its head, by folder: others may come later."""
+    head = side.engine.get("speculative_config", {}).get("model")
+    return {**side.model_dump(), "head": heads.get(head)}
 
 
 def take_prompts(file: Path, count: int) -> tuple[list[str], str]:

@@ -51,6 +51,13 @@ Heads = Annotated[
     list[str] | None,
     typer.Option(help="Folder of a head. May be repeated. Default: the shipped ones."),
 ]
+Head = Annotated[str, typer.Option(help="Folder. Default: the shipped head.")]
+Sides = Annotated[
+    str,
+    typer.Option(help="Only these names or methods, comma-separated; none: no engine."),
+]
+NONE = "none"
+Eager = Annotated[bool, typer.Option("--eager", help="Start faster, run slower.")]
 Out = Annotated[
     Path, typer.Option(help="For results; what is finished there is not run again.")
 ]

@@ -31,8 +31,6 @@ from vllm_treespec.tools.prompts import SHIPPED
 
 Only = Annotated[str, typer.Option(help=f"Some of {','.join(PARTS)}.")]
 Tree = Annotated[str, typer.Option(help="Beam width x length x draft tokens.")]
-Eager = Annotated[bool, typer.Option("--eager", help="Start faster, run slower.")]
-Head = Annotated[str, typer.Option(help="Folder. Default: the shipped head.")]
 
 
 def redrafter(
@@ -42,10 +40,10 @@ def redrafter(
     max_tokens: options.MaxTokens = 64,
     tree: Tree = "4x4x15",
     rounds: options.Rounds = 1,
-    redrafter: Head = "",
-    medusa: Head = "",
+    redrafter: options.Head = "",
+    medusa: options.Head = "",
     target: options.Target = "",
-    eager: Eager = False,
+    eager: options.Eager = False,
     out: options.Out = Path("runs/redrafter"),
     fresh: options.Fresh = False,
     dry_run: options.DryRun = False,

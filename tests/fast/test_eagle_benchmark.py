@@ -10,23 +10,22 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.eagle import engine as in_engine
-from benchmarks.eagle.experiment import evidence, identity, models_of
+from benchmarks.eagle.experiment import evidence
 from benchmarks.eagle.parts import (
     EAGLE_TREES,
     IN_TURN,
     KINDS,
     PLAIN_STEP,
     REDRAFTER_TREES,
-    Entry,
     all_sides,
     engines_of,
     entries_of,
     trees_by_kind,
 )
-from benchmarks.eagle.rows import rows_of
 from benchmarks.eagle.trainings import chain_length, read_trainings
-from benchmarks.harness import plot, report
-from benchmarks.harness.models import Models
+from benchmarks.harness import head_parts, plot, report
+from benchmarks.harness.head_rows import Entry, rows_of
+from benchmarks.harness.models import Models, identity, models_of
 from benchmarks.harness.plan import Plan, base_job, make_plan
 from tests.fast.test_redrafter_benchmark import head_folders
 from tests.published_heads import PublishedHead
@@ -120,7 +119,7 @@ def test_heads_that_are_not_there_leave_their_sides_out(
 ) -> None:
     """Red when a missing head ends the experiment, or another kind passes for it."""
     redrafter = models.heads["redrafter"]
-    named = {"eagle": "", "redrafter": redrafter, "medusa": ""}
+    named = {"eagle": ("--head", ""), "redrafter": ("--redrafter", redrafter)}
     found = models_of("target", "none", named)
     assert found.heads == {"redrafter": redrafter}
     assert "name a head with --head" in capsys.readouterr().err
@@ -128,7 +127,7 @@ def test_heads_that_are_not_there_leave_their_sides_out(
     assert "redrafter-dynamic" in names
     assert not names & {"medusa_tree", "eagle_tree-dynamic", PLAIN_STEP}
     with pytest.raises(ValueError, match=r"--head: .* holds no eagle head"):
-        models_of("target", "none", {"eagle": redrafter})
+        models_of("target", "none", {"eagle": ("--head", redrafter)})
 
 
 def test_a_head_that_comes_later_changes_no_other_side(models: Models) -> None:
@@ -284,9 +283,9 @@ def test_parts_of_the_head_are_timed_once() -> None:
     """Red when a part is not timed, is timed twice, or loses its result."""
     head = Head()
     runner = SimpleNamespace(drafter=SimpleNamespace(paged=[head]))
-    in_engine.time_parts(SimpleNamespace(model_runner=runner))
+    head_parts.time_parts(SimpleNamespace(model_runner=runner))
     first = vars(head)["read"]
-    in_engine.time_parts(SimpleNamespace(model_runner=runner))
+    head_parts.time_parts(SimpleNamespace(model_runner=runner))
     assert vars(head)["read"] is first
     found = [head.keep(1), head.read(2), head.begin(3), head.extend(4)]
     assert found == [1, 2, 3, 4]

@@ -31,7 +31,7 @@ DRAFTERS_DIR = Path(__file__).parent / "drafters"
 WEIGHTS = "model.safetensors"
 DRAFTER = "smollm2-135m-draft"
 REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"
-EAGLE = "eagle-smollm2-135m"
+EAGLE, LYANNA = "eagle-smollm2-135m", "lyanna-smollm2-135m"
 
 
 class AssetError(RuntimeError):
