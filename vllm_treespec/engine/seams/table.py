@@ -362,6 +362,20 @@ LOADING = (
     ).reads("cpu_linear", "packed linear layers for heads"),
 )
 
+_EXECUTOR = Owner("vllm.v1.executor.abstract:Executor")
+RAY = (
+    *_PARALLEL_CONFIG.writes(
+        "distributed_executor_backend", "'ray' gets a class that checks the nodes first"
+    ),
+    *_PARALLEL_CONFIG.reads("placement_group ray_runtime_env", "which nodes are asked"),
+    *_EXECUTOR.extended("it stands for vLLM's Ray executor until nodes are checked"),
+    *_EXECUTOR.writes("uses_ray", "it stands for vLLM's Ray executor"),
+    *_EXECUTOR.calls("get_class", "vLLM's own Ray executor"),
+    *Owner("vllm.v1.executor.ray_utils").calls(
+        "initialize_ray_cluster", "the nodes of an engine"
+    ),
+)
+
 METRICS = (
     *_VLLM_CONFIG.reads("instance_id", "the file of an engine's counters"),
     *_MODEL_CONFIG.reads("served_model_name", "the label 'model_name'"),
@@ -387,6 +401,7 @@ TOPICS: dict[str, tuple[Seam, ...]] = {
     "Attention": ATTENTION,
     "KV cache": KV_CACHE,
     "Loading": LOADING,
+    "Ray": RAY,
     "Metrics": METRICS,
 }
 SEAMS = tuple(seam for seams in TOPICS.values() for seam in seams)
