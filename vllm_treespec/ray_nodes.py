@@ -7,9 +7,13 @@ that looks around there is made inside another one: Ray sends such functions as 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_treespec.config.base import MethodConfig
 
 DISTRIBUTION = "vllm-treespec"
 PLUGIN = "treespec"
@@ -29,6 +33,60 @@ class NodeFacts:
     plugins: str | None
     # by folder: size in bytes of every file in it; none where there is no such folder
     files: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def check_ray_nodes(
+    nodes: Iterable[str],
+    config: MethodConfig | None,
+    runtime_env: Mapping[str, Any] | None = None,
+) -> None:
+    """Check Ray nodes; this process is connected to Ray.
+
+    Args:
+        nodes: their ids.
+        config: what draws the trees, None without trees.
+        runtime_env: of the workers, as Ray takes it.
+
+    Raises:
+        RayNodeError: naming the first node that lacks something, and the remedy.
+
+    """
+    probe = make_probe([] if config is None else drafter_folders(config))
+    check_nodes(NodeFacts(**probe()), ask_nodes(probe, nodes, runtime_env))
+
+
+def drafter_folders(config: MethodConfig) -> list[str]:
+    """Folders of draft models or head; those named by a hub id are left out.
+
+    Each worker gets those from the hub.
+    """
+    models = [*config.models, *([config.head] if config.head else [])]
+    return [model for model in models if Path(model).is_dir()]
+
+
+def ask_nodes(
+    probe: Callable[[], dict[str, Any]],
+    nodes: Iterable[str],
+    runtime_env: Mapping[str, Any] | None,
+) -> dict[str, NodeFacts]:
+    """Call a function on all nodes at once; what it gave, by address and id."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    task = ray.remote(probe)
+    asked = {
+        node: task.options(
+            num_cpus=0,
+            runtime_env=runtime_env,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        ).remote()
+        for node in nodes
+    }
+    return {
+        f"{addresses[node]} (id {node[:8]})": NodeFacts(**ray.get(answer))
+        for node, answer in asked.items()
+    }
 
 
 def make_probe(folders: Sequence[str]) -> Callable[[], dict[str, Any]]:

@@ -73,11 +73,10 @@ LIBRARIES = (
     *(torch.nn.functional, torch.nn.Module, BaseModel, AutoConfig, PretrainedConfig),
     *(prometheus_client, CounterMetricFamily, MmapedDict),
 )
-# Parameters of their functions, a key of models' config files, and what is Ray's.
+# Parameters of their functions, and a key of models' config files.
 FOREIGN = {
     *("break_long_words", "break_on_hyphens", "exitpriority", "missing_ok", "strict"),
     "max_position_embeddings",
-    *("num_cpus", "remote", "runtime_env", "scheduling_strategy"),
 }
 
 
