@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.engine.test_tensor_parallel import EAGLE, RSD_S, answers, start
+from tests.engine.test_tensor_parallel import EAGLE, GREEDY, RSD_S, answers, start
 from vllm_treespec.ray_nodes import RayNodeError
 
+ROOT = Path(__file__).parents[2]
 METHODS = (RSD_S, EAGLE)
 ENTRY_POINTS = "[vllm.platform_plugins]\nray = ray_cpu_platform:name\n"
 PLATFORM = """
@@ -69,6 +70,17 @@ def write_distribution(
     (info / "entry_points.txt").write_text(entry_points)
 
 
+def environment(path: Path) -> dict[str, str]:
+    """Environment variables of a process that runs engines over Ray."""
+    paths = [str(path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": ":".join(filter(None, paths)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
 class TwoNodes:
     """Two Ray nodes on this machine, with one place for a rank each."""
 
@@ -105,10 +117,17 @@ class TwoNodes:
             if group["state"] != "REMOVED":
                 remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(name)))
 
+    def stop(self) -> None:
+        """Stop all nodes."""
+        import ray
+
+        ray.shutdown()
+        self.cluster.shutdown()
+
     def run(self, name: str, folder: Path) -> dict[str, Any]:
-        """What an engine of two ranks answers."""
+        """What an engine of two ranks answers in the greedy jobs."""
         llm = start(name, folder, 2, "ray")
-        found = answers(llm, name)
+        found = answers(llm, name, GREEDY)
         llm.llm_engine.engine_core.shutdown()
         self.give_places_back()
         return found
@@ -152,10 +171,7 @@ def main() -> None:
             with nodes.second(**variables):
                 result[fault] = refused(folder)
     finally:
-        import ray
-
-        ray.shutdown()
-        nodes.cluster.shutdown()
+        nodes.stop()
     (folder / "ray.json").write_text(json.dumps(result))
 
 

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests.engine.conftest import TINY
 from tests.engine.processes import EngineProcessError, call
-from tests.engine.tiny_models import SIZES
+from tests.engine.tiny_models import SIZES, write_tokenizer
 
 MAX_TOKENS = 40
 MAX_MODEL_LEN = 128
@@ -36,12 +34,7 @@ def worded(tiny: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> st
     """Folder of the small target with a tokenizer: token 17 is the word w17."""
     folder = tmp_path_factory.mktemp("batch") / "target"
     shutil.copytree(tiny["target"], folder)
-    words = {f"w{token}": token for token in range(SIZES["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    fast.save_pretrained(folder)
+    write_tokenizer(folder)
     return str(folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,9 @@ def reseed(worker: Any) -> None:
     worker.model_runner.decoder.uniforms = UniformSource(worker.rank)
 
 
-def answers(llm: Any, name: str) -> dict[str, Any]:
-    """What an engine answers in all jobs, and what its ranks counted."""
-    found: dict[str, Any] = {n: answer(llm, **job) for n, job in JOBS.items()}
+def answers(llm: Any, name: str, jobs: Iterable[str] = JOBS) -> dict[str, Any]:
+    """What an engine answers in jobs, and what its ranks counted."""
+    found: dict[str, Any] = {job: answer(llm, **JOBS[job]) for job in jobs}
     if name != PLAIN:
         found["stats"] = llm.collective_rpc("treespec_stats")
     return found
