@@ -371,9 +371,16 @@ RAY = (
     *_EXECUTOR.extended("it stands for vLLM's Ray executor until nodes are checked"),
     *_EXECUTOR.writes("uses_ray", "it stands for vLLM's Ray executor"),
     *_EXECUTOR.calls("get_class", "vLLM's own Ray executor"),
-    *Owner("vllm.v1.executor.ray_utils").calls(
+    *Owner("vllm.v1.executor.ray_utils", "ray").calls(
         "initialize_ray_cluster", "the nodes of an engine"
     ),
+    *Owner("vllm.v1.metrics.ray_wrappers", "ray").calls(
+        "RayCounterWrapper", "metrics of Ray Serve"
+    ),
+    *Owner("vllm.v1.metrics.ray_wrappers:RayCounterWrapper", "ray").calls(
+        "labels inc", "metrics of Ray Serve"
+    ),
+    *_VLLM_CONFIG.on("ray").writes("instance_id", "metrics of Ray Serve"),
 )
 
 METRICS = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from vllm_treespec.config.base import MethodConfig
@@ -75,9 +76,8 @@ class RayAnswerer:
         ray.init(log_to_driver=False, ignore_reinit_error=True)
         kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
         check_size(self.engines, kind, ray.cluster_resources().get(kind, 0))
-        nodes = [
-            n["NodeID"] for n in ray.nodes() if n["Alive"] and kind in n["Resources"]
-        ]
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        nodes = [node["NodeID"] for node in alive if kind in node["Resources"]]
         check_ray_nodes(nodes, self.config)
         items = [{"row": json.dumps(asdict(row))} for row in rows]
         DataContext.get_current().enable_progress_bars = False
@@ -109,6 +109,26 @@ class Engine:
         rows = (Row(**json.loads(text)) for text in batch["row"])
         answered = [record for records in self.answerer(rows) for record in records]
         return {"finished": [json.dumps(asdict(record)) for record in answered]}
+
+
+def engines_of(count: int, options: Mapping[str, str]) -> Engines:
+    """How many engines run, of which size, by vLLM's options.
+
+    Raises:
+        BatchError: Ray is not installed, or an option does not go with it.
+
+    """
+    if find_spec("ray") is None:
+        raise BatchError("--ray needs Ray: pip install 'vllm-treespec[ray]'")
+    if options.get("distributed-executor-backend") == "ray":
+        raise BatchError(
+            "--ray gives each engine the cards of one machine; "
+            "remove --distributed-executor-backend"
+        )
+    size = options.get("tensor-parallel-size", "1")
+    if not size.isdecimal():
+        raise BatchError(f"--tensor-parallel-size is {size!r}; write a number")
+    return Engines(count, int(size))
 
 
 def num_portions(num_rows: int, engines: int) -> int:
