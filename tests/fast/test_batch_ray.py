@@ -1,6 +1,7 @@
 """What ``treespec batch --ray`` decides before Ray is asked."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
@@ -14,9 +15,9 @@ from vllm_treespec.tools.batch.ray_data import (
     check_size,
     engines_of,
     num_portions,
-    said_by,
+    records_of,
 )
-from vllm_treespec.tools.batch.rows import BatchError, Row, finished_of
+from vllm_treespec.tools.batch.rows import BatchError, Finished, Row
 
 ROWS = [
     Row(1, "a", "half \ud83d", {"seed": 1}, "as it stood"),
@@ -30,7 +31,7 @@ def test_rows_come_back_as_without_ray() -> None:
     engine = Engine([], {}, False)
     engine.answerer = FakeAnswerer()  # type: ignore[assignment]
     answered = engine({"row": [json.dumps(asdict(row)) for row in ROWS]})
-    found = [finished_of(json.loads(text)) for text in answered["finished"]]
+    found = records_of(answered["finished"])
     assert sorted(found, key=lambda record: record.line) == [*map(answer_of, ROWS)]
 
 
@@ -83,15 +84,14 @@ def test_without_ray_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         engines_of(2, {})
 
 
-def test_an_engines_own_words_are_found() -> None:
-    """Red when a user reads Ray's traceback instead of the engine's message."""
+def test_an_engines_own_words_are_heard() -> None:
+    """Red when a user reads Ray's tracebacks instead of the engine's message."""
 
-    class RayTaskError(Exception):
-        """As Ray wraps errors of other processes."""
+    def fail(rows: Iterator[Row]) -> Iterator[list[Finished]]:
+        raise BatchError(f"out of memory; lines in it: {next(rows).line}")
 
-        cause = BatchError("lines in it: 3, 4")
-
-    outer = RuntimeError("UserCodeException")
-    outer.__cause__ = RayTaskError()
-    assert said_by(outer) == "lines in it: 3, 4"
-    assert said_by(OSError("gone")) == "Ray failed with OSError: gone"
+    engine = Engine([], {}, False)
+    engine.answerer = fail  # type: ignore[assignment]
+    answered = engine({"row": [json.dumps(asdict(row)) for row in ROWS]})
+    with pytest.raises(BatchError, match=r"^out of memory; lines in it: 1$"):
+        records_of(answered["finished"])

@@ -33,7 +33,7 @@ class Seam:
     # with the names of its classes
     attribute: str
     purpose: str
-    # None: on every device; "ray": where Ray carries the engine, not looked for elsewhere
+    # None: on every device; "ray": with Ray, which is not looked at elsewhere
     device: str | None = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +18,7 @@ from vllm_treespec.tools.batch.rows import BatchError, Finished, Row, finished_o
 MAX_PORTION = 512
 # Portions for each engine, so that none waits long for the last one.
 MIN_PORTIONS = 4
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,10 @@ class RayAnswerer:
         )
         try:
             for batch in finished.iter_batches(batch_size=None, prefetch_batches=0):
-                yield [finished_of(json.loads(text)) for text in batch["finished"]]
+                yield records_of(batch["finished"])
         except RayError as error:
-            raise BatchError(said_by(error)) from error
+            said = f"Ray failed with {type(error).__name__}: {one_line(error)}"
+            raise BatchError(said) from error
 
 
 class Engine:
@@ -105,10 +107,31 @@ class Engine:
         self.answerer = VllmAnswerer(*settings)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Answer a portion of the rows."""
+        """Answer a portion of the rows.
+
+        What an engine says when it fails is handed over like an answer: Ray would put
+        it behind tracebacks.
+        """
         rows = (Row(**json.loads(text)) for text in batch["row"])
-        answered = [record for records in self.answerer(rows) for record in records]
+        try:
+            answered = [record for group in self.answerer(rows) for record in group]
+        except (OSError, RuntimeError, ValueError) as error:
+            return {"finished": [json.dumps({FAILED: one_line(error)})]}
         return {"finished": [json.dumps(asdict(record)) for record in answered]}
+
+
+def records_of(portion: Iterable[str]) -> list[Finished]:
+    """The finished rows of a portion.
+
+    Raises:
+        BatchError: the engine failed.
+
+    """
+    found = [json.loads(text) for text in portion]
+    for fields in found:
+        if FAILED in fields:
+            raise BatchError(fields[FAILED])
+    return [finished_of(fields) for fields in found]
 
 
 def engines_of(count: int, options: Mapping[str, str]) -> Engines:
@@ -155,13 +178,3 @@ def check_size(engines: Engines, kind: str, available: float) -> None:
             f"{engines.cards}), and the Ray cluster has {available:.0f}; ask for fewer "
             f"engines, or start Ray on more machines"
         )
-
-
-def said_by(error: Exception) -> str:
-    """What an engine said when it failed, without the way through Ray."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, BatchError):
-            return one_line(cause)
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return f"Ray failed with {type(error).__name__}: {one_line(error)}"
