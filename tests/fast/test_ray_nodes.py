@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from vllm_treespec import __version__
 from vllm_treespec.cli import app
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.plugin import check_ray_nodes_first
 from vllm_treespec.ray_nodes import (
     NodeFacts,
     RayNodeError,
@@ -107,6 +110,13 @@ def test_the_probe_runs_without_our_package(tmp_path: Path) -> None:
     files = {str(tmp_path): {"config.json": 2}, gone: {}}
     expected = {"version": __version__, "plugins": "other", "files": files}
     assert done.stdout.decode().strip() == str(expected)
+
+
+def test_the_first_ray_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when trees run on an executor that no test has run them on."""
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(SpecConfigError, match="unset VLLM_USE_RAY_V2"):
+        check_ray_nodes_first(SimpleNamespace())
 
 
 def test_our_command_says_that_we_are_left_out() -> None:
