@@ -85,7 +85,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
             said = iter(process.stdout.readline, "")
             assert any(line == "serving\n" for line in said), log.read_text()[-6000:]
             assert time.perf_counter() - began < START_S
-            yield tuple(f"http://127.0.0.1:{port}" for port in ports)
+            yield f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
         finally:
             process.stdin.close()
             process.wait(timeout=60)
