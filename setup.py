@@ -67,7 +67,8 @@ setup(
         "benchmarks": [*TABLES, "rouge-score>=0.1.2", "sacrebleu>=2.4"],
         # Parquet files of `treespec batch`; JSONL needs nothing.
         "batch": ["pyarrow>=17"],
-        "ray": ["ray>=2.48"],
+        # Tensor parallel over Ray, Ray Serve LLM, and batches over many machines.
+        "ray": ["ray[data,serve]>=2.60,<2.61"],
         # The outside oracle of our tree masks; its pure Python parts, for tests.
         "xformers": ["xformers==0.0.35"],
         # What `make test` and `make quality` need.

@@ -1,12 +1,14 @@
 """The command `treespec`. Heavy modules are imported by the commands that use them."""
 
 import json
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_treespec.ray_nodes import plugins_problem
 from vllm_treespec.tools.batch.cli import batch
 from vllm_treespec.tools.plan.cli import plan
 from vllm_treespec.tools.soak.cli import soak
@@ -46,6 +48,15 @@ def _fail(error: Exception) -> typer.Exit:
     """Print the error as one line on stderr; the result is to be raised."""
     typer.echo(f"treespec: {error}", err=True)
     return typer.Exit(1)
+
+
+@app.callback()
+def say_when_left_out() -> None:
+    """Lossless tree speculative decoding through stock vLLM."""
+    if problem := plugins_problem(os.environ.get("VLLM_PLUGINS")):
+        what, remedy = problem
+        text = f"treespec: {what}, so vLLM does not know our methods; {remedy}"
+        typer.echo(text, err=True)
 
 
 @app.command()

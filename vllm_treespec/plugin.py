@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -107,11 +108,30 @@ def with_trees(
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     vllm_config.additional_config["treespec_layers"] = layers_read(config, num_layers)
     refuse_short_chunks(vllm_config)
+    if vllm_config.parallel_config.distributed_executor_backend == "ray":
+        check_ray_nodes_first(vllm_config)
     if not args.disable_log_stats:
         from vllm_treespec.metrics import show_counters
 
         show_counters(vllm_config)
     return vllm_config
+
+
+def check_ray_nodes_first(vllm_config: VllmConfig) -> None:
+    """Let the nodes be checked when the engine starts, before its workers do.
+
+    Raises:
+        SpecConfigError: this is vLLM's older Ray executor.
+
+    """
+    if os.environ.get("VLLM_USE_RAY_V2_EXECUTOR_BACKEND") == "0":
+        raise SpecConfigError(
+            "draft trees run on vLLM's second Ray executor; unset "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND, or remove speculative_config"
+        )
+    from vllm_treespec.engine.ray_executor import CheckedRayExecutor
+
+    vllm_config.parallel_config.distributed_executor_backend = CheckedRayExecutor
 
 
 def without_trees(spec: dict[str, Any], make: Callable[[], VllmConfig]) -> VllmConfig:

@@ -9,16 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests.engine.conftest import TINY
 from tests.engine.processes import EngineProcessError, call
-from tests.engine.tiny_models import SIZES
+from tests.engine.tiny_models import SIZES, write_tokenizer
 
 MAX_TOKENS = 40
 MAX_MODEL_LEN = 128
@@ -36,12 +35,7 @@ def worded(tiny: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> st
     """Folder of the small target with a tokenizer: token 17 is the word w17."""
     folder = tmp_path_factory.mktemp("batch") / "target"
     shutil.copytree(tiny["target"], folder)
-    words = {f"w{token}": token for token in range(SIZES["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    fast.save_pretrained(folder)
+    write_tokenizer(folder)
     return str(folder)
 
 
@@ -169,6 +163,38 @@ def test_batch_equals_generate_and_survives_a_kill(
     assert str(MAX_MODEL_LEN) in reasons[11]
     assert reasons[12].startswith("'temperature' is 'hot'")
     assert reasons[13].startswith("'logprobs'")
+
+
+@pytest.mark.skipif(
+    find_spec("ray") is None,
+    reason="Ray is not installed: pip install 'vllm-treespec[ray]'",
+)
+def test_batch_over_ray_goes_on_after_a_kill(
+    worded: str,
+    spec: str,
+    prompts: list[list[int]],
+    plain: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """Red when a portion is lost or answered twice, or a kill leaves Ray behind.
+
+    The second start needs no Ray: the journal is the same.
+    """
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(input_lines(prompts)))
+    options = {"--model": worded, "--speculative-config": spec, **ENGINE}
+    command = ["treespec", "batch", str(source), str(output)]
+    command += [part for option in options.items() for part in option]
+    command += ["--sampling-params", json.dumps(GREEDY), "--enforce-eager"]
+    log = tmp_path / "log"
+    killed(log, tmp_path / "out.jsonl.journal", 5, *command, "--ray", "1")
+    assert not output.exists()
+    assert run(log, *command) == 0, log.read_text()[-4000:]
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(prompts))]
+    assert [tokens_of(row["text"]) for row in rows] == plain
+    bad = (tmp_path / "out.bad.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in bad] == [1, 11, 12, 13]
 
 
 def test_run_batch_of_vllm_with_trees(

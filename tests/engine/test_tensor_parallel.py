@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ JOBS: dict[str, dict[str, Any]] = {
 GREEDY = ("greedy x4", "greedy")
 
 
-def start(name: str, folder: Path, ranks: int) -> Any:
-    """Start an engine."""
+def start(name: str, folder: Path, ranks: int, executor: str = "mp") -> Any:
+    """Start an engine; ``executor`` is vLLM's for several ranks."""
     from vllm import LLM
 
     spec = None
@@ -53,7 +53,7 @@ def start(name: str, folder: Path, ranks: int) -> Any:
         model=str(folder / "target"),
         speculative_config=spec,
         tensor_parallel_size=ranks,
-        distributed_executor_backend="mp" if ranks > 1 else "uni",
+        distributed_executor_backend=executor if ranks > 1 else "uni",
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=128,
@@ -87,15 +87,21 @@ def reseed(worker: Any) -> None:
     worker.model_runner.decoder.uniforms = UniformSource(worker.rank)
 
 
+def answers(llm: Any, name: str, jobs: Iterable[str] = JOBS) -> dict[str, Any]:
+    """What an engine answers in jobs, and what its ranks counted."""
+    found: dict[str, Any] = {job: answer(llm, **JOBS[job]) for job in jobs}
+    if name != PLAIN:
+        found["stats"] = llm.collective_rpc("treespec_stats")
+    return found
+
+
 def run_jobs(name: str, folder: Path, ranks: int) -> None:
     """Run all jobs through an engine of this process; write what it answered.
 
     Two ranks then get numbers of their own, which is to end the process.
     """
     llm = start(name, folder, ranks)
-    result: dict[str, Any] = {n: answer(llm, **job) for n, job in JOBS.items()}
-    if name != PLAIN:
-        result["stats"] = llm.collective_rpc("treespec_stats")
+    result = answers(llm, name)
     (folder / f"{name}-{ranks}.json").write_text(json.dumps(result))
     if (name, ranks) == (RSD_S, 2):
         llm.collective_rpc(reseed)
@@ -103,15 +109,20 @@ def run_jobs(name: str, folder: Path, ranks: int) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a small target, a draft model that often agrees, and a head."""
-    folder = tmp_path_factory.mktemp("tensor_parallel")
+def write_models(folder: Path) -> None:
+    """Write a small target, a draft model that often agrees, and heads."""
     _, draft = write_pair(folder, vocab_size=VOCAB_SIZE)
     Path(draft).rename(folder / RSD_S)
     sizes = {"hidden_size": SIZES["hidden_size"], "vocab_size": VOCAB_SIZE}
     for method in (REDRAFTER, EAGLE, LYANNA):
         write_head(folder / method, HEADS[method], **sizes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the models."""
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    write_models(folder)
     return folder
 
 

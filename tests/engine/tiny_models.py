@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 SIZES = {
@@ -49,6 +51,16 @@ def write_pair(
                 weight += noise * weight.std() * torch.randn_like(weight)
     model.save_pretrained(draft)
     return str(target), str(draft)
+
+
+def write_tokenizer(folder: Path, vocab_size: int = SIZES["vocab_size"]) -> None:
+    """Write a tokenizer beside a model: token 17 is the word w17."""
+    words = {f"w{token}": token for token in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
 
 
 def write_windowed(folder: Path, window: int, **sizes: Any) -> str:

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_treespec
 from tests.fast.deployment import (
+    DEPLOY,
     OTHER_CHARTS,
     SOURCES,
     manifests,
@@ -144,14 +147,34 @@ def test_vllm_and_we_accept_the_arguments(
         parse_spec_config(arguments.speculative_config)
 
 
-def test_ray_passes_engine_arguments_that_exist() -> None:
+def kuberay_config() -> dict[str, Any]:
+    """The model that KubeRay serves."""
     (service,) = manifests("kuberay/rayservice.yaml")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    for config in application["args"]["llm_configs"]:
-        engine = config["engine_kwargs"]
-        known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-        assert engine.keys() <= known - {"model", "served_model_name"}
-        parse_spec_config(engine["speculative_config"])
+    (config,) = application["args"]["llm_configs"]
+    return config
+
+
+def ray_serve_config() -> dict[str, Any]:
+    """The model that is served without Kubernetes."""
+    folder = DEPLOY / "ray-serve"
+    (application,) = yaml.safe_load((folder / "serve.yaml").read_text())["applications"]
+    (name,) = application["args"]["llm_configs"]
+    return yaml.safe_load((folder / name).read_text())
+
+
+@pytest.mark.parametrize("config", [kuberay_config, ray_serve_config])
+def test_ray_passes_arguments_that_exist(config: Callable[[], dict[str, Any]]) -> None:
+    found = config()
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert found["engine_kwargs"].keys() <= known - {"model", "served_model_name"}
+    parse_spec_config(found["engine_kwargs"]["speculative_config"])
+    # Where Ray is not installed it cannot be imported.
+    module, _, name = found["server_cls"].partition(":")
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    assert f"class {name}(LLMServer):" in Path(spec.origin).read_text()
 
 
 @pytest.mark.parametrize("source", SOURCES)

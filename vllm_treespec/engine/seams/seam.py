@@ -33,7 +33,7 @@ class Seam:
     # with the names of its classes
     attribute: str
     purpose: str
-    # None: on every device
+    # None: on every device; "ray": with Ray, which is not looked at elsewhere
     device: str | None = None
 
     @property

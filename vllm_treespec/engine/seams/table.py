@@ -362,6 +362,27 @@ LOADING = (
     ).reads("cpu_linear", "packed linear layers for heads"),
 )
 
+_EXECUTOR = Owner("vllm.v1.executor.abstract:Executor")
+RAY = (
+    *_PARALLEL_CONFIG.writes(
+        "distributed_executor_backend", "'ray' gets a class that checks the nodes first"
+    ),
+    *_PARALLEL_CONFIG.reads("placement_group ray_runtime_env", "which nodes are asked"),
+    *_EXECUTOR.extended("it stands for vLLM's Ray executor until nodes are checked"),
+    *_EXECUTOR.writes("uses_ray", "it stands for vLLM's Ray executor"),
+    *_EXECUTOR.calls("get_class", "vLLM's own Ray executor"),
+    *Owner("vllm.v1.executor.ray_utils", "ray").calls(
+        "initialize_ray_cluster", "the nodes of an engine"
+    ),
+    *Owner("vllm.v1.metrics.ray_wrappers", "ray").calls(
+        "RayCounterWrapper", "metrics of Ray Serve"
+    ),
+    *Owner("vllm.v1.metrics.ray_wrappers:RayCounterWrapper", "ray").calls(
+        "labels inc", "metrics of Ray Serve"
+    ),
+    *_VLLM_CONFIG.on("ray").writes("instance_id", "metrics of Ray Serve"),
+)
+
 METRICS = (
     *_VLLM_CONFIG.reads("instance_id", "the file of an engine's counters"),
     *_MODEL_CONFIG.reads("served_model_name", "the label 'model_name'"),
@@ -387,6 +408,7 @@ TOPICS: dict[str, tuple[Seam, ...]] = {
     "Attention": ATTENTION,
     "KV cache": KV_CACHE,
     "Loading": LOADING,
+    "Ray": RAY,
     "Metrics": METRICS,
 }
 SEAMS = tuple(seam for seams in TOPICS.values() for seam in seams)

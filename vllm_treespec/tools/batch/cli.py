@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import rich.progress
     from rich.console import Console
 
-    from vllm_treespec.tools.batch.run import Progress, Settings, Summary
+    from vllm_treespec.tools.batch.run import Answerer, Progress, Settings, Summary
 
 # Options of vLLM that change speed and memory only: a later start may have others.
 FREE = {
@@ -61,6 +61,10 @@ def batch(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Answer the first so many rows only.")
     ] = None,
+    ray: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="ENGINES", help="Run so many engines over Ray."),
+    ] = None,
 ) -> None:
     """Answer each row of a file exactly once; run it again after a kill.
 
@@ -71,7 +75,7 @@ def batch(
 
     from vllm_treespec.config import names_our_method, parse_spec_config
     from vllm_treespec.config.checks import check_head_files
-    from vllm_treespec.tools.batch.engine import VllmAnswerer, arguments_of
+    from vllm_treespec.tools.batch import engine, ray_data
     from vllm_treespec.tools.batch.rows import Columns
     from vllm_treespec.tools.batch.run import Settings
 
@@ -80,8 +84,10 @@ def batch(
     try:
         check_places(input_file, output)
         spec = json_object("--speculative-config", speculative_config)
+        config = None
         if spec is not None and names_our_method(spec):
-            check_head_files(parse_spec_config(spec))
+            config = parse_spec_config(spec)
+            check_head_files(config)
         sampling = json_object("--sampling-params", sampling_params) or {}
         others = vllm_options(context.args)
         settings = Settings(
@@ -99,8 +105,14 @@ def batch(
             columns=Columns(prompt=prompt_column, id=id_column),
             limit=limit,
         )
-        arguments = arguments_of(model, spec, context.args)
-        show_batch(console, settings, VllmAnswerer(arguments, sampling, chat))
+        arguments = engine.arguments_of(model, spec, context.args)
+        answer: Answerer
+        if ray is None:
+            answer = engine.VllmAnswerer(arguments, sampling, chat)
+        else:
+            engines = ray_data.engines_of(ray, others)
+            answer = ray_data.RayAnswerer(arguments, sampling, chat, engines, config)
+        show_batch(console, settings, answer)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on", markup=False)
         raise typer.Exit(130) from None

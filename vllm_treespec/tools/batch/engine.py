@@ -68,18 +68,21 @@ class VllmAnswerer:
         self.chat = chat
         # with the target's own ones
         self.defaults = sampling_params
+        self.llm: LLM | None = None
         # by the engine's id of the request
         self.open: dict[str, Row] = {}
 
     def __call__(self, rows: Iterator[Row]) -> Iterator[list[Finished]]:
-        """Answer the rows.
+        """Answer the rows; further calls use the same engine.
 
         Raises:
             BatchError: sampling parameters of all rows are wrong, or the engine fails;
                 the message names the rows that were in it.
 
         """
-        llm = self._start()
+        if self.llm is None:
+            self.llm = self._start()
+        llm = self.llm
         engine = llm.llm_engine
         room = CROWD * engine.vllm_config.scheduler_config.max_num_seqs
         more = True

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_treespec.tools.batch.files import replaced, sync_folder
-from vllm_treespec.tools.batch.rows import Answer, BadRow, BatchError, Finished
+from vllm_treespec.tools.batch.rows import BatchError, Finished, finished_of
 
 MARK = "treespec_batch"
 
@@ -76,8 +76,7 @@ class Journal:
         with open(self.file, "rb", closefd=False) as stream:
             for line in lines:
                 stream.seek(self.offsets[line])
-                fields = json.loads(stream.readline())
-                yield BadRow(**fields) if "reason" in fields else Answer(**fields)
+                yield finished_of(json.loads(stream.readline()))
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Keep of the journal only that the batch is finished."""

@@ -75,6 +75,11 @@ class BadRow:
 Finished = Answer | BadRow
 
 
+def finished_of(fields: dict[str, Any]) -> Finished:
+    """Make a finished row of its fields."""
+    return BadRow(**fields) if "reason" in fields else Answer(**fields)
+
+
 def bad_row(row: Row, reason: str) -> BadRow:
     """Say why a row that was read well cannot be answered."""
     return BadRow(row.id, row.line, reason, row.source)
