@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from tests.monitoring import board_queries, metric_names, rules
 
 START_SECONDS = 300
 IDLE_SECONDS = 60
-STOP_SECONDS = 60
 
 
 def free_port() -> int:
@@ -32,10 +30,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def running(
+def server(
     target: str, draft: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Start the real server; give its address and its process."""
+) -> Iterator[str]:
+    """Start the real server; give its address."""
     port = free_port()
     log_file = tmp_path_factory.mktemp("server") / "log"
     spec = {"method": "rsd_s", "model": draft, "beam_width": 3, "depth": 3}
@@ -63,17 +61,11 @@ def running(
                 break
             except (urllib.error.URLError, TimeoutError):
                 time.sleep(1)
-        yield url, process
+        yield url
     finally:
         process.terminate()
         process.wait(timeout=60)
         note(Usage(1, time.perf_counter() - start))
-
-
-@pytest.fixture(scope="module")
-def server(running: tuple[str, subprocess.Popen]) -> str:
-    """The server's address."""
-    return running[0]
 
 
 def post(url: str, body: dict) -> str:
@@ -106,15 +98,11 @@ def total(lines: list[str], name: str) -> float:
     return sum(map(float, values))
 
 
-def stream_until(server: str, num_pieces: int | None) -> bool:
-    """Stream a long completion; hang up after so many pieces, if a number is given.
-
-    Returns:
-        Whether the whole answer came. A server that goes away sends no end.
-
-    """
+def hang_up_after(server: str, num_pieces: int) -> bool:
+    """Stream a long completion, and hang up; whether the whole answer came before."""
     connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=120)
-    body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True}
+    body["stream"] = True
     try:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -125,8 +113,6 @@ def stream_until(server: str, num_pieces: int | None) -> bool:
                 return True
             if pieces == num_pieces:
                 return False
-    except (http.client.HTTPException, ConnectionError):
-        return False
     finally:
         connection.close()
     return False
@@ -197,7 +183,8 @@ def test_cut_connections_lose_no_block(server: str) -> None:
     url, body = f"{server}/v1/completions", {**COMPLETION, "max_tokens": 24}
     before = json.loads(post(url, body))["choices"]
     with ThreadPoolExecutor(64) as clients:
-        whole = list(clients.map(lambda i: stream_until(server, 1 + i % 4), range(64)))
+        cut = [clients.submit(hang_up_after, server, 1 + i % 4) for i in range(64)]
+        whole = [one.result() for one in cut]
     assert not any(whole)
     deadline = time.monotonic() + IDLE_SECONDS
     busy = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -205,20 +192,3 @@ def test_cut_connections_lose_no_block(server: str) -> None:
         assert time.monotonic() < deadline, "blocks or requests are left"
         time.sleep(0.5)
     assert json.loads(post(url, body))["choices"] == before
-
-
-def test_sigterm_under_load_ends_all_requests(
-    running: tuple[str, subprocess.Popen],
-) -> None:
-    """Turns red when requests hang while the server stops. The last: it ends it."""
-    server, process = running
-    with ThreadPoolExecutor(8) as clients:
-        answers = [clients.submit(stream_until, server, None) for _ in range(8)]
-        deadline = time.monotonic() + IDLE_SECONDS
-        while total(metric_lines(server), "vllm:num_requests_running") < 8:
-            assert time.monotonic() < deadline, "no load"
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        for answer in answers:
-            answer.result(timeout=STOP_SECONDS)
-    process.wait(timeout=STOP_SECONDS)
