@@ -28,7 +28,10 @@ GOOD: dict[str, tuple[dict, int]] = {
         8,
     ),
     "suffix_tree": ({"num_drafts": 8, "depth": 4}, 9),
-    "redrafter": ({"beam_width": 3, "length": 4, "num_drafts": 10}, 11),
+    "redrafter": (
+        {"tree": "beams", "beam_width": 3, "length": 4, "num_drafts": 10},
+        11,
+    ),
     "medusa_tree": ({"num_drafts": 7}, 8),
     "eagle_tree": ({**MODEL, "top_k": 3, "depth": 2, "num_drafts": 10}, 11),
     "lyanna": ({**MODEL, "num_drafts": 8, "resample": "merge"}, 13),
