@@ -32,42 +32,30 @@ def name():
     return "ray_cpu_platform.RayCpuPlatform"
 """
 # Python imports this by itself, before anything else.
-WITHOUT_US = """
+SITE = """
 from importlib import metadata
 
-found = metadata.Distribution.from_name
+found = metadata.version
 
-def from_name(name):
+def version(name):
     if name == "vllm-treespec":
-        raise metadata.PackageNotFoundError(name)
+        {instead}
     return found(name)
 
-metadata.Distribution.from_name = from_name
+metadata.version = version
 """
 
 
 def write_path(folder: Path) -> Path:
     """Write the platform plugin; the folder that belongs on Python's path."""
     path = folder / "platform"
-    write_distribution(
-        path,
-        "ray-cpu-platform",
-        "1",
-        "[vllm.platform_plugins]\nray = ray_cpu_platform:name\n",
-    )
+    info = path / "ray_cpu_platform-1.dist-info"
+    info.mkdir(parents=True)
+    about = "Metadata-Version: 2.1\nName: ray-cpu-platform\nVersion: 1\n"
+    (info / "METADATA").write_text(about)
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
     (path / "ray_cpu_platform.py").write_text(PLATFORM)
     return path
-
-
-def write_distribution(
-    path: Path, name: str, version: str, entry_points: str = ""
-) -> None:
-    """Write the metadata of an installed distribution."""
-    info = path / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    (info / "METADATA").write_text(metadata)
-    (info / "entry_points.txt").write_text(entry_points)
 
 
 def environment(path: Path) -> dict[str, str]:
@@ -147,15 +135,17 @@ def refused(folder: Path) -> dict[str, Any]:
 def bad_nodes(folder: Path) -> Mapping[str, dict[str, str]]:
     """Environment variables of nodes that cannot run draft trees, by their fault."""
     path = os.environ["PYTHONPATH"]
-    other, none = folder / "other", folder / "none"
-    write_distribution(other, "vllm-treespec", "0.0.1")
-    none.mkdir()
-    (none / "sitecustomize.py").write_text(WITHOUT_US)
-    return {
-        "other version": {"PYTHONPATH": f"{other}:{path}"},
-        "no package": {"PYTHONPATH": f"{none}:{path}"},
-        "plugins": {"VLLM_PLUGINS": "ray"},
+    faults = {
+        "other version": 'return "0.0.1"',
+        "no package": "raise metadata.PackageNotFoundError(name)",
     }
+    nodes = {}
+    for fault, instead in faults.items():
+        site = folder / fault.replace(" ", "_")
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(SITE.format(instead=instead))
+        nodes[fault] = {"PYTHONPATH": f"{site}:{path}"}
+    return {**nodes, "plugins": {"VLLM_PLUGINS": "ray"}}
 
 
 def main() -> None:
