@@ -113,7 +113,7 @@ def table2(curves: Sequence[Row]) -> tuple[list[Row], report.Columns[Row]]:
         if point["metric"] == ACCURACY:
             at, head = point["step"], point["head"]
             steps.setdefault(at, {"step": at})[head] = point["value"]
-            columns[f"{point['variant']} ({head})"] = column(head, "{:.2%}")
+            columns[head] = column(head, "{:.2%}")
     return [steps[at] for at in sorted(steps)], columns
 
 

@@ -130,8 +130,7 @@ def curves_of(trainings: Sequence[Training]) -> list[Row]:
     """Points of table 2 and figure 5, all of the evaluation split."""
     return [
         {
-            "head": training["name"],
-            "variant": variant_of(training["training"]),
+            "head": f"{variant_of(training['training'])} ({training['name']})",
             "step": entry["step"],
             "metric": metric,
             "value": statistics.fmean(entry[name] for name in names),
