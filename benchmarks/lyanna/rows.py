@@ -23,11 +23,11 @@ AGAINST_EAGLE = {
 }
 RATIOS = {
     **AGAINST_EAGLE,
-    "Lyanna / EAGLE, default schedules": (parts.LYANNA_DEFAULT, parts.EAGLE_DEFAULT),
+    "Lyanna / EAGLE, measured schedules": (parts.LYANNA_DEFAULT, parts.EAGLE_DEFAULT),
     "Lyanna / plain": (parts.LYANNA_HOT, PLAIN),
     "EAGLE / plain": (parts.EAGLE_HOT, PLAIN),
-    "Lyanna, default schedule / plain": (parts.LYANNA_DEFAULT, PLAIN),
-    "EAGLE, default schedule / plain": (parts.EAGLE_DEFAULT, PLAIN),
+    "Lyanna, measured schedule / plain": (parts.LYANNA_DEFAULT, PLAIN),
+    "EAGLE, measured schedule / plain": (parts.EAGLE_DEFAULT, PLAIN),
 }
 # The whole of drafting; the head's forwards, and which of them are for what.
 STAGES = ("draft", DRAFT_FORWARD, "pairs", "levels")
