@@ -159,7 +159,7 @@ class MethodConfig(BaseModel, ABC):
                 )
                 for entry in self.schedule
             ]
-        trees: list[Self] = []
+        trees: list[MethodConfig] = []
         for shape in ({}, *self.smaller_shapes()):
             tree = self.with_shape(shape)
             if tree not in trees:

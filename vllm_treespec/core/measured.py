@@ -108,7 +108,15 @@ class MeasuredSchedule(Schedule):
         self.requests: dict[int, RequestHistory] = {}
         # of the requests of the last choice, by slot
         self.sampled: dict[int, bool] = {}
-        self._begin_round(0, self.plain, frozenset())
+        # the running round
+        self.batch_size = 0
+        self.chosen = self.plain
+        # slots of requests for which the chosen tree is not drawn
+        self.left_out: frozenset[int] = frozenset()
+        self.steps_left = 0
+        self.is_timed = False
+        # whether the step before was of the same option and batch size; only then a
+        # step is timed
         self.settled = False
         self.new_steps: list[TimedStep] = []
         self.new_seconds: list[float] = []
@@ -116,16 +124,9 @@ class MeasuredSchedule(Schedule):
     def _begin_round(
         self, batch_size: int, option: Option, left_out: frozenset[int]
     ) -> None:
-        """Draw an option for some steps.
-
-        ``settled`` says whether the step before was of the same option and size: only
-        then is a step timed.
-        """
-        self.settled = self.step > 0 and (
-            (batch_size, option) == (self.batch_size, self.chosen)
-        )
+        """Draw an option for some steps."""
+        self.settled = (batch_size, option) == (self.batch_size, self.chosen)
         self.batch_size, self.chosen = batch_size, option
-        # slots of requests for which the chosen tree is not drawn
         self.left_out = left_out
         self.steps_left = ROUND_STEPS
         self.is_timed = False
