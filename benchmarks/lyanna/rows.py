@@ -25,6 +25,7 @@ RATIOS = {
     **AGAINST_EAGLE,
     "Lyanna / EAGLE, measured schedules": (parts.LYANNA_DEFAULT, parts.EAGLE_DEFAULT),
     "Lyanna / plain": (parts.LYANNA_HOT, PLAIN),
+    "Lyanna, replace / plain": (parts.REPLACE, PLAIN),
     "EAGLE / plain": (parts.EAGLE_HOT, PLAIN),
     "Lyanna, measured schedule / plain": (parts.LYANNA_DEFAULT, PLAIN),
     "EAGLE, measured schedule / plain": (parts.EAGLE_DEFAULT, PLAIN),
