@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed import get_tp_group
 
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
@@ -146,12 +146,8 @@ def make_schedule(config: MethodConfig, trees: Sequence[ScheduledTree]) -> Sched
 
 def first_rank_values(values: list[float]) -> list[float]:
     """What the first of the tensor-parallel ranks passes; all of them call it."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return values
-    shared = torch.tensor(values, dtype=torch.float64)
-    torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
-    return shared.tolist()
+    shared: list[float] = get_tp_group().broadcast_object(values)
+    return shared
 
 
 def make_rule(config: MethodConfig) -> Rule:
