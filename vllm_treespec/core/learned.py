@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 # Steps after which about a third of what was learned still counts.
 MEMORY_STEPS = 256
 REQUEST_MEMORY_STEPS = 128
 # Weight of a mean at most.
 MOST_WEIGHT = 256.0
-# Measured times that count, the latest ones; the longest quarter of them does not.
+# Measured times that count, the latest ones; from more than a few the longest does not.
 KEPT_TIMES = 12
+FEW_TIMES = 3
+# Times count up to so many medians.
+LONGEST = 1.5
 # How much shorter than measured a step may be for all we know: after one measured time,
 # and at most.
 DOUBT, MOST_DOUBT = 0.1, 0.3
@@ -101,7 +105,7 @@ class StepTimes:
     """Times of steps with one tree, or plain, at one batch size."""
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
-    # mean of the latest ones, without the longest
+    # mean of the latest ones, without what disturbed them
     seconds: float = 0.0
     count: FadingMean = field(default_factory=FadingMean)
 
@@ -110,9 +114,11 @@ class StepTimes:
         if not self.is_known(step):
             self.latest.clear()
         self.latest.append(seconds)
-        number = len(self.latest)
-        steady = sorted(self.latest)[: number - number // 4]
-        self.seconds = sum(steady) / len(steady)
+        steady = sorted(self.latest)
+        if len(steady) > FEW_TIMES:
+            steady.pop()
+        most = LONGEST * median(steady)
+        self.seconds = sum(min(time, most) for time in steady) / len(steady)
         self.count.add(step, 1.0, 0.0)
 
     def is_known(self, step: int) -> bool:
