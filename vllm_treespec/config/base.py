@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -93,6 +94,11 @@ class MethodConfig(BaseModel, ABC):
     @property
     def models(self) -> tuple[str, ...]:
         """Folders or hub ids of the draft models, in the proposer's order."""
+        return ()
+
+    @property
+    def hot_token_files(self) -> tuple[Path | None, ...]:
+        """For each draft model the JSON file of the tokens it drafts; None: all."""
         return ()
 
     @property
@@ -222,12 +228,39 @@ def _short(value: Any) -> str:
     return separator.join(_short(part) for part in value)
 
 
+# Of methods with draft models.
+HotTokens = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        description="JSON file of the token ids to draft; left out: hot_tokens.json "
+        "in the draft model's folder, if there; all: every token",
+    ),
+]
+
+
+def hot_token_file(model: str, hot_tokens: str | None) -> Path | None:
+    """The JSON file of the tokens that a draft model drafts; None: all of them."""
+    if hot_tokens == "all":
+        return None
+    if hot_tokens is not None:
+        return Path(hot_tokens)
+    own = Path(model) / "hot_tokens.json"
+    return own if own.is_file() else None
+
+
 class DraftModelConfig(MethodConfig):
     """What all methods with one draft model share."""
 
     model: str = Field(min_length=1, description="folder or hub id of the draft model")
+    hot_tokens: HotTokens = None
 
     @property
     def models(self) -> tuple[str, ...]:
         """The one draft model."""
         return (self.model,)
+
+    @property
+    def hot_token_files(self) -> tuple[Path | None, ...]:
+        """The one draft model's."""
+        return (hot_token_file(self.model, self.hot_tokens),)

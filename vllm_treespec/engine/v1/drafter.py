@@ -88,9 +88,11 @@ class TreeDrafter:
         config = self.config
         self.paged = [
             draft_model_class(
-                self.vllm_config, model, f"draft_model_{number}", self.stats
+                self.vllm_config, model, hot, f"draft_model_{number}", self.stats
             )
-            for number, model in enumerate(config.models)
+            for number, (model, hot) in enumerate(
+                zip(config.models, config.hot_token_files, strict=True)
+            )
         ]
         if isinstance(config, EagleTreeConfig):
             head = PagedHead(

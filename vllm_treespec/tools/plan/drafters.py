@@ -24,7 +24,7 @@ from vllm_treespec.heads import (
     build_head,
     read_head_config,
 )
-from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.heads.files import read_heads_hot_tokens
 from vllm_treespec.tools.plan.models import Model, padded, read_model
 
 
@@ -204,7 +204,7 @@ def read_drafters(
         head = read_head_config(config.head, target.num_layers)
         if isinstance(config, EagleTreeConfig) and config.hot_tokens is not None:
             assert isinstance(head, EagleHeadConfig)
-            hot = read_hot_tokens(Path(config.hot_tokens), head)
+            hot = read_heads_hot_tokens(Path(config.hot_tokens), head)
             head = head.model_copy(update={"num_hot_tokens": len(hot)})
         drafters.append(PlannedHead(config.head, head, target, max_model_len))
     return drafters
