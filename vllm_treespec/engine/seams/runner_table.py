@@ -97,7 +97,7 @@ BATCH = (
     *_BLOCK_TABLE.calls("get_device_tensor", "the KV blocks of the requests"),
     *Owner("vllm.v1.utils:CpuGpuBuffer").reads("np gpu", "arrays of the batch"),
     *Owner("vllm.v1.worker.gpu_input_batch:CachedRequestState").reads(
-        "sampling_params", "which requests draft trees"
+        "sampling_params prompt_embeds", "which requests draft trees"
     ),
 )
 
@@ -119,7 +119,7 @@ STEP = (
     *Owner("vllm.sampling_params:SamplingParams").reads(
         "presence_penalty frequency_penalty repetition_penalty min_p min_tokens "
         "logit_bias bad_words allowed_token_ids logprob_token_ids "
-        "thinking_token_budget structured_outputs",
+        "thinking_token_budget structured_outputs logprobs extra_args",
         "which requests draft trees",
     ),
     *Owner("vllm.sampling_params:SamplingParams").reads(
@@ -140,7 +140,13 @@ SAMPLING = (
     *_SAMPLER.reads("logprobs_mode", "logprobs of drafts"),
     *Owner("vllm.v1.outputs").calls("SamplerOutput", "what a step emits"),
     *Owner("vllm.v1.outputs:SamplerOutput").reads(
-        "sampled_token_ids", "what a step emits"
+        "sampled_token_ids logprobs_tensors", "what a step emits"
     ),
-    *Owner("vllm.v1.outputs").reads("LogprobsTensors", "named in annotations"),
+    *Owner("vllm.v1.outputs").calls(
+        "LogprobsTensors", "logprobs of requests without a tree"
+    ),
+    *Owner("vllm.v1.outputs:LogprobsTensors").reads(
+        "logprob_token_ids logprobs selected_token_ranks",
+        "logprobs of requests without a tree",
+    ),
 )

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from vllm_treespec.config.request_options import request_options
 from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
 from vllm_treespec.core.views import HiddenStates
 from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
-from vllm_treespec.engine.v1.sampler_output import sampler_output
+from vllm_treespec.engine.v1.sampler_output import (
+    has_processed_logprobs,
+    sampler_output,
+)
 from vllm_treespec.engine.v1.views import (
     emitted_batch,
     may_draft_trees,
@@ -123,9 +127,15 @@ class TreeRunnerMixin(V1Runner):
         )
         updated = super()._update_states(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            params = self.requests[new.req_id].sampling_params
-            drafts = may_draft_trees(params, self.drafter.grammar_after_reasoning)
-            decoder.slots.add(new.req_id, drafts, params.seed)
+            request = self.requests[new.req_id]
+            params = request.sampling_params
+            drafts = request.prompt_embeds is None and may_draft_trees(
+                params,
+                self.drafter.grammar_after_reasoning,
+                has_processed_logprobs(self.sampler),
+            )
+            limit = request_options(params.extra_args).limit
+            decoder.slots.add(new.req_id, drafts, params.seed, limit)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         decoder.discard_trees(decoder.slots.lookup(sorted(resumed)))
         return updated

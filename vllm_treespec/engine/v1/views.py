@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
+from vllm_treespec.config.request_options import request_options
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.views import (
     BlockTables,
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 
 def may_draft_trees(
-    params: SamplingParams, grammar_after_reasoning: bool = False
+    params: SamplingParams,
+    grammar_after_reasoning: bool = False,
+    processed_logprobs: bool = False,
 ) -> bool:
     """Whether a request drafts trees; otherwise it decodes plainly.
 
@@ -41,9 +44,11 @@ def may_draft_trees(
         params: of the request.
         grammar_after_reasoning: whether a grammar begins at the end of some reasoning
             only, which vLLM looks for along one path.
+        processed_logprobs: whether logprobs are those that tokens are drawn from, which
+            vLLM's sampler knows for one token a request.
 
     """
-    return not (
+    return request_options(params.extra_args).limit > 0 and not (
         params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
@@ -55,6 +60,7 @@ def may_draft_trees(
         or params.logprob_token_ids
         or params.thinking_token_budget is not None
         or (grammar_after_reasoning and params.structured_outputs)
+        or (processed_logprobs and params.logprobs is not None)
     )
 
 

@@ -147,6 +147,7 @@ class V1Runner:
 class V1Worker:
     """vLLM's workers on CPU and GPU."""
 
+    vllm_config: VllmConfig
     cache_config: CacheConfig
     model_runner: TreeRunnerMixin
 
