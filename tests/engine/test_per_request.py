@@ -30,7 +30,7 @@ def limited(num_drafts: int) -> dict:
 def jobs(tokenize: Callable[[str], list[int]]) -> dict[str, dict]:
     """The jobs of both engines."""
     prompts = [tokenize(text) for text in TEXTS]
-    mixed = ({}, OFF, limited(2), limited(5), limited(0), limited(99))
+    mixed: tuple[dict, ...] = ({}, OFF, limited(2), limited(5), limited(0), limited(99))
     six: dict = {"prompts": prompts * 2, "max_in_flight": 6}
     three: dict = {"prompts": prompts, "max_in_flight": 3}
     penalty = {**FREE, "repetition_penalty": 1.3}
