@@ -56,9 +56,6 @@ class SuffixTreeConfig(MethodConfig):
         depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
         return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Four draft tokens, then two."""
-        return [
-            ({"num_drafts": min(4, self.num_drafts)}, 2),
-            ({"num_drafts": min(2, self.num_drafts)}, 4),
-        ]
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Eight draft tokens, then four, then two."""
+        return [{"num_drafts": min(n, self.num_drafts)} for n in (8, 4, 2)]
