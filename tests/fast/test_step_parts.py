@@ -72,7 +72,7 @@ def test_match_finds_trees_in_another_order() -> None:
     matched = match(proposal(), batch, STEP)
     assert matched.reqs.tolist() == [1, 3]
     assert matched.proposal_rows.tolist() == [1, 0]
-    assert matched.node_limits.tolist() == [64, 64]
+    assert matched.node_limits.tolist() == [4, 4]
     assert not len(matched.differing_slots)
     trees = running_trees(proposal(), matched, batch, CPU)
     assert trees is not None

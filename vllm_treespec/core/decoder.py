@@ -216,7 +216,8 @@ class TreeDecoder:
             self.proposal = None
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
-            index, drawn_for = self.chooser.choose(batch, reqs)
+            limits = self.slots.max_drafts(batch.slots)
+            index, drawn_for = self.chooser.choose(batch, reqs, limits)
             may_draft = self._has_room(batch, index)[reqs]
             may_draft &= np.isin(batch.slots[reqs], drawn_for)
             drafting = self.committed_reader.read(
