@@ -100,7 +100,8 @@ def with_trees(
     refuse_models(config, vllm_config, device)
     from vllm_treespec.engine.request_check import REQUEST_CHECK
 
-    vllm_config.model_config.logits_processors = [REQUEST_CHECK]
+    custom = vllm_config.model_config.logits_processors or []
+    vllm_config.model_config.logits_processors = [*custom, REQUEST_CHECK]
     # A target that hands out other hidden states is compiled to another graph: vLLM's
     # compile cache tells them apart by this.
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()

@@ -186,10 +186,13 @@ SAMPLING = (
     ),
     Row(
         "custom logits processors",
-        REFUSED,
-        Arguments({"logits_processors": ["some.Processor"]}, "logits_processors="),
-        "vLLM's runner takes none with any speculative decoding, and leaves those of "
-        "installed packages out; remedy: an engine without speculative_config",
+        PLAIN,
+        Own(
+            f"{PER_REQUEST}::test_custom_logits_processors",
+            "same answers as without trees",
+        ),
+        "only requests that an `AdapterLogitsProcessor` changes; another kind of "
+        "processor may change any request, so then all decode plainly, with a warning",
     ),
     Row(
         "`treespec` in `extra_args` (`vllm_xargs`)",

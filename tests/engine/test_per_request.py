@@ -10,9 +10,14 @@ from tests.engine.support_checks import BASE, TEXTS
 
 METHOD = "rsd_s"
 DRAFTS = 16
-ENGINE = {"logprobs_mode": "processed_logprobs", "enable_prompt_embeds": True}
+ENGINE = {
+    "logprobs_mode": "processed_logprobs",
+    "enable_prompt_embeds": True,
+    "logits_processors": ["tests.engine.no_repeats:NoRepeats"],
+}
 FREE = {**BASE, "ignore_eos": True, "max_tokens": 30}
 OFF = {"treespec": {"enabled": False}}
+NO_REPEATS = {"no_repeats": True}
 WRONG = (
     ({"treespec": {"max_draft": 2}}, "'max_draft' is not one of its keys"),
     ({"treespec": '{"enabled": 1}'}, "'enabled' is 1"),
@@ -50,6 +55,18 @@ def jobs(tokenize: Callable[[str], list[int]]) -> dict[str, dict]:
                 penalty,
             ],
         },
+        "processors": {
+            **six,
+            "params": [
+                {**FREE, "extra_args": NO_REPEATS},
+                FREE,
+                {**FREE, "extra_args": NO_REPEATS, "max_tokens": 12},
+                FREE,
+                {**FREE, "extra_args": {**NO_REPEATS, **limited(2)}},
+                {**FREE, "temperature": 0.7, "seed": 3, "extra_args": NO_REPEATS},
+            ],
+        },
+        "processors alone": {**three, "params": {**FREE, "extra_args": NO_REPEATS}},
         "embeds": {
             **six,
             "params": FREE,
@@ -123,6 +140,17 @@ def test_processed_logprobs(answers: dict, drafted: dict) -> None:
             assert found == pytest.approx(expected, abs=2e-3)
     assert plain[2]["logprobs"] != plain[0]["logprobs"]
     assert drafted["logprobs"][0] > 5, "requests without logprobs draft"
+
+
+def test_custom_logits_processors(answers: dict, drafted: dict) -> None:
+    """Turns red when one is left out, reads other tokens, or meets a tree."""
+    for name in ("processors", "processors alone"):
+        assert token_ids(answers[METHOD][name]) == token_ids(answers[None][name])
+    changed, whole = (token_ids(answers[METHOD][n]) for n in ("processors", "whole"))
+    assert changed[0] != whole[0], "it changed nothing"
+    assert changed[1] == whole[1]
+    assert drafted["processors"][0] > 5, "requests without a processor draft"
+    assert drafted["processors alone"] == (0, 0)
 
 
 def test_prompt_embeddings(answers: dict, drafted: dict) -> None:

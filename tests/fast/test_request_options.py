@@ -101,7 +101,12 @@ def test_configs_name_our_check(tmp_path: Any) -> None:
 
     register()
     model_config().save_pretrained(tmp_path)
-    for spec, found in (({"method": "suffix_tree"}, [REQUEST_CHECK]), (None, None)):
+    ours = {"method": "suffix_tree"}
+    for spec, custom, found in (
+        (ours, None, [REQUEST_CHECK]),
+        (ours, ["some:Processor"], ["some:Processor", REQUEST_CHECK]),
+        (None, None, None),
+    ):
         config = EngineArgs(
             model=str(tmp_path),
             skip_tokenizer_init=True,
@@ -109,12 +114,13 @@ def test_configs_name_our_check(tmp_path: Any) -> None:
             max_model_len=64,
             disable_log_stats=True,
             speculative_config=spec,
+            logits_processors=custom,
         ).create_engine_config()
         assert config.model_config.logits_processors == found
 
 
-def test_workers_keep_it_from_the_runner() -> None:
-    """Red when vLLM's runner sees our check: it takes none together with drafts."""
+def test_workers_keep_processors_from_the_stock_runner() -> None:
+    """Red when vLLM's runner sees any: it takes none together with drafts."""
     pytest.importorskip("vllm", reason="needs vLLM")
     from vllm_treespec.engine.v1.worker import TreeWorkerMixin
 
@@ -136,34 +142,14 @@ def test_workers_keep_it_from_the_runner() -> None:
 
 
 def test_which_requests_draft() -> None:
-    """Red when a request with trees switched off drafts, or logprobs would be wrong."""
+    """Red when a request with a tree would get logprobs of other values."""
     pytest.importorskip("vllm", reason="needs vLLM")
     from vllm import SamplingParams
 
     from vllm_treespec.engine.v1.views import may_draft_trees
 
-    off = SamplingParams(extra_args={"treespec": {"enabled": False}})
-    small = SamplingParams(extra_args={"treespec": {"max_drafts": 1}})
-    assert not may_draft_trees(off)
-    assert may_draft_trees(small)
     for logprobs in (0, 2):
         params = SamplingParams(logprobs=logprobs)
         assert may_draft_trees(params)
         assert not may_draft_trees(params, processed_logprobs=True)
     assert may_draft_trees(SamplingParams(), processed_logprobs=True)
-
-
-def test_installed_logits_processors_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Red when a processor that a package brings is left out without a word."""
-    arg_utils = pytest.importorskip("vllm.engine.arg_utils", reason="needs vLLM")
-    from vllm_treespec.config import SpecConfigError
-    from vllm_treespec.engine import refusals
-
-    args = arg_utils.EngineArgs(model="some/model")
-    refusals.refuse_logits_processors(args)
-    brought = [SimpleNamespace(value="some_package:Proc")]
-    monkeypatch.setattr(refusals, "entry_points", lambda group: brought)
-    with pytest.raises(SpecConfigError, match="bring some_package:Proc; unin"):
-        refusals.refuse_logits_processors(args)

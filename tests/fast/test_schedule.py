@@ -31,9 +31,7 @@ class Listed(ListedSchedule):
     def tree_of(self, num_reqs: int) -> int | None:
         """Index of the tree for so many requests."""
         slots = range(num_reqs)
-        requests = RunningRequests(
-            num_reqs, slots, [False] * num_reqs, [63] * num_reqs
-        )
+        requests = RunningRequests(num_reqs, slots, [False] * num_reqs, [63] * num_reqs)
         index, drawn = self.choose(requests)
         assert drawn == (() if index is None else slots)
         return index
@@ -43,9 +41,7 @@ class Listed(ListedSchedule):
         count = len(num_accepted)
         drafts, limits = [3] * count, [limit] * count
         self.observe(
-            StepOutcome(
-                index, count, range(count), drafts, num_accepted, limits, None
-            )
+            StepOutcome(index, count, range(count), drafts, num_accepted, limits, None)
         )
 
 

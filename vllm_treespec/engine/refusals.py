@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from vllm_treespec.config import SpecConfigError
@@ -31,8 +30,6 @@ KV_CACHE_DTYPES = {
     "cpu": ("auto", "bfloat16", "float16"),
     "cuda": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
 }
-# vLLM loads what packages name here, but not under speculative decoding.
-LOGITS_PROCESSORS = "vllm.logits_processors"
 
 
 def refuse_arguments(args: EngineArgs) -> str:
@@ -50,7 +47,6 @@ def refuse_arguments(args: EngineArgs) -> str:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     device = check_platform()
-    refuse_logits_processors(args)
     untested = {
         "pipeline_parallel_size": args.pipeline_parallel_size > 1,
         "data_parallel_size": args.data_parallel_size > 1,
@@ -104,31 +100,6 @@ def check_platform() -> str:
         )
     check_seams(device)
     return device
-
-
-def refuse_logits_processors(args: EngineArgs) -> None:
-    """Refuse custom logits processors, which vLLM does not run with any drafts.
-
-    It refuses those of the arguments in its workers, and leaves installed ones out
-    without a word.
-
-    Raises:
-        SpecConfigError: naming them and the remedy.
-
-    """
-    if args.logits_processors:
-        raise SpecConfigError(
-            f"vLLM runs no custom logits processors with speculative decoding "
-            f"(logits_processors={args.logits_processors!r}); remove them, or remove "
-            f"speculative_config"
-        )
-    installed = sorted(found.value for found in entry_points(group=LOGITS_PROCESSORS))
-    if installed:
-        raise SpecConfigError(
-            f"vLLM runs no custom logits processors with speculative decoding, and "
-            f"installed packages bring {', '.join(installed)}; uninstall them, or "
-            f"remove speculative_config"
-        )
 
 
 def unsupported_features(target: ModelConfig, device: str) -> dict[str, bool]:

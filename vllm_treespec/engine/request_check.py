@@ -12,8 +12,7 @@ class RequestCheck(LogitsProcessor):
     """Refuses requests that say something wrong of draft trees, when they come in.
 
     vLLM's front-end asks the classes of custom logits processors whether a request's
-    parameters are valid. That is all this class is for: no object of it is made, since
-    our workers keep it from the runner (``TreeWorkerMixin.stock_runner``).
+    parameters are valid. That is all this class is for: no object of it is made.
     """
 
     @classmethod
@@ -23,4 +22,4 @@ class RequestCheck(LogitsProcessor):
 
 
 # as vLLM names such a class
-REQUEST_CHECK = f"{RequestCheck.__module__}:{RequestCheck.__qualname__}"
+REQUEST_CHECK = f"{RequestCheck.__module__}:{RequestCheck.__name__}"

@@ -87,6 +87,10 @@ BATCH = (
     ),
     *_BATCH.reads("temperature_cpu sampling_metadata", "how requests are sampled"),
     *_BATCH.writes("generators", "those of incomplete prompts are set aside: contents"),
+    *_BATCH.writes(
+        "logitsprocs logitsprocs_need_output_token_ids",
+        "custom logits processors, which the stock runner leaves out",
+    ),
     *_BATCH.reads("block_table", "the KV blocks of the requests"),
     *Owner("vllm.v1.worker.block_table:MultiGroupBlockTable").calls(
         "__getitem__", "the block table of the one KV cache group"
@@ -126,7 +130,17 @@ STEP = (
         "seed", "random numbers of a request"
     ),
 )
+_PROCESSORS = "vllm.v1.sample.logits_processor"
 SAMPLING = (
+    *Owner(_PROCESSORS).calls(
+        "cached_load_custom_logitsprocs LogitsProcessors", "custom logits processors"
+    ),
+    *Owner(f"{_PROCESSORS}:LogitsProcessors").reads("all", "custom logits processors"),
+    *Owner(_PROCESSORS).reads("LogitsProcessor", "named in annotations"),
+    *Owner(f"{_PROCESSORS}:AdapterLogitsProcessor").reads(
+        "req_info update_state apply", "which requests a custom processor changes"
+    ),
+    *Owner("vllm.utils.torch_utils").reads("PIN_MEMORY", "custom logits processors"),
     *_METADATA.reads("temperature top_k top_p", "how requests are sampled"),
     *_METADATA.writes(
         "generators max_num_logprobs", "requests without a tree are sampled apart"

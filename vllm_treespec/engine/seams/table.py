@@ -40,7 +40,7 @@ ARGUMENTS = (
     *_ENGINE_ARGS.reads(
         "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
         "decode_context_parallel_size enable_dbo kv_transfer_config "
-        "kv_offloading_size logits_processors async_scheduling kv_cache_dtype "
+        "kv_offloading_size async_scheduling kv_cache_dtype "
         "return_sampling_mask attention_config",
         "arguments under which draft trees were not tested are refused",
     ),

@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
-from vllm_treespec.config.request_options import request_options
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.views import (
     BlockTables,
@@ -48,7 +47,7 @@ def may_draft_trees(
             vLLM's sampler knows for one token a request.
 
     """
-    return request_options(params.extra_args).limit > 0 and not (
+    return not (
         params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0

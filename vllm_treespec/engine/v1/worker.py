@@ -19,17 +19,16 @@ class TreeWorkerMixin(V1Worker):
 
     @contextmanager
     def stock_runner(self) -> Iterator[None]:
-        """Keep our check of requests from the stock runner, while it is made.
+        """Keep custom logits processors from the stock runner, while it is made.
 
-        The check is a logits processor's class for the front-end alone. The runner
-        takes none together with drafts.
+        It takes none together with drafts; our runner adds them afterwards.
         """
         config = self.vllm_config.model_config
-        check, config.logits_processors = config.logits_processors, None
+        custom, config.logits_processors = config.logits_processors, None
         try:
             yield
         finally:
-            config.logits_processors = check
+            config.logits_processors = custom
 
     def determine_available_memory(self) -> int:
         """Memory for the scheduler's KV blocks.
