@@ -191,8 +191,9 @@ SAMPLING = (
             f"{PER_REQUEST}::test_custom_logits_processors",
             "same answers as without trees",
         ),
-        "only requests that an `AdapterLogitsProcessor` changes; another kind of "
-        "processor may change any request, so then all decode plainly, with a warning",
+        "only requests that an `AdapterLogitsProcessor` changes; under another kind of "
+        "processor [all requests](odd-requests.md#custom-logits-processors); tested on "
+        "a CPU",
     ),
     Row(
         "`treespec` in `extra_args` (`vllm_xargs`)",
