@@ -172,6 +172,7 @@ class MeasuredSchedule(Schedule):
         num_trees = 0.0
         if option is not self.plain:
             num_trees = sum(map(option.share, outcome.limits))
+            self._observe_trees(option, outcome)
         of_option = option is self.plain or num_trees > 0
         if outcome.seconds is not None and self.settled and not forced and of_option:
             step = TimedStep(
@@ -180,8 +181,6 @@ class MeasuredSchedule(Schedule):
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
             self.is_timed = True
-        if option is not self.plain:
-            self._observe_trees(option, outcome)
 
     def _observe_trees(self, option: Option, outcome: StepOutcome) -> None:
         """Learn what was accepted of the trees of a step."""
