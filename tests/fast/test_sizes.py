@@ -34,8 +34,8 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             trees = [one] if two is None else [one, two]
             yield {"drafts": [{**model, "branching_factors": own} for own in trees]}
     elif method == "suffix_tree":
-        for drafts, depth, match in product(numbers, numbers, numbers):
-            yield {"num_drafts": drafts, "depth": depth, "max_match": match}
+        for drafts, depth in product(numbers, numbers):
+            yield {"num_drafts": drafts, "depth": depth}
     elif method == "redrafter":
         for width, length, kept in product(numbers, numbers, (*numbers, 40, None)):
             keys: dict[str, Any] = {"beam_width": width, "length": length}

@@ -35,7 +35,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "sd": lambda: Sd(depth=4),
     "dynamic_tree": lambda: DynamicTree(top_k=3, depth=3, num_drafts=7),
     "stochastic_tree": lambda: StochasticTree(top_k=3, depth=3, num_drafts=7),
-    "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, max_match=6),
+    "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, min_probability=0.0),
     "head": lambda: RsdS(beam_width=2, depth=3),
     "pairs": lambda: RsdS(beam_width=3, depth=3),
     "lyanna_replace": lambda: Lyanna(DynamicTree(3, 3, 9)),
