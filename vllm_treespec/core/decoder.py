@@ -25,6 +25,7 @@ from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
 from vllm_treespec.core.views import (
+    GREEDY_BELOW,
     EmittedBatch,
     SamplingView,
     ScheduledBatch,
@@ -215,7 +216,8 @@ class TreeDecoder:
             self.proposal = None
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
-            index, drawn_for = self.chooser.choose(batch, reqs)
+            limits = self.slots.max_drafts(batch.slots)
+            index, drawn_for = self.chooser.choose(batch, reqs, limits)
             may_draft = self._has_room(batch, index)[reqs]
             may_draft &= np.isin(batch.slots[reqs], drawn_for)
             drafting = self.committed_reader.read(
@@ -309,11 +311,27 @@ class TreeDecoder:
                 continuations=[d for d in started if isinstance(d, Continuations)],
             )
         )
-        proposal = Proposal.from_tree(tree, index, self.step, roots.slots, drafting)
+        limits = self._node_limits(batch, drafting, tree)
+        proposal = Proposal.from_tree(
+            tree, index, self.step, roots.slots, drafting, limits
+        )
         if proposer.num_beam_tokens is not None:
             num_beam_tokens = proposer.num_beam_tokens * len(drafting)
-            self.stats.count_beams(num_beam_tokens, int(proposal.num_drafts.sum()))
+            self.stats.count_beams(num_beam_tokens, int((proposal.parents >= 0).sum()))
         return proposal
+
+    def _node_limits(
+        self, batch: EmittedBatch, drafting: np.ndarray, tree: TreeBatch
+    ) -> np.ndarray:
+        """Nodes that each request's tree may have, int64 [num_trees].
+
+        A sampled request gets no draft of a tree that would keep no draws when cut.
+        """
+        limits = 1 + self.slots.max_drafts(batch.slots[drafting])
+        if tree.draws is not None:
+            sampled = batch.sampling.host_temperature[drafting] >= GREEDY_BELOW
+            limits[sampled & (limits < tree.draws.min_nodes)] = 1
+        return limits
 
     def _roots(
         self,

@@ -33,8 +33,10 @@ class Proposal:
     # int64 [num_trees, max_nodes - 1], tokens and parents of the draft nodes
     token_ids: np.ndarray
     parents: np.ndarray
-    # int64 [num_trees]
+    # int64 [num_trees], of each tree's draft nodes the first ones, which are proposed
     num_drafts: np.ndarray
+    # int64 [num_trees], nodes that a tree may have, whatever was drawn
+    node_limits: np.ndarray
     # bool [num_trees, max_nodes - 1], draft nodes that came from what an earlier step
     # left over; None: none did
     reused: np.ndarray | None = None
@@ -47,9 +49,16 @@ class Proposal:
         step: int,
         slots: np.ndarray,
         reqs: np.ndarray,
+        node_limits: np.ndarray | None = None,
     ) -> Proposal:
-        """Bring the drafts of new trees to the host, waiting for the device once."""
+        """Bring the drafts of new trees to the host, waiting for the device once.
+
+        ``node_limits`` int64 [num_trees] must not depend on what was drawn; None: the
+        trees are whole.
+        """
         width = tree.max_nodes
+        if node_limits is None:
+            node_limits = np.full(tree.num_reqs, width)
         together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
         if tree.reused is not None:
             together.append(tree.reused)
@@ -62,7 +71,8 @@ class Proposal:
             reqs,
             token_ids=host[:, 1:width],
             parents=host[:, width + 1 : 2 * width],
-            num_drafts=host[:, 2 * width] - 1,
+            num_drafts=np.minimum(host[:, 2 * width], node_limits) - 1,
+            node_limits=node_limits,
             reused=None if tree.reused is None else host[:, 2 * width + 2 :] > 0,
         )
 
@@ -174,10 +184,11 @@ def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
     reqs = np.flatnonzero(returned & same)
     rows, num_drafts = row[reqs], batch.num_drafts[reqs]
     whole = num_drafts == proposal.num_drafts[rows]
+    room = np.minimum(batch.room[reqs], proposal.node_limits[rows])
     return Match(
         reqs=reqs,
         proposal_rows=rows,
-        node_limits=np.where(whole, batch.room[reqs], num_drafts + 1),
+        node_limits=np.where(whole, room, num_drafts + 1),
         differing_slots=batch.slots[returned & ~same & ~padded],
     )
 
