@@ -85,7 +85,11 @@ def kernels_in_interpreter() -> Iterator[None]:
 @pytest.mark.usefixtures("kernels_in_interpreter")
 @pytest.mark.parametrize("habits", ["whole", "all"])
 @pytest.mark.parametrize(
-    "name", ["rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"]
+    "name",
+    [
+        *("rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"),
+        "hybrid",
+    ],
 )
 def test_masks_emit_the_same(name: str, habits: str) -> None:
     """Red when nodes under masks see, or commit, another path."""
@@ -201,7 +205,7 @@ def test_unseeded_requests_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rsd_s", "rsd_c", "head", "lyanna_drawn", "lyanna_merge"]
+    "name", ["rsd_s", "rsd_c", "head", "lyanna_drawn", "lyanna_merge", "hybrid"]
 )
 def test_sampled_law(name: str) -> None:
     """Red when emitted tokens do not follow the target's law over whole steps."""

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.proposers import PROPOSERS, Proposer
@@ -99,6 +100,11 @@ class MethodConfig(BaseModel, ABC):
         return None
 
     @property
+    def head_kind(self) -> str | None:
+        """The kind of that head."""
+        return None
+
+    @property
     def rule(self) -> str:
         """Name of the verification rule for sampled requests."""
         return "recursive_rejection"
@@ -119,6 +125,10 @@ class MethodConfig(BaseModel, ABC):
 
     def suffix_index(self) -> SuffixIndex | None:
         """Make the suffix index that the method drafts from, if any."""
+        return None
+
+    def shares(self) -> Shares | None:
+        """Make what shares out a tree's places, if the method's trees have parts."""
         return None
 
     def with_shape(self, shape: Mapping[str, Any]) -> Self:

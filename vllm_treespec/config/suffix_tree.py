@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
@@ -15,12 +16,9 @@ NUM_DRAFTS = 16
 DEPTH = 12
 
 
-class SuffixTreeConfig(MethodConfig):
-    """What followed earlier occurrences of the last tokens; no draft model."""
+class IndexConfig(MethodConfig, ABC):
+    """What methods share that draft from a suffix index."""
 
-    SHAPE = ("num_drafts", "depth")
-
-    method: Literal["suffix_tree"]
     num_drafts: Count = Field(
         default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens at most"
     )
@@ -42,6 +40,19 @@ class SuffixTreeConfig(MethodConfig):
         """Drafts that were not drawn have no distribution to reject by."""
         return "target_draw"
 
+    def suffix_index(self) -> SuffixIndex:
+        """Make the index, with an empty cache, for the deepest tree of the schedule."""
+        depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
+        return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
+
+
+class SuffixTreeConfig(IndexConfig):
+    """What followed earlier occurrences of the last tokens; no draft model."""
+
+    SHAPE = ("num_drafts", "depth")
+
+    method: Literal["suffix_tree"]
+
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
@@ -50,11 +61,6 @@ class SuffixTreeConfig(MethodConfig):
     def proposer(self) -> Proposer:
         """Make the proposer."""
         return Suffix(self.num_drafts, self.depth, self.max_match)
-
-    def suffix_index(self) -> SuffixIndex:
-        """Make the index, with an empty cache, for the deepest tree of the schedule."""
-        depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
-        return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
 
     def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
         """Four draft tokens, then two."""

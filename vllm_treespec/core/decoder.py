@@ -18,9 +18,10 @@ from vllm_treespec.core.matching import (
 )
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.shares import Shares, count_parts
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree import SECOND_PART, TreeBatch
 from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
 from vllm_treespec.core.views import (
     EmittedBatch,
@@ -55,6 +56,8 @@ class Method:
     batched: bool
     # requests that may carry a tree in one step
     max_trees: int
+    # how a tree's places are shared out between an index and a model, if it has both
+    shares: Shares | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class TreeDecoder:
         self.discard_trees(slots)
         for source in self.sources:
             source.finish_requests(slots)
+        if self.method.shares is not None:
+            self.method.shares.finish_requests(slots)
 
     def begin_step(self, batch: ScheduledBatch, inputs: TargetInputs) -> None:
         """Match the trees that come back, and lay out their nodes.
@@ -215,6 +220,9 @@ class TreeDecoder:
             )
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             may_draft = self._has_room(batch, index)[reqs]
+            asks = index is not None and self._asks_models(
+                batch, reqs[may_draft][: self.method.max_trees], accepted
+            )
             drafting = self.committed_reader.read(
                 batch,
                 self._committed_rows(batch),
@@ -222,11 +230,27 @@ class TreeDecoder:
                 may_draft,
                 accepted[reqs],
                 self.method.max_trees,
-                index is not None,
+                asks,
             )
             if index is not None and len(drafting):
-                self.proposal = self._propose(index, batch, drafting, accepted)
+                self.proposal = self._propose(index, batch, drafting, accepted, asks)
             return self.proposal
+
+    def _asks_models(
+        self, batch: EmittedBatch, drafting: np.ndarray, accepted: np.ndarray
+    ) -> bool:
+        """Whether draft models or heads draft: not where an index is sure of all."""
+        shares = self.method.shares
+        if shares is None or not len(drafting):
+            return True
+        if not shares.may_be_sure(batch.slots[drafting]):
+            return True
+        reqs = torch.from_numpy(drafting).to(self.limits.device)
+        roots = self._roots(batch, drafting, reqs, accepted, depth=0)
+        (index,) = (source for source in self.sources if source.reads.token_ids)
+        found = index.begin(roots)
+        assert isinstance(found, Continuations)
+        return bool((shares.first(roots.slots, found.matches()) < 1).any())
 
     def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
         """Note how many drafts of each tree of this step were accepted."""
@@ -235,26 +259,30 @@ class TreeDecoder:
         of_trees = accepted[self.trees.host_reqs].tolist()
         self.method.schedule.observe(self.trees.tree_index, of_trees)
         self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
-        if self.proposal is not None and self.proposal.reused is not None:
-            self._count_reused(batch, self.trees, self.proposal, self.proposal.reused)
+        if self.proposal is not None and self.proposal.parts is not None:
+            self._count_parts(batch, self.trees, self.proposal, self.proposal.parts)
 
-    def _count_reused(
+    def _count_parts(
         self,
         batch: EmittedBatch,
         trees: RunningTrees,
         proposal: Proposal,
-        reused: np.ndarray,
+        parts: np.ndarray,
     ) -> None:
-        """Count the scored nodes that came from leftovers, and the accepted ones."""
-        num_scored = num_accepted = 0
+        """Count the scored and the accepted nodes by the parts that drafted them."""
+        shares, stats = self.method.shares, self.stats
         for tree, row in enumerate(trees.proposal_rows.tolist()):
             req = trees.host_reqs[tree]
             end = batch.num_tokens[req] - 1
             first = end + 1 - batch.num_emitted[req]
             path = proposal.path(row, batch.token_ids[req, first:end])
-            num_scored += int(reused[row, : trees.num_nodes[tree] - 1].sum())
-            num_accepted += int(reused[row, path].sum())
-        self.stats.count_leftovers(num_scored, num_accepted)
+            nodes = parts[row, : trees.num_nodes[tree] - 1], parts[row, path]
+            if shares is None:
+                stats.count_leftovers(*(int((n == SECOND_PART).sum()) for n in nodes))
+            else:
+                scored, path_nodes = map(count_parts, nodes)
+                shares.observe(int(trees.slots[tree]), scored, path_nodes)
+                stats.count_sources(scored, path_nodes)
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
@@ -277,13 +305,19 @@ class TreeDecoder:
         batch: EmittedBatch,
         drafting: np.ndarray,
         accepted: np.ndarray,
+        asks: bool,
     ) -> Proposal:
-        """Draw one tree of the schedule for each of these requests."""
+        """Draw one tree of the schedule for each of these requests.
+
+        Without ``asks`` the sources that need no forward draft alone.
+        """
         proposer = self.method.proposers[index]
         reqs = torch.from_numpy(drafting).to(self.limits.device)
-        depth = proposer.sizes.max_depth
+        depth = proposer.sizes.draft_depth
         roots = self._roots(batch, drafting, reqs, accepted, depth)
-        started = [source.begin(roots) for source in self.sources]
+        started = [s.begin(roots) for s in self.sources if asks or s.reads.token_ids]
+        found = [d for d in started if isinstance(d, Continuations)]
+        shares = self.method.shares
         tree = proposer.propose(
             ProposerInputs(
                 root_token_ids=roots.root_token_ids,
@@ -292,7 +326,10 @@ class TreeDecoder:
                     roots.slots, roots.positions, proposer.sizes.num_uniforms, DRAFTING
                 ),
                 draft_models=[d for d in started if not isinstance(d, Continuations)],
-                continuations=[d for d in started if isinstance(d, Continuations)],
+                continuations=found,
+                first_shares=None
+                if shares is None
+                else shares.first(roots.slots, found[0].matches()),
             )
         )
         proposal = Proposal.from_tree(tree, index, self.step, roots.slots, drafting)

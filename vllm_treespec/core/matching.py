@@ -35,9 +35,8 @@ class Proposal:
     parents: np.ndarray
     # int64 [num_trees]
     num_drafts: np.ndarray
-    # bool [num_trees, max_nodes - 1], draft nodes that came from what an earlier step
-    # left over; None: none did
-    reused: np.ndarray | None = None
+    # int64 [num_trees, max_nodes - 1], see ``TreeBatch.parts``
+    parts: np.ndarray | None = None
 
     @classmethod
     def from_tree(
@@ -51,8 +50,8 @@ class Proposal:
         """Bring the drafts of new trees to the host, waiting for the device once."""
         width = tree.max_nodes
         together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
-        if tree.reused is not None:
-            together.append(tree.reused)
+        if tree.parts is not None:
+            together.append(tree.parts)
         host = torch.cat(together, dim=1).cpu().numpy()
         return cls(
             tree,
@@ -63,7 +62,7 @@ class Proposal:
             token_ids=host[:, 1:width],
             parents=host[:, width + 1 : 2 * width],
             num_drafts=host[:, 2 * width] - 1,
-            reused=None if tree.reused is None else host[:, 2 * width + 2 :] > 0,
+            parts=None if tree.parts is None else host[:, 2 * width + 2 :],
         )
 
     def without(self, slots: np.ndarray) -> Proposal:

@@ -1,0 +1,98 @@
+"""Hybrid: a suffix index and a draft model, or a head, in one tree."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count
+from vllm_treespec.config.heads import smaller_trees
+from vllm_treespec.config.suffix_tree import IndexConfig
+from vllm_treespec.core.shares import Shares
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import Hybrid, Proposer, hybrid
+
+# What may draft beside the index; all but the first are kinds of heads.
+Drafter = Literal["draft_model", "redrafter", "eagle", "lyanna"]
+# Cost of a level in plain steps, as the methods have it that draft with these alone.
+LEVEL_COST = {"draft_model": 0.18, "redrafter": 0.06, "eagle": 0.11, "lyanna": 0.06}
+
+
+class HybridConfig(IndexConfig):
+    """A suffix index and a model's likeliest tokens in one tree."""
+
+    SHAPE = ("num_drafts", "depth", "top_k", "model_depth")
+
+    method: Literal["hybrid"]
+    model: str = Field(
+        min_length=1, description="folder or hub id of the draft model or the head"
+    )
+    drafter: Drafter = Field(
+        default="draft_model", description="what 'model' is: a draft model or a head"
+    )
+    top_k: Count = Field(
+        default=4,
+        le=MAX_DRAFTS,
+        description="of the model's part: children per node, and nodes of each level "
+        "that get children",
+    )
+    model_depth: Count = Field(
+        default=3, le=MAX_DRAFTS, description="levels of the model's part"
+    )
+    sure_match: Count | None = Field(
+        default=8,
+        le=256,
+        description="last tokens that the index must find, up to max_match, to draft "
+        "alone where it was right lately; null: it never does",
+    )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The draft model, if it is one."""
+        return (self.model,) if self.drafter == "draft_model" else ()
+
+    @property
+    def head(self) -> str | None:
+        """The head, if it is one."""
+        return None if self.head_kind is None else self.model
+
+    @property
+    def head_kind(self) -> str | None:
+        """The kind of the head, if it is one."""
+        return None if self.drafter == "draft_model" else self.drafter
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return hybrid.sizes(**self.shape, max_match=self.max_match)
+
+    def proposer(self) -> Proposer:
+        """Make the proposer."""
+        return Hybrid(**self.shape, max_match=self.max_match)
+
+    def shares(self) -> Shares:
+        """Make the count of what each part brought."""
+        if self.sure_match is None:
+            return Shares(None)
+        return Shares(min(self.sure_match, self.max_match))
+
+    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
+        """Five draft tokens, then four, then two; the model drafts fewer levels."""
+        return smaller_trees(
+            top_k=self.top_k, model_depth=self.model_depth, num_drafts=self.num_drafts
+        )
+
+    def drafting_cost(self, depth: int) -> float:
+        """What the model's levels cost; the index costs next to nothing."""
+        return LEVEL_COST[self.drafter] * self.sizes.draft_depth
+
+    @model_validator(mode="after")
+    def _model_reads_what_masks_hold(self) -> Self:
+        num_read = self.sizes.draft_nodes
+        if num_read > MAX_DRAFTS:
+            raise ValueError(
+                f"the model reads {num_read} nodes of a tree, top_k x (model_depth - "
+                f"1), and at most {MAX_DRAFTS} fit; lower 'top_k' or 'model_depth'"
+            )
+        return self
