@@ -32,7 +32,7 @@ def adaptive(
     fresh: options.Fresh = False,
     dry_run: options.DryRun = False,
 ) -> None:
-    """Measure the schedule: each spec-config's tree in every step, and by default.
+    """Measure the schedule: each spec-config's tree in every step, and measured.
 
     Without --spec: rsd_c with four siblings.
     """
@@ -41,7 +41,7 @@ def adaptive(
         specs = [options.json_object(text, "--spec") for text in spec or []]
         specs = specs or [{"method": "rsd_c", "branching_factors": [4]}]
         modes = options.eager_modes(engines)
-        both = [{**s, "schedule": how} for s in specs for how in ("fixed", "default")]
+        both = [{**s, "schedule": how} for s in specs for how in ("fixed", "measured")]
         cells = cells_of(batch_sizes, temperatures)
         plain = plain_sides(modes)
         sides = [*plain, *tree_sides(both, models.draft, modes, models.heads)]

@@ -100,13 +100,13 @@ def served(
 ) -> None:
     """Load servers with and without draft trees by vLLM's own client.
 
-    Without --spec: the suffix tree with its default schedule, and in every step.
+    Without --spec: the suffix tree with its measured schedule, and in every step.
     """
     with options.one_line_errors("served"):
         models = find_models(target, draft, head or [])
         specs = [options.json_object(text, "--spec") for text in spec or []]
         suffix = {"method": "suffix_tree"}
-        specs = specs or [{**suffix, "schedule": "default"}, suffix]
+        specs = specs or [{**suffix, "schedule": "measured"}, suffix]
         modes = options.eager_modes(engines)
         plain = plain_sides(modes)
         ours = tree_sides(specs, models.draft, modes, models.heads)

@@ -31,7 +31,7 @@ class ProposerInputs:
     sampling: SamplingTensors
     # float64 [num_reqs, Proposer.sizes.num_uniforms] in [0, 1)
     uniforms: Tensor
-    # as many as Proposer.num_draft_models; none where an index is sure of all requests
+    # as many as Proposer.num_draft_models; none where an index drafts alone
     draft_models: Sequence[DraftModel] = ()
     # of each suffix index
     continuations: Sequence[Continuations] = ()

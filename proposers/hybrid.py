@@ -19,6 +19,8 @@ def sizes(
 ) -> TreeSizes:
     """Sizes of trees of at most ``num_drafts`` draft tokens of both parts."""
     found = suffix.sizes(num_drafts, depth, max_match)
+    if not model_depth:
+        return replace(found, draft_depth=1, draft_width=1, draft_nodes=1)
     drafted = dynamic_tree.sizes(top_k, model_depth, num_drafts)
     return replace(
         found,
@@ -46,23 +48,31 @@ class Hybrid(Proposer):
         """Take the draft tokens of the whole tree, and the limits of its parts."""
         self.num_drafts = num_drafts
         self.index = suffix.Suffix(num_drafts, depth, max_match)
-        self.model = dynamic_tree.DynamicTree(top_k, model_depth, num_drafts)
+        self.model: dynamic_tree.DynamicTree | None = None
+        if model_depth:
+            self.model = dynamic_tree.DynamicTree(top_k, model_depth, num_drafts)
+        self.num_draft_models = 0 if self.model is None else 1
         self.sizes = sizes(num_drafts, depth, top_k, model_depth, max_match)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draft one tree per request; ``draws`` is None."""
+        if self.model is None or not inputs.draft_models:
+            tree = self.index.propose(inputs)
+            return replace(tree, parts=(tree.depths > 0) * FIRST_PART)
         (found,) = inputs.continuations
         assert inputs.first_shares is not None
-        sure = inputs.first_shares == 1
-        most = max(self.num_drafts - 1, 1)
-        places = np.rint(inputs.first_shares * self.num_drafts).clip(1, most)
-        limits = np.where(sure, self.num_drafts, places).astype(np.int64)
-        grown = self.index.grow(found, limits.tolist())
-        tree = grown.tree(inputs.root_token_ids)
-        if not inputs.draft_models:
-            return replace(tree, parts=(tree.depths > 0) * FIRST_PART)
-        left = np.where(sure, 0, 1 + self.num_drafts - grown.num_nodes)
-        on_device = torch.from_numpy(left).to(inputs.root_token_ids.device)
-        drafted = self.model.propose(replace(inputs, num_drafts=on_device))
+        grown = self.index.grow(found, self._places(inputs.first_shares))
+        left = 1 + self.num_drafts - grown.num_nodes
+        left[inputs.first_shares == 1] = 0
+        roots = inputs.root_token_ids
+        num_drafts = torch.from_numpy(left).to(roots.device)
+        drafted = self.model.propose(replace(inputs, num_drafts=num_drafts))
         max_depth = max(int(grown.depths.max()), self.model.depth)
-        return merge_trees(tree, drafted, max_depth, 1 + self.num_drafts)
+        return merge_trees(grown.tree(roots), drafted, max_depth, 1 + self.num_drafts)
+
+    def _places(self, shares: np.ndarray) -> list[int]:
+        """Draft tokens of the index's part: all, or at least one less."""
+        most = max(self.num_drafts - 1, 1)
+        places = np.rint(shares * self.num_drafts).clip(1, most)
+        places[shares == 1] = self.num_drafts
+        return [int(count) for count in places]

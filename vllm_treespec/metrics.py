@@ -70,6 +70,11 @@ COUNTERS = {
         "of draft.",
     ),
     "num_steps": ("mode", "Steps per mode: the tree drafted with, or plain."),
+    "mode_seconds": (
+        "mode",
+        "Seconds of steps that only decoded, from choosing a tree to the next choice.",
+    ),
+    "mode_tokens": ("mode", "Tokens emitted in these steps."),
 }
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
@@ -145,6 +150,9 @@ class SharedCounters:
             self._add("stage_seconds", seconds, stage)
         for mode, steps in counts.modes.items():
             self._add("num_steps", steps, mode)
+        for mode, seconds in counts.mode_seconds.items():
+            self._add("mode_seconds", seconds, mode)
+            self._add("mode_tokens", counts.mode_tokens[mode], mode)
         for depth in range(1, max(counts.accepted, default=0) + 1):
             reached = sum(t for n, t in counts.accepted.items() if n >= depth)
             self._add("num_accepted_tokens_per_depth", reached, str(depth))

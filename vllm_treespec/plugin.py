@@ -175,13 +175,9 @@ def stock_arguments(
     Args:
         config: validated.
         block_size: what the user asked for, None to leave it to us.
-        device: ``"cpu"`` or ``"cuda"``. The default schedule is made for the costs of
-            a CPU; a GPU draws the same tree in every step unless ``config`` has
-            another schedule.
+        device: ``"cpu"`` or ``"cuda"``.
 
     """
-    if device == "cuda" and config.schedule == "default":
-        config = config.model_copy(update={"schedule": "fixed"})
     arguments: dict[str, Any] = {
         "speculative_config": {
             "method": "custom_class",

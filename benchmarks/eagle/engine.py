@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.harness.head_parts import time_parts
+from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.tools.side_engine import SideEngine, tpot_ms
 from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, plain_side
 
@@ -48,4 +49,6 @@ def in_turn(engine: SideEngine, cell: Cell) -> CellResult:
 
 def draw_no_trees(worker: Any) -> None:
     """Empty a worker's schedule: all its steps are plain from now on."""
-    worker.model_runner.decoder.method.schedule.trees = ()
+    schedule = worker.model_runner.decoder.method.schedule
+    assert isinstance(schedule, ListedSchedule)
+    schedule.trees = ()

@@ -87,7 +87,7 @@ def all_sides(
             sides.append(side_of_trees(name, spec, trees, enforce_eager=eager))
     for name, (head, spec) in DEFAULTS.items():
         if head in heads:
-            spec = {**spec, "model": heads[head], "schedule": "default"}
+            spec = {**spec, "model": heads[head], "schedule": "measured"}
             side = kinds.tree_side(spec, eager)
             sides.append(side.model_copy(update={"name": name}))
     others = [*([DRAFT_MODEL] if draft else []), *OTHERS]

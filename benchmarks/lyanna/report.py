@@ -79,6 +79,7 @@ def render(content: Content, out: Path) -> None:
         for row in rows
         if row.kind in (LYANNA_HOT, MERGE, REPLACE) and row.cell.batch_size < 3
     ]
+    chains.sort(key=lambda row: row.cell.batch_size)
     table1 = [{**row, "label": labels.get(row["side"])} for row in content["table1"]]
     parts: dict[str, tuple[Sequence[Any], report.Columns[Any]]] = {
         f"Figures 8 to 11: T = 0, batch {size}": (
@@ -113,7 +114,7 @@ def table2(curves: Sequence[Row]) -> tuple[list[Row], report.Columns[Row]]:
         if point["metric"] == ACCURACY:
             at, head = point["step"], point["head"]
             steps.setdefault(at, {"step": at})[head] = point["value"]
-            columns[f"{point['variant']} ({head})"] = column(head, "{:.2%}")
+            columns[head] = column(head, "{:.2%}")
     return [steps[at] for at in sorted(steps)], columns
 
 

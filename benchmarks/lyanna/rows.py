@@ -23,11 +23,12 @@ AGAINST_EAGLE = {
 }
 RATIOS = {
     **AGAINST_EAGLE,
-    "Lyanna / EAGLE, default schedules": (parts.LYANNA_DEFAULT, parts.EAGLE_DEFAULT),
+    "Lyanna / EAGLE, measured schedules": (parts.LYANNA_DEFAULT, parts.EAGLE_DEFAULT),
     "Lyanna / plain": (parts.LYANNA_HOT, PLAIN),
+    "Lyanna, replace / plain": (parts.REPLACE, PLAIN),
     "EAGLE / plain": (parts.EAGLE_HOT, PLAIN),
-    "Lyanna, default schedule / plain": (parts.LYANNA_DEFAULT, PLAIN),
-    "EAGLE, default schedule / plain": (parts.EAGLE_DEFAULT, PLAIN),
+    "Lyanna, measured schedule / plain": (parts.LYANNA_DEFAULT, PLAIN),
+    "EAGLE, measured schedule / plain": (parts.EAGLE_DEFAULT, PLAIN),
 }
 # The whole of drafting; the head's forwards, and which of them are for what.
 STAGES = ("draft", DRAFT_FORWARD, "pairs", "levels")
@@ -130,8 +131,7 @@ def curves_of(trainings: Sequence[Training]) -> list[Row]:
     """Points of table 2 and figure 5, all of the evaluation split."""
     return [
         {
-            "head": training["name"],
-            "variant": variant_of(training["training"]),
+            "head": f"{variant_of(training['training'])} ({training['name']})",
             "step": entry["step"],
             "metric": metric,
             "value": statistics.fmean(entry[name] for name in names),

@@ -146,6 +146,11 @@ def test_ours_agree(counted: dict[str, Any]) -> None:
     assert seconds.pop("keep_features") == 0.0, "only heads with context keep any"
     assert seconds == pytest.approx(worker["seconds"], rel=1e-6)
     assert all(seconds.values())
+    mode_seconds = samples(counted, "treespec_mode_seconds", "mode")
+    assert mode_seconds == pytest.approx(worker["mode_seconds"], rel=1e-6)
+    tokens = samples(counted, "treespec_mode_tokens", "mode")
+    assert tokens == worker["mode_tokens"]
+    assert tokens.keys() == mode_seconds.keys() <= worker["modes"].keys()
 
 
 def test_stock_line_agrees(counted: dict[str, Any]) -> None:

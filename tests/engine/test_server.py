@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from tests.monitoring import board_queries, metric_names, rules
 
 START_SECONDS = 300
 IDLE_SECONDS = 60
+# How long running requests may take once the server is asked to stop.
+DRAIN_SECONDS = 90
 
 
 def free_port() -> int:
@@ -30,10 +33,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(
+def running(
     target: str, draft: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """Start the real server; give its address."""
+) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Start the real server; give its address and its process."""
     port = free_port()
     log_file = tmp_path_factory.mktemp("server") / "log"
     spec = {"method": "rsd_s", "model": draft, "beam_width": 3, "depth": 3}
@@ -43,6 +46,7 @@ def server(
         *("serve", target, "--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", "smol", "--max-model-len", "512"),
         *("--enforce-eager", "--kv-cache-memory-bytes", str(2**30)),
+        *("--shutdown-timeout", str(DRAIN_SECONDS)),
         *("--speculative-config", json.dumps(spec)),
     ]
     with log_file.open("w") as log:
@@ -61,11 +65,17 @@ def server(
                 break
             except (urllib.error.URLError, TimeoutError):
                 time.sleep(1)
-        yield url
+        yield url, process
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=DRAIN_SECONDS)
         note(Usage(1, time.perf_counter() - start))
+
+
+@pytest.fixture(scope="module")
+def server(running: tuple[str, subprocess.Popen]) -> str:
+    """The server's address."""
+    return running[0]
 
 
 def post(url: str, body: dict) -> str:
@@ -98,11 +108,15 @@ def total(lines: list[str], name: str) -> float:
     return sum(map(float, values))
 
 
-def hang_up_after(server: str, num_pieces: int) -> bool:
-    """Stream a long completion, and hang up; whether the whole answer came before."""
+def streamed(server: str, num_tokens: int, num_pieces: int | None = None) -> bool:
+    """Stream a completion, and hang up after so many pieces, if a number is given.
+
+    Returns:
+        Whether the whole answer came. A server that goes away sends no end.
+
+    """
     connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=120)
-    body = {**COMPLETION, "max_tokens": 400, "ignore_eos": True}
-    body["stream"] = True
+    body = {**COMPLETION, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     try:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -183,7 +197,7 @@ def test_cut_connections_lose_no_block(server: str) -> None:
     url, body = f"{server}/v1/completions", {**COMPLETION, "max_tokens": 24}
     before = json.loads(post(url, body))["choices"]
     with ThreadPoolExecutor(64) as clients:
-        cut = [clients.submit(hang_up_after, server, 1 + i % 4) for i in range(64)]
+        cut = [clients.submit(streamed, server, 400, 1 + i % 4) for i in range(64)]
         whole = [one.result() for one in cut]
     assert not any(whole)
     deadline = time.monotonic() + IDLE_SECONDS
@@ -192,3 +206,22 @@ def test_cut_connections_lose_no_block(server: str) -> None:
         assert time.monotonic() < deadline, "blocks or requests are left"
         time.sleep(0.5)
     assert json.loads(post(url, body))["choices"] == before
+
+
+def test_sigterm_under_load_ends_all_requests(
+    running: tuple[str, subprocess.Popen],
+) -> None:
+    """Turns red when requests hang, or are lost, while the server drains.
+
+    It comes last: it ends the server.
+    """
+    server, process = running
+    with ThreadPoolExecutor(8) as clients:
+        whole = [clients.submit(streamed, server, 150) for _ in range(8)]
+        deadline = time.monotonic() + IDLE_SECONDS
+        while total(metric_lines(server), "vllm:num_requests_running") < 8:
+            assert time.monotonic() < deadline, "no load"
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert [one.result(timeout=DRAIN_SECONDS) for one in whole] == [True] * 8
+    assert process.wait(timeout=DRAIN_SECONDS) == 0

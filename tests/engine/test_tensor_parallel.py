@@ -20,6 +20,8 @@ VOCAB_SIZE = 100
 PLAIN, RSD_S, REDRAFTER = "plain", "rsd_s", "redrafter"
 EAGLE, LYANNA = "eagle_tree", "lyanna"
 METHODS = (RSD_S, REDRAFTER, EAGLE, LYANNA)
+# RSD-S whose trees are chosen by what rank 0 measures.
+MEASURED = "measured"
 SHAPES: dict[str, dict[str, Any]] = {
     RSD_S: {"beam_width": 3, "depth": 3, "schedule": [{"batch_size": 3}]},
     # So wide that a head of random weights is right now and then.
@@ -31,6 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     EAGLE: {"top_k": 15, "depth": 2, "num_drafts": 15, "schedule": "fixed"},
     LYANNA: {"top_k": 15, "num_drafts": 15, "resample": "merge", "schedule": "fixed"},
+    MEASURED: {"beam_width": 3, "depth": 3, "schedule": "measured"},
 }
 JOBS: dict[str, dict[str, Any]] = {
     # More requests than the schedule above has a tree for.
@@ -48,7 +51,8 @@ def start(name: str, folder: Path, ranks: int, executor: str = "mp") -> Any:
 
     spec = None
     if name != PLAIN:
-        spec = {"method": name, "model": str(folder / name), **SHAPES[name]}
+        method = RSD_S if name == MEASURED else name
+        spec = {"method": method, "model": str(folder / method), **SHAPES[name]}
     return LLM(
         model=str(folder / "target"),
         speculative_config=spec,
@@ -178,9 +182,21 @@ def test_ranks_draw_the_same_trees(
     assert ("plain" in alone["modes"]) == (method == RSD_S)
 
 
+def test_ranks_choose_the_same_trees(run: Callable[[str, int], dict[str, Any]]) -> None:
+    """Red when a rank chooses by its own clock, or a schedule changes a token."""
+    two, plain = run(MEASURED, 2), run(PLAIN, 1)
+    for job in GREEDY:
+        assert two[job] == plain[job], job
+    first, second = without_seconds(two["stats"])
+    assert first == second
+    assert len(first["modes"]) > 1, "one option was always chosen"
+    assert first["mode_tokens"], "no step was timed"
+
+
 def without_seconds(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What ranks counted, without the times they took."""
-    return [{k: v for k, v in stats.items() if k != "seconds"} for stats in ranks]
+    times = ("seconds", "mode_seconds")
+    return [{k: v for k, v in stats.items() if k not in times} for stats in ranks]
 
 
 def test_ranks_that_differ_stop_the_engine(

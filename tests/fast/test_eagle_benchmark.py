@@ -30,7 +30,7 @@ from benchmarks.harness.plan import Plan, base_job, make_plan
 from tests.fast.test_redrafter_benchmark import head_folders
 from tests.published_heads import PublishedHead
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.schedule import ListedSchedule, RunningRequests
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
 
@@ -295,12 +295,13 @@ def test_parts_of_the_head_are_timed_once() -> None:
 def test_a_step_without_trees_stays_plain() -> None:
     """Red when emptying the schedule does not make steps plain."""
     spec = {"method": "suffix_tree", "schedule": "fixed"}
-    schedule = AdaptiveSchedule(parse_spec_config(spec).scheduled_trees())
-    assert schedule.choose(1) == 0
+    schedule = ListedSchedule(parse_spec_config(spec).scheduled_trees())
+    requests = RunningRequests(1, [0], [False])
+    assert schedule.choose(requests) == (0, [0])
     decoder = SimpleNamespace(method=SimpleNamespace(schedule=schedule))
     runner = SimpleNamespace(decoder=decoder)
     in_engine.draw_no_trees(SimpleNamespace(model_runner=runner))
-    assert schedule.choose(1) is None
+    assert schedule.choose(requests) == (None, ())
 
 
 def test_answers_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

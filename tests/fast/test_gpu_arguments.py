@@ -25,7 +25,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_stock_arguments() -> None:
-    """Red when a GPU gets the CPU's worker, blocks or schedule, or other attention."""
+    """Red when a GPU gets the CPU's worker or blocks, or other attention."""
     config = parse_spec_config(SPEC)
     cpu = stock_arguments(config, None, "cpu")
     gpu = stock_arguments(config, None, "cuda")
@@ -34,9 +34,6 @@ def test_stock_arguments() -> None:
     assert gpu["attention_backend"] == "TRITON_ATTN"
     assert "block_size" not in gpu
     assert "attention_backend" not in cpu
-    default = parse_spec_config({**SPEC, "schedule": "default"})
-    gpu_default = stock_arguments(default, None, "cuda")["additional_config"]
-    assert gpu_default["treespec"]["schedule"] == "fixed"
     for name in ("speculative_config", "scheduler_cls", "additional_config"):
         assert cpu[name] == gpu[name]
 

@@ -84,16 +84,13 @@ def test_dynamic_tree_of_a_recurrent_head(parse: Callable[..., MethodConfig]) ->
 
 
 @pytest.mark.parametrize("method", list(HEADS))
-def test_default_schedule(method: str, parse: Callable[..., MethodConfig]) -> None:
-    """Red when larger batches get larger trees, or drafting costs as a model's."""
+def test_smaller_trees(method: str, parse: Callable[..., MethodConfig]) -> None:
+    """Red when a measured schedule tries a tree twice, or none that is small."""
     trees = parse(method).scheduled_trees()
-    batch_sizes = {"redrafter": [1, 2, 4], "medusa_tree": [1, 2, 4]}
-    batch_sizes |= {"eagle_tree": [1, 1, 2, 4], "lyanna": [1, 1, 2, 4]}
-    assert [tree.batch_size for tree in trees] == batch_sizes[method]
     sizes = [tree.config.proposer().sizes.max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)
-    assert all(n * tree.batch_size <= 20 for n, tree in zip(sizes, trees, strict=True))
-    assert all(1.2 < tree.min_acceptance_length < 2.0 for tree in trees)
+    assert sizes[-1] == 3
+    assert len(sizes) > 2
     again = parse_spec_config(trees[1].config.model_dump(mode="json"))
     assert again == trees[1].config, "a spec-config travels to the workers as JSON"
 

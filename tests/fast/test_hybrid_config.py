@@ -11,7 +11,7 @@ from tests.heads import write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head_files, check_weights
-from vllm_treespec.config.hybrid import LEVEL_COST
+from vllm_treespec.config.hybrid import HEAD_KINDS
 from vllm_treespec.core.shares import Shares
 from vllm_treespec.proposers import Hybrid
 from vllm_treespec.sources.base import Reads
@@ -59,7 +59,7 @@ def test_the_model_is_what_it_is_called() -> None:
         None,
         None,
     )
-    for kind in LEVEL_COST.keys() - {"draft_model"}:
+    for kind in HEAD_KINDS:
         config = parse(drafter=kind)
         assert (config.models, config.head) == ((), "some/model")
         assert config.head_kind == kind

@@ -11,7 +11,7 @@ from tests.heads import HEADS, write_head
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
 from vllm_treespec.core.profile import profile_trees
-from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.heads import load_head
 from vllm_treespec.scorers import RULES, ScorerOutput
@@ -56,7 +56,7 @@ class Recorder(TreeDecoder):
         config = parse_spec_config({**spec, "schedule": "fixed"})
         trees = config.scheduled_trees()
         method = Method(
-            schedule=AdaptiveSchedule(trees),
+            schedule=ListedSchedule(trees),
             proposers=[tree.config.proposer() for tree in trees],
             rule=RULES[config.rule],
             batched=True,

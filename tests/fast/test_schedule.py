@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.core.schedule import MIN_TREES, PAUSE_STEPS, AdaptiveSchedule
+from vllm_treespec.core.schedule import (
+    MIN_TREES,
+    PAUSE_STEPS,
+    ListedSchedule,
+    RunningRequests,
+    StepOutcome,
+)
 
 SPEC = {"method": "rsd_s", "model": "draft", "beam_width": 3, "depth": 3}
 LADDER = [
@@ -19,14 +25,32 @@ LADDER = [
 ]
 
 
-def schedule(entries: Any = LADDER) -> AdaptiveSchedule:
+class Listed(ListedSchedule):
+    """A list of trees, asked by the number of requests."""
+
+    def tree_of(self, num_reqs: int) -> int | None:
+        """Index of the tree for so many requests."""
+        slots = range(num_reqs)
+        requests = RunningRequests(num_reqs, slots, [False] * num_reqs)
+        index, drawn = self.choose(requests)
+        assert drawn == (() if index is None else slots)
+        return index
+
+    def accept(self, index: int, num_accepted: list[int]) -> None:
+        """Observe scored trees."""
+        slots = range(len(num_accepted))
+        drafts = [3] * len(num_accepted)
+        self.observe(StepOutcome(index, len(slots), slots, drafts, num_accepted, None))
+
+
+def schedule(entries: Any = LADDER) -> Listed:
     config = parse_spec_config({**SPEC, "schedule": entries})
-    return AdaptiveSchedule(config.scheduled_trees())
+    return Listed(config.scheduled_trees())
 
 
 def test_batch_size_chooses() -> None:
     """Red when a large batch keeps a tree that costs more than it brings."""
-    chosen = [schedule().choose(n) for n in (1, 2, 3, 4, 5, 8, 9, 100)]
+    chosen = [schedule().tree_of(n) for n in (1, 2, 3, 4, 5, 8, 9, 100)]
     assert chosen == [0, 0, 1, 1, 2, 2, None, None]
     names = [tree.name for tree in schedule().trees]
     assert names == ["rsd_s 3x3", "rsd_s 2x3", "rsd_s 1x1"]
@@ -35,30 +59,46 @@ def test_batch_size_chooses() -> None:
 def test_fixed_never_changes() -> None:
     """Red when "fixed" starts to depend on anything."""
     fixed = schedule("fixed")
-    fixed.observe(0, [0] * 10 * MIN_TREES)
-    assert [fixed.choose(n) for n in (1, 1000)] == [0, 0]
+    fixed.accept(0, [0] * 10 * MIN_TREES)
+    assert [fixed.tree_of(n) for n in (1, 1000)] == [0, 0]
 
 
-def test_default_ends_in_plain_decoding() -> None:
-    """Red when the default schedule draws trees for any batch however large."""
-    default = schedule("default")
-    assert default.choose(1) == 0
-    assert default.choose(1000) is None
+def test_measured_trees_have_no_limits() -> None:
+    """Red when a tree of the default schedule is left out for what was not measured."""
+    trees = parse_spec_config(SPEC).scheduled_trees()
+    assert [tree.name for tree in trees] == [
+        "rsd_s 3x3",
+        "rsd_s 3x2",
+        "rsd_s 3x1",
+        "rsd_s 2x1",
+        "rsd_s 1x1",
+    ]
+    assert all(tree.batch_size > 10**6 for tree in trees)
+
+
+def test_trees_without_drafts_do_not_count() -> None:
+    """Red when a suffix tree is given up because there was nothing to look up."""
+    adaptive = schedule()
+    adaptive.tree_of(1)
+    slots = range(2 * MIN_TREES)
+    drafts, accepted = [0] * len(slots), [0] * len(slots)
+    adaptive.observe(StepOutcome(0, len(slots), slots, drafts, accepted, None))
+    assert adaptive.tree_of(1) == 0
 
 
 def test_a_tree_not_worth_it_is_given_up_and_tried_again() -> None:
     """Red when a low acceptance length is put up with, or never looked at again."""
     adaptive = schedule()
-    adaptive.choose(1)
-    adaptive.observe(0, [0] * (MIN_TREES - 1))
-    assert adaptive.choose(1) == 0
-    adaptive.observe(0, [1])
-    assert adaptive.choose(1) == 1
-    adaptive.observe(1, [0] * MIN_TREES)
-    assert adaptive.choose(1) == 2
-    adaptive.observe(2, [0] * MIN_TREES)
-    assert adaptive.choose(1) == 2, "an acceptance length of 1 was asked for"
-    later = [adaptive.choose(1) for _ in range(PAUSE_STEPS)]
+    adaptive.tree_of(1)
+    adaptive.accept(0, [0] * (MIN_TREES - 1))
+    assert adaptive.tree_of(1) == 0
+    adaptive.accept(0, [1])
+    assert adaptive.tree_of(1) == 1
+    adaptive.accept(1, [0] * MIN_TREES)
+    assert adaptive.tree_of(1) == 2
+    adaptive.accept(2, [0] * MIN_TREES)
+    assert adaptive.tree_of(1) == 2, "an acceptance length of 1 was asked for"
+    later = [adaptive.tree_of(1) for _ in range(PAUSE_STEPS)]
     assert set(later[:-9]) == {2}
     assert later[-1] == 0
 
@@ -66,20 +106,20 @@ def test_a_tree_not_worth_it_is_given_up_and_tried_again() -> None:
 def test_old_trees_are_forgotten() -> None:
     """Red when a good past hides for ever that drafts have become bad."""
     adaptive = schedule()
-    adaptive.choose(1)
-    adaptive.observe(0, [3] * 10 * MIN_TREES)
+    adaptive.tree_of(1)
+    adaptive.accept(0, [3] * 10 * MIN_TREES)
     for _ in range(1000):
-        adaptive.observe(0, [0, 0])
-    assert adaptive.choose(1) == 1
+        adaptive.accept(0, [0, 0])
+    assert adaptive.tree_of(1) == 1
 
 
 def test_use_always() -> None:
     """Red when a benchmark of one tree measures another."""
     adaptive = schedule()
     adaptive.force_tree({"beam_width": 2})
-    assert [adaptive.choose(n) for n in (1, 1000)] == [1, 1]
+    assert [adaptive.tree_of(n) for n in (1, 1000)] == [1, 1]
     adaptive.force_tree(None)
-    assert adaptive.choose(1) == 0
+    assert adaptive.tree_of(1) == 0
     with pytest.raises(ValueError, match="it has rsd_s 3x3, rsd_s 2x3, rsd_s 1x1"):
         adaptive.force_tree({"beam_width": 7})
 
@@ -87,7 +127,7 @@ def test_use_always() -> None:
 def test_choosing_needs_no_spec_config() -> None:
     """Red when the core imports spec-configs, or pydantic, again."""
     code = (
-        "import sys, vllm_treespec.core.schedule, vllm_treespec.core.sizes\n"
+        "import sys, vllm_treespec.core.measured, vllm_treespec.core.sizes\n"
         "unwanted = {'pydantic', 'torch', 'vllm_treespec.config'}\n"
         "sys.exit(bool(unwanted & set(sys.modules)))"
     )
@@ -98,7 +138,7 @@ def test_choosing_needs_no_spec_config() -> None:
     ("entries", "says"),
     [
         ([], "'schedule' is empty"),
-        ("never", "'default' or 'fixed'"),
+        ("never", "'measured' or 'fixed'"),
         ([{"batch_size": 0}], "batch_size"),
         ([{"beam_width": 2}], "'schedule.0.batch_size' is missing; add it"),
         ([{"batch_size": 2, "width": 2}], "write beam_width, depth"),

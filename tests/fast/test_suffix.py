@@ -69,6 +69,7 @@ def propose(
         depth=1,
         token_ids=token_ids,
     )
+    trees.index.note_texts(roots.slots, [np.array(text) for text in texts])
     return trees.proposer.propose(
         ProposerInputs(
             root_token_ids=root_token_ids,

@@ -12,8 +12,9 @@ from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, ToyHead
 from tests.fast.toy_pairs import ToyPairHead
 from vllm_treespec.core.decoder import Method
-from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.core.shares import Shares
+from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
     Hybrid,
@@ -89,6 +90,7 @@ class Scheduled:
     """A tree of a schedule that is never given up."""
 
     batch_size: int
+    sizes: TreeSizes
     name: str = "toy"
     min_acceptance_length: float = 1.0
 
@@ -124,7 +126,12 @@ def make_method(
 ) -> Method:
     """A method with one tree of the schedule a batch size."""
     return Method(
-        schedule=AdaptiveSchedule([Scheduled(size) for size in batch_sizes]),
+        schedule=ListedSchedule(
+            [
+                Scheduled(size, proposer.sizes)
+                for size, proposer in zip(batch_sizes, proposers, strict=True)
+            ]
+        ),
         proposers=proposers,
         rule=RULES[rule],
         batched=batched,

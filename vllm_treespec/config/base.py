@@ -71,8 +71,10 @@ class MethodConfig(BaseModel, ABC):
     max_trees: Count = Field(
         default=16, description="requests that may carry a tree in one step"
     )
-    schedule: tuple[ScheduleEntry, ...] | Literal["default", "fixed"] = Field(
-        default="default", description="trees by batch size; fixed: always the same"
+    schedule: tuple[ScheduleEntry, ...] | Literal["measured", "fixed"] = Field(
+        default="measured",
+        description="measured: the tree, or none, that brings most tokens a second; "
+        "fixed: always the same; or a list of trees by batch size",
     )
     lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
         default=None, description="give up the target's distribution for speed"
@@ -113,6 +115,11 @@ class MethodConfig(BaseModel, ABC):
     def shape(self) -> dict[str, Any]:
         """The keys that shape the tree, without those that are null."""
         return self.model_dump(include=set(self.SHAPE), exclude_none=True)
+
+    @property
+    def shape_name(self) -> str:
+        """The shape in short: ``3x2``."""
+        return "x".join(_short(value) for value in self.shape.values())
 
     @property
     @abstractmethod
@@ -167,35 +174,16 @@ class MethodConfig(BaseModel, ABC):
                 )
                 for entry in self.schedule
             ]
-        whole = (self.with_shape({}), 1)
-        smaller = [(self.with_shape(s), n) for s, n in self.smaller_shapes()]
-        trees = [whole, *(tree for tree in smaller if tree != whole)]
-        return [
-            ScheduledTree(tree, batch_size, tree.break_even(batch_size))
-            for tree, batch_size in trees
-        ]
+        trees: list[MethodConfig] = []
+        for shape in ({}, *self.smaller_shapes()):
+            tree = self.with_shape(shape)
+            if tree not in trees:
+                trees.append(tree)
+        return [ScheduledTree(tree, NO_LIMIT, 1.0) for tree in trees]
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Smaller trees for the default schedule, with their batch sizes."""
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Smaller trees that a measured schedule tries, from large to small."""
         return []
-
-    def break_even(self, batch_size: int) -> float:
-        """Acceptance length at which this tree is worth its cost, measured.
-
-        The cost of a step relative to a plain one, for a 135M target on two CPU
-        cores: 0.16 for tree and scoring, what drafting costs, 0.045 for each row of
-        the target's forward from the seventh on (docs/adaptive.md).
-        """
-        extra_rows = max(batch_size * self.sizes.max_nodes - 6, 0)
-        drafting = self.drafting_cost(self.sizes.max_depth)
-        return round(1.16 + drafting + 0.045 * extra_rows, 2)
-
-    def drafting_cost(self, depth: int) -> float:
-        """Cost of drafting ``depth`` levels in plain steps; see ``break_even``.
-
-        Measured with draft models of 3 layers.
-        """
-        return 0.18 * depth * len(self.models)
 
     @model_validator(mode="after")
     def _tree_fits(self) -> Self:
@@ -223,8 +211,12 @@ class ScheduledTree:
     @property
     def name(self) -> str:
         """Method and shape, for metrics: ``rsd_s 3x2``, ``rsd_c 3.2.1``."""
-        shape = "x".join(_short(value) for value in self.config.shape.values())
-        return f"{self.config.name} {shape}"
+        return f"{self.config.name} {self.config.shape_name}"
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large it becomes."""
+        return self.config.sizes
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Whether this is the tree that ``shape`` makes of its spec-config.

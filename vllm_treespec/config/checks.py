@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from vllm_treespec.config import HEAD_METHODS, SpecConfigError
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.hybrid import LEVEL_COST, HybridConfig
+from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
 from vllm_treespec.heads import (
     EagleHeadConfig,
     HeadError,
@@ -111,7 +111,7 @@ def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfig
 
 def _key_of_head(kind: str, config: MethodConfig) -> str:
     """The key, with its value, with which a head of this kind is drafted from."""
-    if isinstance(config, HybridConfig) and kind in LEVEL_COST:
+    if isinstance(config, HybridConfig) and kind in HEAD_KINDS:
         return f"'drafter' '{kind}'"
     return f"method '{HEAD_METHODS[kind]}'"
 

@@ -68,10 +68,6 @@ class EagleTreeConfig(GrownTreeConfig):
             return StaticTree(self.top_k, self.depth, self.num_drafts, accuracies)
         return StochasticTree(self.top_k, self.depth, self.num_drafts)
 
-    def drafting_cost(self, depth: int) -> float:
-        """One pass of the head a level."""
-        return 0.11 * depth
-
     @model_validator(mode="after")
     def _head_reads_what_masks_hold(self) -> Self:
         num_read = self.sizes.draft_nodes

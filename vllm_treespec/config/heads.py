@@ -8,8 +8,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
 
-# Smaller trees: children per node, levels, draft tokens; and their batch sizes.
-SMALLER = (((4, 2, 5), 1), ((4, 1, 4), 2), ((2, 1, 2), 4))
+# Smaller trees: children per node, levels, draft tokens.
+SMALLER = ((4, 3, 8), (4, 2, 5), (4, 1, 4), (2, 1, 2))
 
 
 class HeadMethodConfig(MethodConfig):
@@ -36,10 +36,8 @@ class HeadMethodConfig(MethodConfig):
         return "target_draw"
 
 
-def smaller_trees(**limits: int | None) -> list[tuple[dict[str, int], int]]:
-    """Smaller trees for the default schedule, with their batch sizes.
-
-    Two levels of five draft tokens, then one of four, then of two.
+def smaller_trees(**limits: int | None) -> list[dict[str, int]]:
+    """Smaller trees: three levels of eight draft tokens, down to one level of two.
 
     Args:
         limits: of the whole tree, by its keys: children per node, levels, and draft
@@ -47,15 +45,12 @@ def smaller_trees(**limits: int | None) -> list[tuple[dict[str, int], int]]:
 
     """
     return [
-        (
-            {
-                key: min(size, limit)
-                for (key, limit), size in zip(limits.items(), sizes, strict=True)
-                if limit is not None
-            },
-            batch_size,
-        )
-        for sizes, batch_size in SMALLER
+        {
+            key: min(size, limit)
+            for (key, limit), size in zip(limits.items(), sizes, strict=True)
+            if limit is not None
+        }
+        for sizes in SMALLER
     ]
 
 
@@ -91,8 +86,8 @@ class GrownTreeConfig(HeadMethodConfig):
         """Drawn trees have a distribution to reject by, the others have none."""
         return "recursive_rejection" if self.tree == "stochastic" else super().rule
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Two levels of five draft tokens, then one of four, then of two."""
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Three levels of eight draft tokens, down to one level of two."""
         return smaller_trees(
             top_k=self.top_k, depth=self.depth, num_drafts=self.num_drafts
         )

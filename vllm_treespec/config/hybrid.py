@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
 from vllm_treespec.config.heads import smaller_trees
@@ -13,10 +13,9 @@ from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import Hybrid, Proposer, hybrid
 
-# What may draft beside the index; all but the first are kinds of heads.
-Drafter = Literal["draft_model", "redrafter", "eagle", "lyanna"]
-# Cost of a level in plain steps, as the methods have it that draft with these alone.
-LEVEL_COST = {"draft_model": 0.18, "redrafter": 0.06, "eagle": 0.11, "lyanna": 0.06}
+# What may draft beside the index.
+HeadKind = Literal["redrafter", "eagle", "lyanna"]
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 
 class HybridConfig(IndexConfig):
@@ -28,7 +27,7 @@ class HybridConfig(IndexConfig):
     model: str = Field(
         min_length=1, description="folder or hub id of the draft model or the head"
     )
-    drafter: Drafter = Field(
+    drafter: Literal["draft_model"] | HeadKind = Field(
         default="draft_model", description="what 'model' is: a draft model or a head"
     )
     top_k: Count = Field(
@@ -37,8 +36,12 @@ class HybridConfig(IndexConfig):
         description="of the model's part: children per node, and nodes of each level "
         "that get children",
     )
-    model_depth: Count = Field(
-        default=3, le=MAX_DRAFTS, description="levels of the model's part"
+    model_depth: NonNegativeInt = Field(
+        default=3,
+        le=MAX_DRAFTS,
+        strict=True,
+        description="levels of the model's part; 0, for a schedule: the index drafts "
+        "alone",
     )
     sure_match: Count | None = Field(
         default=8,
@@ -63,6 +66,14 @@ class HybridConfig(IndexConfig):
         return None if self.drafter == "draft_model" else self.drafter
 
     @property
+    def shape_name(self) -> str:
+        """The index's part and the model's: ``16x12+4x3``; ``16x12``: index alone."""
+        index = f"{self.num_drafts}x{self.depth}"
+        if not self.model_depth:
+            return index
+        return f"{index}+{self.top_k}x{self.model_depth}"
+
+    @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         return hybrid.sizes(**self.shape, max_match=self.max_match)
@@ -77,15 +88,16 @@ class HybridConfig(IndexConfig):
             return Shares(None)
         return Shares(min(self.sure_match, self.max_match))
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Five draft tokens, then four, then two; the model drafts fewer levels."""
-        return smaller_trees(
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Smaller trees of both parts, then trees of the index alone."""
+        both = smaller_trees(
             top_k=self.top_k, model_depth=self.model_depth, num_drafts=self.num_drafts
         )
-
-    def drafting_cost(self, depth: int) -> float:
-        """What the model's levels cost; the index costs next to nothing."""
-        return LEVEL_COST[self.drafter] * self.sizes.draft_depth
+        alone = [
+            {"num_drafts": min(size, self.num_drafts), "model_depth": 0}
+            for size in (self.num_drafts, 8, 4)
+        ]
+        return [*both[:-1], *alone]
 
     @model_validator(mode="after")
     def _model_reads_what_masks_hold(self) -> Self:

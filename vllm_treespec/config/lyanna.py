@@ -87,10 +87,6 @@ class LyannaConfig(GrownTreeConfig):
         left = self._leftover_shape(tree.depth)
         return Lyanna(tree, None if left is None else DynamicTree(*left))
 
-    def drafting_cost(self, depth: int) -> float:
-        """A pass of the layer a level, one of the output layer; estimated."""
-        return 0.04 + 0.04 * depth
-
     @field_validator("resample")
     @classmethod
     def _drawn_trees_are_not_merged(

@@ -44,13 +44,6 @@ class MedusaTreeConfig(HeadMethodConfig):
         assert isinstance(head, MedusaHeadConfig)
         return Medusa(self.num_drafts, head.rank_accuracies)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Four draft tokens, then two."""
-        return [
-            ({"num_drafts": min(num_drafts, self.num_drafts)}, batch_size)
-            for num_drafts, batch_size in ((4, 2), (2, 4))
-        ]
-
-    def drafting_cost(self, depth: int) -> float:
-        """All levels at once."""
-        return 0.06
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Five draft tokens, then three, then two."""
+        return [{"num_drafts": min(n, self.num_drafts)} for n in (5, 3, 2)]

@@ -80,15 +80,11 @@ class ReDrafterConfig(HeadMethodConfig):
             return DynamicTree(self.beam_width, self.length, self.num_drafts)
         return super().proposer()
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Two levels of five draft tokens, then one of four, then of two."""
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Three levels of eight draft tokens, down to one level of two."""
         return smaller_trees(
             beam_width=self.beam_width, length=self.length, num_drafts=self.num_drafts
         )
-
-    def drafting_cost(self, depth: int) -> float:
-        """One pass of the head a level."""
-        return 0.06 * depth
 
     @field_validator("tree")
     @classmethod

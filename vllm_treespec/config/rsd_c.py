@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 from typing import Any, Literal
 
 from pydantic import Field
@@ -32,10 +32,10 @@ class RsdCConfig(DraftModelConfig):
         """How large its trees become."""
         return rsd_c.sizes(self.branching_factors)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """One level of four draft tokens, then of two."""
-        width = prod(self.branching_factors)
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Half the depth, then one level of four draft tokens, of two, of one."""
+        width, depth = prod(self.branching_factors), len(self.branching_factors)
         return [
-            ({"branching_factors": (min(4, width),)}, 1),
-            ({"branching_factors": (min(2, width),)}, 2),
+            {"branching_factors": self.branching_factors[: ceil(depth / 2)]},
+            *({"branching_factors": (min(n, width),)} for n in (4, 2, 1)),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any, Literal
 
 from pydantic import Field
@@ -32,9 +33,9 @@ class RsdSConfig(DraftModelConfig):
         """How large its trees become."""
         return rsd_s.sizes(self.beam_width, self.depth)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """One level of four draft tokens, then of two."""
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Half the depth, then one level of four draft tokens, of two, of one."""
         return [
-            ({"beam_width": min(4, self.beam_width), "depth": 1}, 1),
-            ({"beam_width": min(2, self.beam_width), "depth": 1}, 2),
+            {"depth": ceil(self.depth / 2)},
+            *({"beam_width": min(n, self.beam_width), "depth": 1} for n in (4, 2, 1)),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any, Literal
 
 from pydantic import Field
@@ -26,6 +27,6 @@ class SdConfig(DraftModelConfig):
         """How large its trees become."""
         return sd.sizes(self.depth)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """One draft token."""
-        return [({"depth": 1}, 2)]
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Half the depth, then one draft token."""
+        return [{"depth": ceil(self.depth / 2)}, {"depth": 1}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any, Literal
 
 from pydantic import Field
@@ -40,9 +41,9 @@ class SpecTrConfig(DraftModelConfig):
         """How large its trees become."""
         return spectr.sizes(self.num_paths, self.depth)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """One level of four draft tokens, then of two."""
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Half the depth, then one level of four draft tokens, of two, of one."""
         return [
-            ({"num_paths": min(4, self.num_paths), "depth": 1}, 1),
-            ({"num_paths": min(2, self.num_paths), "depth": 1}, 2),
+            {"depth": ceil(self.depth / 2)},
+            *({"num_paths": min(n, self.num_paths), "depth": 1} for n in (4, 2, 1)),
         ]

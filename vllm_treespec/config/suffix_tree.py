@@ -62,9 +62,6 @@ class SuffixTreeConfig(IndexConfig):
         """Make the proposer."""
         return Suffix(self.num_drafts, self.depth, self.max_match)
 
-    def smaller_shapes(self) -> list[tuple[dict[str, Any], int]]:
-        """Four draft tokens, then two."""
-        return [
-            ({"num_drafts": min(4, self.num_drafts)}, 2),
-            ({"num_drafts": min(2, self.num_drafts)}, 4),
-        ]
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Eight draft tokens, then four, then two."""
+        return [{"num_drafts": min(n, self.num_drafts)} for n in (8, 4, 2)]

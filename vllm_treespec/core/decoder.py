@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.choosing import Chooser
 from vllm_treespec.core.committed import CommittedReader, committed_rows
 from vllm_treespec.core.matching import (
     Proposal,
@@ -17,7 +19,7 @@ from vllm_treespec.core.matching import (
     running_trees,
 )
 from vllm_treespec.core.requests import RequestSlots
-from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.schedule import Schedule
 from vllm_treespec.core.shares import Shares, count_parts
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
@@ -32,7 +34,7 @@ from vllm_treespec.core.views import (
 from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.scorers import Rule, ScorerOutput, TargetLogits, score
-from vllm_treespec.sources.base import Continuations, DraftSource, Roots
+from vllm_treespec.sources.base import Continuations, DraftSource, Roots, TextSource
 
 
 class RanksDiffer(SystemExit):
@@ -47,7 +49,7 @@ class RanksDiffer(SystemExit):
 class Method:
     """How trees are drawn and verified."""
 
-    schedule: AdaptiveSchedule
+    schedule: Schedule
     # one a tree of the schedule
     proposers: Sequence[Proposer]
     # how sampled requests' trees are verified
@@ -109,6 +111,7 @@ class TreeDecoder:
         self.branching = largest.max_leaves > 1
         self.step = 0
         self.proposal: Proposal | None = None
+        self.chooser = Chooser(method.schedule, stats)
         self.trees: RunningTrees | None = None
         self.scored: ScorerOutput | None = None
         # int64 [num_reqs], row of each request's root among the logits of the step
@@ -124,6 +127,7 @@ class TreeDecoder:
     def finish_requests(self, slots: np.ndarray) -> None:
         """Forget the requests that ended, by their released slots, int64 [n]."""
         self.discard_trees(slots)
+        self.chooser.forget(slots)
         for source in self.sources:
             source.finish_requests(slots)
         if self.method.shares is not None:
@@ -211,17 +215,16 @@ class TreeDecoder:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
-            self._observe(batch, accepted)
+            self.chooser.observe(self.batch, batch, self.proposal, accepted)
+            self._count(batch, accepted)
             self.proposal = None
-            schedule = self.method.schedule
-            index = schedule.choose(batch.num_reqs)
-            self.stats.count_step(
-                "plain" if index is None else schedule.trees[index].name
-            )
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
+            self._note_texts(batch, reqs)
+            index, drawn_for = self.chooser.choose(batch, reqs)
             may_draft = self._has_room(batch, index)[reqs]
+            may_draft &= np.isin(batch.slots[reqs], drawn_for)
             asks = index is not None and self._asks_models(
-                batch, reqs[may_draft][: self.method.max_trees], accepted
+                index, batch, reqs[may_draft][: self.method.max_trees], accepted
             )
             drafting = self.committed_reader.read(
                 batch,
@@ -237,9 +240,15 @@ class TreeDecoder:
             return self.proposal
 
     def _asks_models(
-        self, batch: EmittedBatch, drafting: np.ndarray, accepted: np.ndarray
+        self,
+        index: int,
+        batch: EmittedBatch,
+        drafting: np.ndarray,
+        accepted: np.ndarray,
     ) -> bool:
         """Whether draft models or heads draft: not where an index is sure of all."""
+        if not self.method.proposers[index].num_draft_models:
+            return False
         shares = self.method.shares
         if shares is None or not len(drafting):
             return True
@@ -247,17 +256,28 @@ class TreeDecoder:
             return True
         reqs = torch.from_numpy(drafting).to(self.limits.device)
         roots = self._roots(batch, drafting, reqs, accepted, depth=0)
-        (index,) = (source for source in self.sources if source.reads.token_ids)
-        found = index.begin(roots)
+        (texts,) = (source for source in self.sources if source.reads.token_ids)
+        found = texts.begin(roots)
         assert isinstance(found, Continuations)
         return bool((shares.first(roots.slots, found.matches()) < 1).any())
 
-    def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
-        """Note how many drafts of each tree of this step were accepted."""
+    def _note_texts(self, batch: EmittedBatch, reqs: np.ndarray) -> None:
+        """Let sources note what the requests that may draft, int64 [n], put out."""
+        for source in self.sources:
+            if source.reads.token_ids:
+                emitted = reqs[batch.emitted[reqs]]
+                ends = 1 + batch.end[emitted]
+                texts = [
+                    batch.token_ids[req, :end]
+                    for req, end in zip(emitted.tolist(), ends.tolist(), strict=True)
+                ]
+                cast(TextSource, source).note_texts(batch.slots[emitted], texts)
+
+    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
+        """Count the trees that were scored in this step."""
         if self.trees is None:
             return
         of_trees = accepted[self.trees.host_reqs].tolist()
-        self.method.schedule.observe(self.trees.tree_index, of_trees)
         self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
         if self.proposal is not None and self.proposal.parts is not None:
             self._count_parts(batch, self.trees, self.proposal, self.proposal.parts)

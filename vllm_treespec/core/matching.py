@@ -70,6 +70,16 @@ class Proposal:
         lost = np.isin(self.slots, slots)
         return replace(self, slots=np.where(lost, NO_SLOT, self.slots))
 
+    def rows_of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find the trees of the requests in these slots, int64 [n].
+
+        Returns:
+            rows of the trees, and the places of their requests in ``slots``, int64.
+
+        """
+        _, rows, places = np.intersect1d(self.slots, slots, return_indices=True)
+        return rows, places
+
     def path(self, row: int, token_ids: np.ndarray) -> list[int]:
         """Draft nodes, from 0, that hold these tokens one below the other.
 

@@ -1,10 +1,13 @@
-"""Which tree a step draws: by batch size, and by what was accepted so far."""
+"""Which tree a step draws: a list with limits, and what all schedules share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from vllm_treespec.core.sizes import TreeSizes
 
 # Scored trees that a measured acceptance length needs, and that its mean covers.
 MIN_TREES = 64
@@ -21,6 +24,10 @@ class ScheduledTree(Protocol):
         """Method and shape."""
 
     @property
+    def sizes(self) -> TreeSizes:
+        """How large it becomes."""
+
+    @property
     def batch_size(self) -> int:
         """Most running requests in a step that draws it."""
 
@@ -32,58 +39,73 @@ class ScheduledTree(Protocol):
         """Whether it is the tree that these keys of a spec-config stand for."""
 
 
-@dataclass
-class TreeMeasurement:
-    """What was accepted of one tree of the schedule lately."""
+@dataclass(frozen=True)
+class RunningRequests:
+    """The requests for which a step chooses a tree."""
 
-    trees: float = 0.0
-    emitted: float = 0.0
-    paused_until: int = 0
+    # all that run, those that decode plainly included
+    num_reqs: int
+    # of the requests that may draft
+    slots: Sequence[int]
+    # whether these requests are sampled, that is not greedy
+    sampled: Sequence[bool]
 
 
-class AdaptiveSchedule:
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step brought whose tree was chosen at the end of the step before.
+
+    The sequences have an entry for each request whose tree came back.
+    """
+
+    # of the tree in the schedule; None: plain
+    index: int | None
+    # requests that ran
+    num_reqs: int
+    slots: Sequence[int]
+    num_drafts: Sequence[int]
+    num_accepted: Sequence[int]
+    # from the choice of this tree to the next choice; None where the step did other
+    # work, too, such as reading a prompt
+    seconds: float | None
+
+
+class Schedule(ABC):
     """Chooses the tree of every step; ``None`` stands for plain decoding.
 
-    The first tree of the schedule whose batch size is large enough is drawn, unless
-    it was given up: its mean acceptance length over the last trees fell below its
-    ``min_acceptance_length``. Such a tree is tried again after a while. The choice
-    depends on past steps alone and is the same on every rank; it changes what
-    drafting costs, never what is emitted.
+    The choice depends on past steps alone and is the same on every rank; it changes
+    what drafting costs, never what is emitted.
     """
 
     def __init__(self, trees: Sequence[ScheduledTree]) -> None:
         """Take the schedule's trees in their order."""
         self.trees = trees
-        self.measured = [TreeMeasurement() for _ in trees]
-        self.step = 0
         self.forced_index: int | None = None
 
-    def choose(self, num_reqs: int) -> int | None:
-        """Index of the tree for a step of ``num_reqs`` requests; None = plain."""
-        self.step += 1
-        if self.forced_index is not None:
-            return self.forced_index
-        for index, tree in enumerate(self.trees):
-            if (
-                num_reqs <= tree.batch_size
-                and self.step >= self.measured[index].paused_until
-            ):
-                return index
-        return None
+    def choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
+        """Choose for a step of these requests.
 
-    def observe(self, index: int, num_accepted: Sequence[int]) -> None:
-        """Count scored trees; gives a tree up whose drafts are not worth it."""
-        measured = self.measured[index]
-        measured.trees += len(num_accepted)
-        measured.emitted += len(num_accepted) + sum(num_accepted)
-        if measured.trees < MIN_TREES:
-            return
-        acceptance_length = measured.emitted / measured.trees
-        if acceptance_length < self.trees[index].min_acceptance_length:
-            self.measured[index] = TreeMeasurement(paused_until=self.step + PAUSE_STEPS)
-        elif measured.trees > WINDOW_TREES:
-            measured.trees /= 2
-            measured.emitted /= 2
+        Returns:
+            the index of the tree, None for a plain step; and the slots of the requests
+            that it is drawn for.
+
+        """
+        index, slots = self._choose(requests)
+        if self.forced_index is not None:
+            return self.forced_index, requests.slots
+        return index, slots
+
+    @abstractmethod
+    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
+        """Choose where no tree is forced."""
+
+    @abstractmethod
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a step."""
+
+    @abstractmethod
+    def forget(self, slots: Sequence[int]) -> None:
+        """Forget what was learned of requests that ended."""
 
     def force_tree(self, shape: Mapping[str, object] | None) -> None:
         """Draw the tree of this shape in every step; None: follow the schedule.
@@ -101,3 +123,66 @@ class AdaptiveSchedule:
                 return
         names = ", ".join(tree.name for tree in self.trees)
         raise ValueError(f"the schedule has no tree {shape}; it has {names}")
+
+
+@dataclass
+class TreeMeasurement:
+    """What was accepted of one tree of the schedule lately."""
+
+    trees: float = 0.0
+    emitted: float = 0.0
+    paused_until: int = 0
+
+
+class ListedSchedule(Schedule):
+    """Chooses from a list of trees by their limits.
+
+    The first tree whose batch size is large enough is drawn, unless it was given up:
+    its mean acceptance length over the last trees fell below its
+    ``min_acceptance_length``. Such a tree is tried again after a while.
+    """
+
+    def __init__(self, trees: Sequence[ScheduledTree]) -> None:
+        """Take the schedule's trees in their order."""
+        super().__init__(trees)
+        self.measured = [TreeMeasurement() for _ in trees]
+        self.step = 0
+
+    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
+        """Take the first tree that fits and was not given up, for all requests."""
+        self.step += 1
+        for index, tree in enumerate(self.trees):
+            if (
+                requests.num_reqs <= tree.batch_size
+                and self.step >= self.measured[index].paused_until
+            ):
+                return index, requests.slots
+        return None, ()
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Count scored trees; gives a tree up whose drafts are not worth it."""
+        if outcome.index is None:
+            return
+        scored = [
+            accepted
+            for drafts, accepted in zip(
+                outcome.num_drafts, outcome.num_accepted, strict=True
+            )
+            if drafts
+        ]
+        measured = self.measured[outcome.index]
+        measured.trees += len(scored)
+        measured.emitted += len(scored) + sum(scored)
+        if measured.trees < MIN_TREES:
+            return
+        acceptance_length = measured.emitted / measured.trees
+        if acceptance_length < self.trees[outcome.index].min_acceptance_length:
+            self.measured[outcome.index] = TreeMeasurement(
+                paused_until=self.step + PAUSE_STEPS
+            )
+        elif measured.trees > WINDOW_TREES:
+            measured.trees /= 2
+            measured.emitted /= 2
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Do nothing: nothing is learned of single requests."""

@@ -30,6 +30,9 @@ class StepCounts:
     seconds: dict[str, float] = field(default_factory=dict)
     # what a step drafted with, a tree's name or "plain" -> steps
     modes: dict[str, int] = field(default_factory=dict)
+    # the same -> seconds of its steps that only decoded, and tokens emitted in them
+    mode_seconds: dict[str, float] = field(default_factory=dict)
+    mode_tokens: dict[str, int] = field(default_factory=dict)
     # nodes of a tree, its root included -> trees
     node_counts: dict[int, int] = field(default_factory=dict)
     # accepted draft tokens of a tree -> trees
@@ -103,6 +106,15 @@ class StepStats:
         for counts in self._counts:
             counts.modes[name] = counts.modes.get(name, 0) + 1
 
+    def count_timed(self, name: str, seconds: float, num_tokens: int) -> None:
+        """Count the time of a step that only decoded, and the tokens it emitted.
+
+        It scored what the step before had drafted: a tree's name or "plain".
+        """
+        for counts in self._counts:
+            counts.mode_seconds[name] = counts.mode_seconds.get(name, 0.0) + seconds
+            counts.mode_tokens[name] = counts.mode_tokens.get(name, 0) + num_tokens
+
     def count_trees(self, num_nodes: list[int], num_accepted: list[int]) -> None:
         """Count the scored trees of a step."""
         for counts in self._counts:
@@ -134,14 +146,17 @@ class StepStats:
                     totals[source] = totals.get(source, 0) + number
 
     def as_dict(self) -> dict[str, Any]:
-        """Totals: seconds per stage, steps, modes, trees, nodes, accepted lengths,
-        node counts of trees, tokens of beams and the nodes that these became, nodes
-        from leftovers and how many were accepted, nodes by source and accepted ones."""
+        """Totals: seconds per stage, steps, modes and their seconds and tokens, trees,
+        nodes, accepted lengths, node counts of trees, tokens of beams and the nodes
+        that these became, nodes from leftovers and how many were accepted, nodes by
+        source and accepted ones."""
         totals = self._totals
         return {
             "seconds": dict(totals.seconds),
             "steps": totals.steps,
             "modes": dict(totals.modes),
+            "mode_seconds": dict(totals.mode_seconds),
+            "mode_tokens": dict(totals.mode_tokens),
             "trees": totals.trees,
             "nodes": totals.nodes,
             "accepted": dict(totals.accepted),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -158,6 +159,20 @@ class DraftSource(Protocol):
 
     def finish_requests(self, slots: np.ndarray) -> None:
         """Drop what is kept of requests that ended, by their slots, int64 [n]."""
+
+
+class TextSource(DraftSource, Protocol):
+    """A source that reads committed tokens, and keeps texts for other requests."""
+
+    def note_texts(self, slots: np.ndarray, texts: Sequence[np.ndarray]) -> None:
+        """Note what requests that may draft have put out, in every step.
+
+        Args:
+            slots: int64 [n].
+            texts: of each request int [length], its committed tokens, root included;
+                the engine may overwrite them later.
+
+        """
 
 
 class FeatureKeeper(DraftSource, Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,11 +47,12 @@ class SuffixIndex:
         assert roots.token_ids is not None
         lens = (roots.positions + 1).tolist()
         texts = [row[:n] for row, n in zip(roots.token_ids, lens, strict=True)]
-        found = []
-        for slot, text in zip(roots.slots.tolist(), texts, strict=True):
+        return Continuations([self.continuations(text) for text in texts])
+
+    def note_texts(self, slots: np.ndarray, texts: Sequence[np.ndarray]) -> None:
+        """Note new output, which other requests will draft from."""
+        for slot, text in zip(slots.tolist(), texts, strict=True):
             self.cache.read(slot, text)
-            found.append(self.continuations(text))
-        return Continuations(found)
 
     def finish_requests(self, slots: np.ndarray) -> None:
         """Let other requests draft from these requests' outputs from now on."""

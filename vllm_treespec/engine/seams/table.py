@@ -351,6 +351,12 @@ LOADING = (
         "their rows in order, where tensor-parallel ranks hold a part each",
     ),
     *Owner("vllm.distributed").calls(
+        "get_tp_group", "all ranks choose trees by rank 0's times"
+    ),
+    *Owner("vllm.distributed.parallel_state:GroupCoordinator").calls(
+        "broadcast_object", "all ranks choose trees by rank 0's times"
+    ),
+    *Owner("vllm.distributed").calls(
         "tensor_model_parallel_all_gather", "the parts of all ranks"
     ),
     *Owner("vllm.model_executor.layers.utils", "cpu").calls(

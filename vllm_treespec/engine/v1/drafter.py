@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
@@ -13,7 +14,8 @@ from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
 from vllm_treespec.core.matching import Proposal
-from vllm_treespec.core.schedule import AdaptiveSchedule
+from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.schedule import ListedSchedule, Schedule, ScheduledTree
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.views import EmittedBatch
@@ -74,7 +76,7 @@ class TreeDrafter:
         """How trees are drawn and verified."""
         trees = self.config.scheduled_trees()
         return Method(
-            schedule=AdaptiveSchedule(trees),
+            schedule=make_schedule(self.config, trees),
             proposers=[tree.config.proposer() for tree in trees],
             rule=make_rule(self.config),
             batched=batched,
@@ -136,6 +138,19 @@ class TreeDrafter:
     def propose(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees at the end of a step."""
         return self.decoder.draft(batch)
+
+
+def make_schedule(config: MethodConfig, trees: Sequence[ScheduledTree]) -> Schedule:
+    """How the tree of a step is chosen."""
+    if config.schedule == "measured":
+        return MeasuredSchedule(trees, config.max_trees, first_rank_values)
+    return ListedSchedule(trees)
+
+
+def first_rank_values(values: list[float]) -> list[float]:
+    """What the first of the tensor-parallel ranks passes; all of them call it."""
+    shared: list[float] = get_tp_group().broadcast_object(values)
+    return shared
 
 
 def make_rule(config: MethodConfig) -> Rule:

@@ -1,0 +1,94 @@
+"""Whose trees are drawn follows the clock; what is emitted follows the target's law."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tests.fast.chi_square import p_value
+from tests.fast.fake_engine import FakeEngine
+from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, after
+from tests.fast.toy_workloads import Scheduled
+from vllm_treespec.core.decoder import Method
+from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.schedule import ListedSchedule, Schedule
+from vllm_treespec.core.views import EmittedBatch
+from vllm_treespec.proposers import RsdS
+from vllm_treespec.scorers import RULES
+
+HABIT = Habits(token_budget=400, max_running=16)
+MAX_TOKENS = 6
+
+
+class Peeking(FakeEngine):
+    """Sends a tree only where its first draft is an even token."""
+
+    def _draft(self, batch: EmittedBatch) -> None:
+        """Draw the next trees, and drop some for what was drawn."""
+        super()._draft(batch)
+        for request in self.now.requests:
+            if request.proposed and request.proposed[0] % 2:
+                request.proposed = []
+
+
+def found_by(
+    engine_class: type[FakeEngine], make_schedule: Callable[..., Schedule]
+) -> tuple[FakeEngine, Tensor]:
+    """Answer a thousand times; numbers of the answers, int64 [1008]."""
+    language = Language(0)
+    proposers = [RsdS(1, 1), RsdS(3, 3)]
+    trees = [Scheduled(1000, proposer.sizes) for proposer in proposers]
+    rule = RULES["recursive_rejection"]
+    method = Method(make_schedule(trees), proposers, rule, False, 16)
+    engine = engine_class(language, method, [ToyDraftModel(language)], HABIT, 0)
+    engine.decoder.chooser.clock = random_clock()
+    request = Request("", [1, 2], max_tokens=MAX_TOKENS, temperature=1.0)
+    many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(1008)]
+    answers: list[list[int]] = []
+    for first in range(0, len(many), 16):
+        answers += engine.run(*many[first : first + 16])
+    places = VOCAB_SIZE ** torch.arange(1, -1, -1)
+    return engine, (torch.tensor(answers)[:, :2] * places).sum(1)
+
+
+def random_clock() -> Callable[[], float]:
+    """A clock by which all options take about as long."""
+    source = random.Random(0)
+    steps = itertools.accumulate(source.uniform(0.5, 1.5) for _ in itertools.count())
+    return lambda: next(steps)
+
+
+def law(language: Language) -> Tensor:
+    """Probability of every answer's first two tokens, float32 [VOCAB_SIZE ** 2]."""
+    probabilities = []
+    for text in itertools.product(range(VOCAB_SIZE), repeat=2):
+        so_far, product = [1, 2], torch.ones(())
+        for token in text:
+            product = product * after(language.target, so_far).softmax(0)[token]
+            so_far.append(token)
+        probabilities.append(product)
+    return torch.stack(probabilities)
+
+
+def test_choosing_by_the_clock_keeps_the_law() -> None:
+    """Red when the schedule sees what was drawn."""
+    engine, found = found_by(FakeEngine, partial(MeasuredSchedule, max_trees=16))
+    trees = {index for _, index in engine.drawn} - {None}
+    assert len(trees) == 2, "one tree was always drawn"
+    assert engine.decoder.stats.as_dict()["mode_seconds"]
+    assert p_value(found, law(engine.language)) > 1e-4
+
+
+def test_choosing_by_the_draws_is_noticed() -> None:
+    """Red when this test could not tell a schedule that looks at the draws."""
+    engine, found = found_by(Peeking, ListedSchedule)
+    second = law(engine.language).view(VOCAB_SIZE, VOCAB_SIZE).sum(0)
+    parity = torch.stack([second[::2].sum(), second[1::2].sum()])
+    assert p_value(found % VOCAB_SIZE % 2, parity) < 1e-4

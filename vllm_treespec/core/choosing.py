@@ -1,0 +1,145 @@
+"""Asks the schedule for the tree of a step, and tells it what the last one brought."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_treespec.core.matching import Proposal
+from vllm_treespec.core.schedule import RunningRequests, Schedule, StepOutcome
+from vllm_treespec.core.stats import StepStats
+from vllm_treespec.core.views import GREEDY_BELOW, EmittedBatch, ScheduledBatch
+
+# What a step drafts with that draws no tree, in statistics.
+PLAIN = "plain"
+NO_SLOTS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the schedule chose at the end of a step."""
+
+    # None: plain
+    index: int | None
+    # name of the tree, or "plain"
+    mode: str
+    # int64 [num_reqs], the requests that ran
+    slots: np.ndarray
+    # whether the step at whose end it was made only decoded, so that draft models had
+    # no prompt to read after it
+    only_decoded: bool
+    # of a clock in seconds
+    time: float
+
+
+class Chooser:
+    """Chooses the tree of each step.
+
+    ``observe`` comes before ``choose``, at the end of a step.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stats: StepStats,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begin without a choice; ``clock`` gives seconds."""
+        self.schedule = schedule
+        self.stats = stats
+        self.clock = clock
+        self.last = Choice(None, PLAIN, NO_SLOTS, False, 0.0)
+        self.only_decoded = False
+
+    def choose(
+        self, batch: EmittedBatch, reqs: np.ndarray
+    ) -> tuple[int | None, np.ndarray]:
+        """Choose the tree of a step.
+
+        Args:
+            batch: the step.
+            reqs: int64 [n], places of the requests that may draft.
+
+        Returns:
+            the tree's index, None for a plain step; and the slots of the requests that
+            it is drawn for, int64.
+
+        """
+        reqs = reqs[batch.emitted[reqs]]
+        sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
+        index, slots = self.schedule.choose(
+            RunningRequests(
+                batch.num_reqs, batch.slots[reqs].tolist(), sampled.tolist()
+            )
+        )
+        mode = PLAIN if index is None else self.schedule.trees[index].name
+        self.last = Choice(index, mode, batch.slots, self.only_decoded, self.clock())
+        self.stats.count_step(mode)
+        return index, np.array(slots, dtype=np.int64)
+
+    def observe(
+        self,
+        scheduled: ScheduledBatch,
+        batch: EmittedBatch,
+        proposal: Proposal | None,
+        accepted: np.ndarray,
+    ) -> None:
+        """Note how long a step took, and what was accepted of its trees.
+
+        Args:
+            scheduled: the step before its forward.
+            batch: the same after its tokens were emitted.
+            proposal: what was drawn for it, if anything.
+            accepted: drafts accepted of each request's tree, -1 without one; int64
+                [num_reqs].
+
+        """
+        self.only_decoded = bool(
+            (scheduled.num_scheduled == 1 + scheduled.num_drafts).all()
+        )
+        slots = num_drafts = num_accepted = NO_SLOTS
+        num_drawn = 0
+        if proposal is not None:
+            num_drawn = len(proposal.slots)
+            rows, places = proposal.rows_of(batch.slots)
+            # A tree that did not come back tells nothing.
+            told = (accepted[places] >= 0) | (proposal.num_drafts[rows] == 0)
+            told &= batch.emitted[places]
+            rows, places = rows[told], places[told]
+            slots, num_drafts = proposal.slots[rows], proposal.num_drafts[rows]
+            num_accepted = accepted[places].clip(min=0)
+        some_drawn = num_drawn > 0
+        as_chosen = some_drawn == (self.last.index is not None)
+        all_back = len(slots) == num_drawn
+        seconds = self._seconds(scheduled) if as_chosen and all_back else None
+        if seconds is not None:
+            num_tokens = int(batch.num_emitted.sum())
+            self.stats.count_timed(self.last.mode, seconds, num_tokens)
+        self.schedule.observe(
+            StepOutcome(
+                self.last.index,
+                len(self.last.slots),
+                slots.tolist(),
+                num_drafts.tolist(),
+                num_accepted.tolist(),
+                seconds,
+            )
+        )
+
+    def _seconds(self, scheduled: ScheduledBatch) -> float | None:
+        """Time since the last choice; None where the step did other work, too."""
+        same = np.array_equal(np.sort(scheduled.slots), np.sort(self.last.slots))
+        pure = same and self.only_decoded and self.last.only_decoded
+        return self.clock() - self.last.time if pure else None
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Forget the requests that ended, by their slots, int64 [n].
+
+        A step without them is not timed: the engine may have idled before it.
+        """
+        if len(slots):
+            self.schedule.forget(slots.tolist())
+            self.last = replace(self.last, slots=NO_SLOTS)
