@@ -142,8 +142,11 @@ def test_without_a_model_the_tree_is_the_indexs() -> None:
     assert alone.parts is not None
     assert asked.parts is not None
     assert alone.parts.equal(asked.parts)
+    by_index = Hybrid(8, depth=3, top_k=3, model_depth=0, max_match=5)
+    never = tree_of(by_index, [FOUND, []], [0.5, 0.125], draft)
     for req in range(2):
         assert token_paths(alone, req) == token_paths(asked, req)
+        assert token_paths(never, req) == token_paths(asked, req)
 
 
 def test_sizes_bound_the_trees() -> None:
@@ -306,6 +309,16 @@ def test_the_model_is_not_asked_where_the_index_is_sure(name: str) -> None:
     engine.decoder.method.shares.sure_match = None
     num_read, num_drawn = run_long(engine)
     assert num_read >= num_drawn
+
+
+def test_a_tree_of_the_index_alone_does_not_ask_the_model() -> None:
+    """Red when a schedule cannot save the model's forwards."""
+    engine = make_engine("hybrid_alone", ROOMY)
+    num_read, num_drawn = run_long(engine)
+    assert num_read == 0 < num_drawn
+    counted = engine.decoder.stats.as_dict()
+    assert counted["source_nodes"]["index"] == counted["nodes"] - counted["trees"] > 0
+    assert counted["source_nodes"]["model"] == 0
 
 
 def test_one_unsure_request_asks_the_model_for_all() -> None:

@@ -30,6 +30,7 @@ def test_keys_reach_both_parts() -> None:
     proposer, index = config.proposer(), config.suffix_index()
     assert isinstance(proposer, Hybrid)
     assert (proposer.num_drafts, proposer.index.sizes.max_depth) == (10, 7)
+    assert proposer.model is not None
     assert (proposer.model.top_k, proposer.model.depth) == (3, 2)
     assert index is not None
     assert index.reads == Reads(token_ids=True)
@@ -66,16 +67,30 @@ def test_the_model_is_what_it_is_called() -> None:
 
 
 def test_default_schedule() -> None:
-    """Red when smaller trees keep the model's levels, or cost more than larger ones."""
+    """Red when a measured schedule cannot leave out the model, or name what it draws.
+
+    A name is the index's part, and the model's where it has one.
+    """
     trees = parse().scheduled_trees()
     assert [tree.name for tree in trees] == [
-        "hybrid 16x12x4x3",
-        "hybrid 5x12x4x2",
-        "hybrid 4x12x4x1",
-        "hybrid 2x12x2x1",
+        "hybrid 16x12+4x3",
+        "hybrid 8x12+4x3",
+        "hybrid 5x12+4x2",
+        "hybrid 4x12+4x1",
+        "hybrid 16x12",
+        "hybrid 8x12",
+        "hybrid 4x12",
     ]
-    costs = [tree.config.break_even(1) for tree in trees]
-    assert costs == sorted(costs, reverse=True)
+    asked = [tree.config.proposer().num_draft_models for tree in trees]
+    assert asked == [1, 1, 1, 1, 0, 0, 0]
+
+
+def test_a_schedule_may_leave_out_the_model() -> None:
+    """Red when users cannot write such a schedule themselves."""
+    entries = [{"batch_size": 2}, {"batch_size": 8, "model_depth": 0}]
+    own, alone = parse(schedule=entries).scheduled_trees()
+    assert (own.name, alone.name) == ("hybrid 16x12+4x3", "hybrid 16x12")
+    assert alone.sizes.draft_nodes < own.sizes.draft_nodes
 
 
 @pytest.mark.parametrize(
@@ -84,7 +99,8 @@ def test_default_schedule() -> None:
         ({"model": None}, "'model' is None"),
         ({"drafter": "medusa"}, "'drafter' is 'medusa'"),
         ({"num_drafts": 64}, "'num_drafts' is 64"),
-        ({"model_depth": 0}, "'model_depth' is 0"),
+        ({"model_depth": -1}, "'model_depth' is -1"),
+        ({"model_depth": True}, "'model_depth' is True"),
         ({"sure_match": 0}, "'sure_match' is 0"),
         ({"top_k": 8, "model_depth": 9}, "lower 'top_k' or 'model_depth'"),
         ({"hot_tokens": "file"}, "'hot_tokens' is not a key of this method"),

@@ -37,6 +37,7 @@ PROPOSERS: dict[str, Proposer] = {
     "lyanna": Lyanna(DynamicTree(4, 3, 8), DynamicTree(4, 2, 4)),
     "lyanna drawn": Lyanna(StochasticTree(4, 3, 8)),
     "hybrid": Hybrid(8, depth=5, top_k=4, model_depth=3, max_match=6),
+    "index of a hybrid": Hybrid(8, depth=5, top_k=4, model_depth=0, max_match=6),
 }
 
 

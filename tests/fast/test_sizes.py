@@ -59,7 +59,7 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
     elif method == "hybrid":
         for drafts, depth, levels in product(numbers, numbers, numbers):
             keys = {**model, "num_drafts": drafts, "depth": depth, "top_k": 3}
-            yield {**keys, "model_depth": levels, "max_match": 8 - levels}
+            yield {**keys, "model_depth": levels - 1, "max_match": 8 - levels}
     elif method == "medusa_tree":
         yield from ({**model, "num_drafts": drafts} for drafts in (*numbers, 20, 63))
     else:

@@ -48,6 +48,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 # For fewer tests.
 MORE_PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "lyanna_drawn": lambda: Lyanna(StochasticTree(3, 3, 7)),
+    "hybrid_alone": lambda: Hybrid(8, depth=5, top_k=3, model_depth=0, max_match=6),
     "hybrid_head": PROPOSERS["hybrid"],
     "hybrid_pairs": PROPOSERS["hybrid"],
     "hybrid_chains": PROPOSERS["hybrid"],
@@ -55,7 +56,7 @@ MORE_PROPOSERS: dict[str, Callable[[], Proposer]] = {
 NOT_DRAWN = (
     *("suffix_tree", "head", "dynamic_tree"),
     *("lyanna_replace", "lyanna_merge"),
-    *("hybrid", "hybrid_head", "hybrid_pairs", "hybrid_chains"),
+    *("hybrid", "hybrid_alone", "hybrid_head", "hybrid_pairs", "hybrid_chains"),
 )
 # How they use what a step leaves over.
 RESAMPLE: dict[str, Resample] = {
