@@ -17,6 +17,7 @@ from vllm_treespec.core.matching import (
     RunningTrees,
     match,
     running_trees,
+    scored_parts,
 )
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.schedule import Schedule
@@ -223,7 +224,7 @@ class TreeDecoder:
             index, drawn_for = self.chooser.choose(batch, reqs)
             may_draft = self._has_room(batch, index)[reqs]
             may_draft &= np.isin(batch.slots[reqs], drawn_for)
-            asks = index is not None and self._asks_models(
+            models_draft = index is not None and self._models_draft(
                 index, batch, reqs[may_draft][: self.method.max_trees], accepted
             )
             drafting = self.committed_reader.read(
@@ -233,13 +234,15 @@ class TreeDecoder:
                 may_draft,
                 accepted[reqs],
                 self.method.max_trees,
-                asks,
+                models_draft,
             )
             if index is not None and len(drafting):
-                self.proposal = self._propose(index, batch, drafting, accepted, asks)
+                self.proposal = self._propose(
+                    index, batch, drafting, accepted, models_draft
+                )
             return self.proposal
 
-    def _asks_models(
+    def _models_draft(
         self,
         index: int,
         batch: EmittedBatch,
@@ -249,10 +252,8 @@ class TreeDecoder:
         """Whether draft models or heads draft: not where an index is sure of all."""
         if not self.method.proposers[index].num_draft_models:
             return False
-        shares = self.method.shares
-        if shares is None or not len(drafting):
-            return True
-        if not shares.may_be_sure(batch.slots[drafting]):
+        shares, slots = self.method.shares, batch.slots[drafting]
+        if shares is None or not len(slots) or not shares.may_be_sure(slots):
             return True
         reqs = torch.from_numpy(drafting).to(self.limits.device)
         roots = self._roots(batch, drafting, reqs, accepted, depth=0)
@@ -279,30 +280,14 @@ class TreeDecoder:
             return
         of_trees = accepted[self.trees.host_reqs].tolist()
         self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
-        if self.proposal is not None and self.proposal.parts is not None:
-            self._count_parts(batch, self.trees, self.proposal, self.proposal.parts)
-
-    def _count_parts(
-        self,
-        batch: EmittedBatch,
-        trees: RunningTrees,
-        proposal: Proposal,
-        parts: np.ndarray,
-    ) -> None:
-        """Count the scored and the accepted nodes by the parts that drafted them."""
         shares, stats = self.method.shares, self.stats
-        for tree, row in enumerate(trees.proposal_rows.tolist()):
-            req = trees.host_reqs[tree]
-            end = batch.num_tokens[req] - 1
-            first = end + 1 - batch.num_emitted[req]
-            path = proposal.path(row, batch.token_ids[req, first:end])
-            nodes = parts[row, : trees.num_nodes[tree] - 1], parts[row, path]
+        for slot, *parts in scored_parts(self.trees, self.proposal, batch):
             if shares is None:
-                stats.count_leftovers(*(int((n == SECOND_PART).sum()) for n in nodes))
+                stats.count_leftovers(*(int((p == SECOND_PART).sum()) for p in parts))
             else:
-                scored, path_nodes = map(count_parts, nodes)
-                shares.observe(int(trees.slots[tree]), scored, path_nodes)
-                stats.count_sources(scored, path_nodes)
+                num_scored, num_accepted = map(count_parts, parts)
+                shares.observe(slot, num_scored, num_accepted)
+                stats.count_sources(num_scored, num_accepted)
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
@@ -325,17 +310,19 @@ class TreeDecoder:
         batch: EmittedBatch,
         drafting: np.ndarray,
         accepted: np.ndarray,
-        asks: bool,
+        models_draft: bool,
     ) -> Proposal:
         """Draw one tree of the schedule for each of these requests.
 
-        Without ``asks`` the sources that need no forward draft alone.
+        Unless ``models_draft``, sources that need no forward draft alone.
         """
         proposer = self.method.proposers[index]
         reqs = torch.from_numpy(drafting).to(self.limits.device)
         depth = proposer.sizes.draft_depth
         roots = self._roots(batch, drafting, reqs, accepted, depth)
-        started = [s.begin(roots) for s in self.sources if asks or s.reads.token_ids]
+        started = [
+            s.begin(roots) for s in self.sources if models_draft or s.reads.token_ids
+        ]
         found = [d for d in started if isinstance(d, Continuations)]
         shares = self.method.shares
         tree = proposer.propose(
