@@ -73,10 +73,10 @@ def test_default_schedule() -> None:
     """
     trees = parse().scheduled_trees()
     assert [tree.name for tree in trees] == [
-        "hybrid 16x12+4x3",
-        "hybrid 8x12+4x3",
-        "hybrid 5x12+4x2",
-        "hybrid 4x12+4x1",
+        "hybrid 16x12+draft_model 4x3",
+        "hybrid 8x12+draft_model 4x3",
+        "hybrid 5x12+draft_model 4x2",
+        "hybrid 4x12+draft_model 4x1",
         "hybrid 16x12",
         "hybrid 8x12",
         "hybrid 4x12",
@@ -89,7 +89,7 @@ def test_a_schedule_may_leave_out_the_model() -> None:
     """Red when users cannot write such a schedule themselves."""
     entries = [{"batch_size": 2}, {"batch_size": 8, "model_depth": 0}]
     own, alone = parse(schedule=entries).scheduled_trees()
-    assert (own.name, alone.name) == ("hybrid 16x12+4x3", "hybrid 16x12")
+    assert (own.name, alone.name) == ("hybrid 16x12+draft_model 4x3", "hybrid 16x12")
     assert alone.sizes.draft_nodes < own.sizes.draft_nodes
 
 

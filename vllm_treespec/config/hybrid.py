@@ -67,11 +67,11 @@ class HybridConfig(IndexConfig):
 
     @property
     def shape_name(self) -> str:
-        """The index's part and the model's: ``16x12+4x3``; ``16x12``: index alone."""
+        """Both parts: ``16x12+eagle 4x3``; of the index alone: ``16x12``."""
         index = f"{self.num_drafts}x{self.depth}"
         if not self.model_depth:
             return index
-        return f"{index}+{self.top_k}x{self.model_depth}"
+        return f"{index}+{self.drafter} {self.top_k}x{self.model_depth}"
 
     @property
     def sizes(self) -> TreeSizes:
