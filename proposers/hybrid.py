@@ -14,11 +14,9 @@ from vllm_treespec.proposers import dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
 
 
-def sizes(
-    num_drafts: int, depth: int, top_k: int, model_depth: int, max_match: int
-) -> TreeSizes:
+def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSizes:
     """Sizes of trees of at most ``num_drafts`` draft tokens of both parts."""
-    found = suffix.sizes(num_drafts, depth, max_match)
+    found = suffix.sizes(num_drafts, depth)
     if not model_depth:
         return replace(found, draft_depth=1, draft_width=1, draft_nodes=1)
     drafted = dynamic_tree.sizes(top_k, model_depth, num_drafts)
@@ -43,16 +41,21 @@ class Hybrid(Proposer):
     """
 
     def __init__(
-        self, num_drafts: int, depth: int, top_k: int, model_depth: int, max_match: int
+        self,
+        num_drafts: int,
+        depth: int,
+        min_probability: float,
+        top_k: int,
+        model_depth: int,
     ) -> None:
         """Take the draft tokens of the whole tree, and the limits of its parts."""
         self.num_drafts = num_drafts
-        self.index = suffix.Suffix(num_drafts, depth, max_match)
+        self.index = suffix.Suffix(num_drafts, depth, min_probability)
         self.model: dynamic_tree.DynamicTree | None = None
         if model_depth:
             self.model = dynamic_tree.DynamicTree(top_k, model_depth, num_drafts)
         self.num_draft_models = 0 if self.model is None else 1
-        self.sizes = sizes(num_drafts, depth, top_k, model_depth, max_match)
+        self.sizes = sizes(num_drafts, depth, top_k, model_depth)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draft one tree per request; ``draws`` is None."""

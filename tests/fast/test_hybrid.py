@@ -68,7 +68,7 @@ def tree_of(
 def found_paths(found: list[Continuation], num_drafts: int) -> list[Path]:
     """Paths of the index's tree."""
     paths: list[Path] = [()]
-    for token, parent, _ in grow_tree(found, num_drafts):
+    for token, parent, _ in grow_tree(found, num_drafts, 0.0):
         paths.append((*paths[parent], token))
     return paths[1:]
 
@@ -86,7 +86,7 @@ def test_the_index_gets_its_share_and_the_model_the_rest(
 ) -> None:
     """Red when a part gets other nodes than its best, or equal paths are two nodes."""
     draft, _ = random_tables("random", 3, 3)
-    proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, max_match=5)
+    proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
     tree = tree_of(proposer, [FOUND], [share], draft)
     index = found_paths(FOUND, num_found)
     assert len(index) == num_found
@@ -106,7 +106,7 @@ def test_the_index_gets_its_share_and_the_model_the_rest(
 def test_parts_overlap() -> None:
     """Red when the test above has no path that both parts hold."""
     draft, _ = random_tables("random", 3, 3)
-    proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, max_match=5)
+    proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
     tree = tree_of(proposer, [FOUND], [0.5], draft)
     assert tree.parts is not None
     assert bool((tree.parts == FIRST_PART | SECOND_PART).any())
@@ -116,7 +116,7 @@ def test_parts_overlap() -> None:
 def test_each_request_has_a_share_of_its_own() -> None:
     """Red when a batch decides a request's tree."""
     draft, _ = random_tables("random", 3, 3)
-    proposer = Hybrid(6, depth=3, top_k=2, model_depth=3, max_match=5)
+    proposer = Hybrid(6, depth=3, top_k=2, model_depth=3, min_probability=0.0)
     found: list[list[Continuation]] = [FOUND, [], FOUND[2:], FOUND]
     shares = [0.5, 0.875, 0.125, 1.0]
     together = tree_of(proposer, found, shares, draft)
@@ -128,7 +128,7 @@ def test_each_request_has_a_share_of_its_own() -> None:
 def test_what_the_index_does_not_find_is_the_models() -> None:
     """Red when places stay empty that the model could fill."""
     draft, _ = random_tables("random", 3, 3)
-    proposer = Hybrid(6, depth=3, top_k=3, model_depth=2, max_match=5)
+    proposer = Hybrid(6, depth=3, top_k=3, model_depth=2, min_probability=0.0)
     tree = tree_of(proposer, [[]], [0.9], draft)
     assert token_paths(tree, 0)[1:] == dynamic_tree_reference(log_law(draft), 3, 2, 6)
 
@@ -136,13 +136,13 @@ def test_what_the_index_does_not_find_is_the_models() -> None:
 def test_without_a_model_the_tree_is_the_indexs() -> None:
     """Red when a tree without the model differs from one where it drafts nothing."""
     draft, _ = random_tables("random", 3, 3)
-    proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, max_match=5)
+    proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
     asked = tree_of(proposer, [FOUND, []], [1.0, 1.0], draft)
     alone = tree_of(proposer, [FOUND, []], [1.0, 1.0], None)
     assert alone.parts is not None
     assert asked.parts is not None
     assert alone.parts.equal(asked.parts)
-    by_index = Hybrid(8, depth=3, top_k=3, model_depth=0, max_match=5)
+    by_index = Hybrid(8, depth=3, top_k=3, model_depth=0, min_probability=0.0)
     never = tree_of(by_index, [FOUND, []], [0.5, 0.125], draft)
     for req in range(2):
         assert token_paths(alone, req) == token_paths(asked, req)
@@ -153,7 +153,7 @@ def test_sizes_bound_the_trees() -> None:
     """Red when a tree, or a level that is read, outgrows what is announced."""
     draft, _ = random_tables("random", 3, 4)
     for kept, depth, top_k, levels in product((1, 2, 7, 12), (1, 4), (1, 3), (1, 3)):
-        proposer = Hybrid(kept, depth, top_k, levels, max_match=3)
+        proposer = Hybrid(kept, depth, 0.0, top_k, levels)
         for share in (0.1, 0.5, 1.0):
             counting = CountingDraft(LanguageDraft(draft, 1))
             inputs = ProposerInputs(
@@ -169,7 +169,7 @@ def test_sizes_bound_the_trees() -> None:
 
 # The law. Two levels, three tokens.
 
-SMALL = Hybrid(5, depth=2, top_k=2, model_depth=2, max_match=5)
+SMALL = Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 1.0])

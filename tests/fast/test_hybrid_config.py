@@ -25,19 +25,26 @@ def parse(**keys: Any) -> MethodConfig:
 def test_keys_reach_both_parts() -> None:
     """Red when a key does not reach the part that it is for."""
     config = parse(
-        num_drafts=10, depth=9, max_match=7, max_cached_tokens=0, top_k=3, model_depth=2
+        num_drafts=10,
+        depth=9,
+        min_probability=0.3,
+        max_match=7,
+        max_cached_tokens=0,
+        top_k=3,
+        model_depth=2,
     )
     proposer, index = config.proposer(), config.suffix_index()
     assert isinstance(proposer, Hybrid)
-    assert (proposer.num_drafts, proposer.index.sizes.max_depth) == (10, 7)
+    assert (proposer.num_drafts, proposer.index.sizes.max_depth) == (10, 9)
+    assert proposer.index.min_probability == 0.3
     assert proposer.model is not None
     assert (proposer.model.top_k, proposer.model.depth) == (3, 2)
     assert index is not None
     assert index.reads == Reads(token_ids=True)
-    assert (index.depth, index.max_match, index.cache.max_tokens) == (7, 7, 0)
+    assert (index.depth, index.max_match, index.cache.max_tokens) == (9, 7, 0)
     assert config.rule == "target_draw"
     sizes = proposer.sizes
-    assert (sizes.max_nodes, sizes.max_depth, sizes.draft_depth) == (11, 7, 2)
+    assert (sizes.max_nodes, sizes.max_depth, sizes.draft_depth) == (11, 9, 2)
     assert (sizes.draft_width, sizes.draft_nodes) == (3, 3)
 
 
@@ -73,23 +80,25 @@ def test_default_schedule() -> None:
     """
     trees = parse().scheduled_trees()
     assert [tree.name for tree in trees] == [
-        "hybrid 16x12+draft_model 4x3",
-        "hybrid 8x12+draft_model 4x3",
-        "hybrid 5x12+draft_model 4x2",
-        "hybrid 4x12+draft_model 4x1",
-        "hybrid 16x12",
-        "hybrid 8x12",
-        "hybrid 4x12",
+        "hybrid 16x12x0.1+draft_model 4x3",
+        "hybrid 8x12x0.1+draft_model 4x3",
+        "hybrid 5x12x0.1+draft_model 4x2",
+        "hybrid 4x12x0.1+draft_model 4x1",
+        "hybrid 16x12x0.1",
+        "hybrid 16x12x0.4",
     ]
     asked = [tree.config.proposer().num_draft_models for tree in trees]
-    assert asked == [1, 1, 1, 1, 0, 0, 0]
+    assert asked == [1, 1, 1, 1, 0, 0]
 
 
 def test_a_schedule_may_leave_out_the_model() -> None:
     """Red when users cannot write such a schedule themselves."""
     entries = [{"batch_size": 2}, {"batch_size": 8, "model_depth": 0}]
     own, alone = parse(schedule=entries).scheduled_trees()
-    assert (own.name, alone.name) == ("hybrid 16x12+draft_model 4x3", "hybrid 16x12")
+    assert (own.name, alone.name) == (
+        "hybrid 16x12x0.1+draft_model 4x3",
+        "hybrid 16x12x0.1",
+    )
     assert alone.sizes.draft_nodes < own.sizes.draft_nodes
 
 

@@ -36,8 +36,10 @@ PROPOSERS: dict[str, Proposer] = {
     "medusa_tree": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
     "lyanna": Lyanna(DynamicTree(4, 3, 8), DynamicTree(4, 2, 4)),
     "lyanna drawn": Lyanna(StochasticTree(4, 3, 8)),
-    "hybrid": Hybrid(8, depth=5, top_k=4, model_depth=3, max_match=6),
-    "index of a hybrid": Hybrid(8, depth=5, top_k=4, model_depth=0, max_match=6),
+    "hybrid": Hybrid(8, depth=5, top_k=4, model_depth=3, min_probability=0.0),
+    "index of a hybrid": Hybrid(
+        8, depth=5, top_k=4, model_depth=0, min_probability=0.0
+    ),
 }
 
 

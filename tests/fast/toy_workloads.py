@@ -37,18 +37,20 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "sd": lambda: Sd(depth=4),
     "dynamic_tree": lambda: DynamicTree(top_k=3, depth=3, num_drafts=7),
     "stochastic_tree": lambda: StochasticTree(top_k=3, depth=3, num_drafts=7),
-    "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, max_match=6),
+    "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, min_probability=0.0),
     "head": lambda: RsdS(beam_width=2, depth=3),
     "pairs": lambda: RsdS(beam_width=3, depth=3),
     "lyanna_replace": lambda: Lyanna(DynamicTree(3, 3, 9)),
     # Toy chains know no more when they are fresh: the second tree is a wider one.
     "lyanna_merge": lambda: Lyanna(DynamicTree(2, 3, 4), DynamicTree(4, 2, 6)),
-    "hybrid": lambda: Hybrid(8, depth=5, top_k=3, model_depth=3, max_match=6),
+    "hybrid": lambda: Hybrid(8, depth=5, top_k=3, model_depth=3, min_probability=0.0),
 }
 # For fewer tests.
 MORE_PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "lyanna_drawn": lambda: Lyanna(StochasticTree(3, 3, 7)),
-    "hybrid_alone": lambda: Hybrid(8, depth=5, top_k=3, model_depth=0, max_match=6),
+    "hybrid_alone": lambda: Hybrid(
+        8, depth=5, top_k=3, model_depth=0, min_probability=0.0
+    ),
     "hybrid_head": PROPOSERS["hybrid"],
     "hybrid_pairs": PROPOSERS["hybrid"],
     "hybrid_chains": PROPOSERS["hybrid"],

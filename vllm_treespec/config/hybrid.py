@@ -11,17 +11,19 @@ from vllm_treespec.config.heads import smaller_trees
 from vllm_treespec.config.suffix_tree import IndexConfig
 from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import Hybrid, Proposer, hybrid
+from vllm_treespec.proposers import hybrid
 
 # What may draft beside the index.
 HeadKind = Literal["redrafter", "eagle", "lyanna"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+# Least probability of the drafts where few of the index are tried alone.
+SURE_PROBABILITY = 0.4
 
 
 class HybridConfig(IndexConfig):
     """A suffix index and a model's likeliest tokens in one tree."""
 
-    SHAPE = ("num_drafts", "depth", "top_k", "model_depth")
+    SHAPE = ("num_drafts", "depth", "min_probability", "top_k", "model_depth")
 
     method: Literal["hybrid"]
     model: str = Field(
@@ -67,8 +69,8 @@ class HybridConfig(IndexConfig):
 
     @property
     def shape_name(self) -> str:
-        """Both parts: ``16x12+eagle 4x3``; of the index alone: ``16x12``."""
-        index = f"{self.num_drafts}x{self.depth}"
+        """Both parts: ``16x12x0.1+eagle 4x3``; of the index alone: ``16x12x0.1``."""
+        index = f"{self.num_drafts}x{self.depth}x{self.min_probability}"
         if not self.model_depth:
             return index
         return f"{index}+{self.drafter} {self.top_k}x{self.model_depth}"
@@ -76,11 +78,7 @@ class HybridConfig(IndexConfig):
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
-        return hybrid.sizes(**self.shape, max_match=self.max_match)
-
-    def proposer(self) -> Proposer:
-        """Make the proposer."""
-        return Hybrid(**self.shape, max_match=self.max_match)
+        return hybrid.sizes(self.num_drafts, self.depth, self.top_k, self.model_depth)
 
     def shares(self) -> Shares:
         """Make the count of what each part brought."""
@@ -93,11 +91,9 @@ class HybridConfig(IndexConfig):
         both = smaller_trees(
             top_k=self.top_k, model_depth=self.model_depth, num_drafts=self.num_drafts
         )
-        alone = [
-            {"num_drafts": min(size, self.num_drafts), "model_depth": 0}
-            for size in (self.num_drafts, 8, 4)
-        ]
-        return [*both[:-1], *alone]
+        sure = max(SURE_PROBABILITY, self.min_probability)
+        alone = {"model_depth": 0}
+        return [*both[:-1], alone, {**alone, "min_probability": sure}]
 
     @model_validator(mode="after")
     def _model_reads_what_masks_hold(self) -> Self:

@@ -7,13 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
+from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig, Number
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import Proposer, Suffix, suffix
+from vllm_treespec.proposers import suffix
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
 NUM_DRAFTS = 16
 DEPTH = 12
+MIN_PROBABILITY = 0.1
 
 
 class IndexConfig(MethodConfig, ABC):
@@ -24,6 +25,12 @@ class IndexConfig(MethodConfig, ABC):
     )
     depth: Count = Field(
         default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
+    )
+    min_probability: Number = Field(
+        default=MIN_PROBABILITY,
+        ge=0,
+        lt=1,
+        description="leave out drafts that are less likely accepted",
     )
     max_match: Count = Field(
         default=16, le=256, description="last tokens to look up at most"
@@ -49,19 +56,17 @@ class IndexConfig(MethodConfig, ABC):
 class SuffixTreeConfig(IndexConfig):
     """What followed earlier occurrences of the last tokens; no draft model."""
 
-    SHAPE = ("num_drafts", "depth")
+    SHAPE = ("num_drafts", "depth", "min_probability")
 
     method: Literal["suffix_tree"]
 
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
-        return suffix.sizes(self.num_drafts, self.depth, self.max_match)
-
-    def proposer(self) -> Proposer:
-        """Make the proposer."""
-        return Suffix(self.num_drafts, self.depth, self.max_match)
+        return suffix.sizes(self.num_drafts, self.depth)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Eight draft tokens, then four, then two."""
-        return [{"num_drafts": min(n, self.num_drafts)} for n in (8, 4, 2)]
+        """Drafts that are surer: the fewer, the surer."""
+        return [
+            {"min_probability": max(p, self.min_probability)} for p in (0.2, 0.4, 0.7)
+        ]
