@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
-from vllm_treespec.sources.base import Continuation
+from vllm_treespec.sources.base import Continuation, Continuations
 
 # Doubt that a text goes on as it did before is this much less for each token that
 # matches. Measured on chat (docs/sources.md).
@@ -27,6 +29,31 @@ def sizes(num_drafts: int, depth: int) -> TreeSizes:
         max_width=num_drafts,
         max_leaves=num_drafts,
     )
+
+
+@dataclass(frozen=True)
+class GrownTrees:
+    """Trees on the host; see ``TreeBatch``."""
+
+    # int64 [num_reqs, max_nodes], without the roots' tokens
+    token_ids: np.ndarray
+    # int64 [num_reqs, max_nodes]
+    parents: np.ndarray
+    depths: np.ndarray
+    # int64 [num_reqs], roots included
+    num_nodes: np.ndarray
+
+    def tree(self, root_token_ids: Tensor) -> TreeBatch:
+        """Bring the trees to the device of their roots, int64 [num_reqs]."""
+        device = root_token_ids.device
+        token_ids = torch.from_numpy(self.token_ids).to(device)
+        token_ids[:, 0] = root_token_ids
+        return TreeBatch(
+            token_ids=token_ids,
+            parents=torch.from_numpy(self.parents).to(device),
+            depths=torch.from_numpy(self.depths).to(device),
+            num_nodes=torch.from_numpy(self.num_nodes).to(device),
+        )
 
 
 @register_proposer("suffix_tree")
@@ -49,7 +76,17 @@ class Suffix(Proposer):
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
-        device = inputs.root_token_ids.device
+        limits = [self.num_drafts] * len(found.by_request)
+        return self.grow(found, limits).tree(inputs.root_token_ids)
+
+    def grow(self, found: Continuations, limits: Sequence[int]) -> GrownTrees:
+        """Grow one tree per request on the host.
+
+        Args:
+            found: of each request.
+            limits: draft nodes that each tree may have.
+
+        """
         max_depth = self.sizes.max_depth
         shape = (len(found.by_request), self.sizes.max_nodes)
         tokens = np.zeros(shape, dtype=np.int64)
@@ -58,21 +95,14 @@ class Suffix(Proposer):
         num_nodes = np.ones(len(tokens), dtype=np.int64)
         for row, continuations in enumerate(found.by_request):
             near = [(length, rest[:max_depth]) for length, rest in continuations]
-            tree = grow_tree(near, self.num_drafts, self.min_probability)
+            tree = grow_tree(near, limits[row], self.min_probability)
             num_nodes[row] = size = 1 + len(tree)
             if tree:
                 drafts = np.array(tree)
                 tokens[row, 1:size] = drafts[:, 0]
                 parents[row, 1:size] = drafts[:, 1]
                 depths[row, 1:size] = drafts[:, 2]
-        token_ids = torch.from_numpy(tokens).to(device)
-        token_ids[:, 0] = inputs.root_token_ids
-        return TreeBatch(
-            token_ids=token_ids,
-            parents=torch.from_numpy(parents).to(device),
-            depths=torch.from_numpy(depths).to(device),
-            num_nodes=torch.from_numpy(num_nodes).to(device),
-        )
+        return GrownTrees(tokens, parents, depths, num_nodes)
 
 
 def grow_tree(

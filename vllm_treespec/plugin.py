@@ -30,6 +30,7 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
     check_head_files,
+    check_hot_tokens,
     check_vocabulary,
     check_weights,
     layers_read,
@@ -223,4 +224,5 @@ def expand_file(
         draft = read_config("speculative_config 'model'", model, read)
         check_vocabulary(model, size, draft.vocab_size)
     check_head(config, target_config)
+    check_hot_tokens(config, size)
     return {"model": target, **arguments}

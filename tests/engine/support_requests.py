@@ -72,8 +72,8 @@ SAMPLING = (
         Own(f"{HERE}::test_seeds", "same seed, same answer, in batches of 1 and 8"),
         "another answer than without trees, from the same law; the same again "
         'while the same trees are drawn: `"schedule": "fixed"`, no preemption, at '
-        "most `max_trees` requests; `suffix_tree` also drafts from other requests' "
-        "outputs unless `max_cached_tokens` is 0",
+        "most `max_trees` requests; `suffix_tree` and `hybrid` also draft from other "
+        "requests' outputs unless `max_cached_tokens` is 0",
     ),
     Row(
         "n > 1",

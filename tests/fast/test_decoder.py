@@ -85,7 +85,11 @@ def kernels_in_interpreter() -> Iterator[None]:
 @pytest.mark.usefixtures("kernels_in_interpreter")
 @pytest.mark.parametrize("habits", ["whole", "all"])
 @pytest.mark.parametrize(
-    "name", ["rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"]
+    "name",
+    [
+        *("rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"),
+        "hybrid",
+    ],
 )
 def test_masks_emit_the_same(name: str, habits: str) -> None:
     """Red when nodes under masks see, or commit, another path."""
@@ -238,6 +242,7 @@ def test_unseeded_requests_differ() -> None:
         ("head", (63,)),
         ("lyanna_drawn", (63,)),
         ("lyanna_merge", (63,)),
+        ("hybrid", (63,)),
         ("rsd_s", (1, 4, 63)),
         ("rsd_c", (2, 5)),
         ("lyanna_drawn", (3, 63)),

@@ -56,6 +56,10 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             for left in (1, 4, 9):
                 yield {**keys, "resample": "merge", "resample_drafts": left}
             yield {**keys, "tree": "stochastic", "num_drafts": None}
+    elif method == "hybrid":
+        for drafts, depth, levels in product(numbers, numbers, numbers):
+            keys = {**model, "num_drafts": drafts, "depth": depth, "top_k": 3}
+            yield {**keys, "model_depth": levels - 1}
     elif method == "medusa_tree":
         yield from ({**model, "num_drafts": drafts} for drafts in (*numbers, 20, 63))
     else:

@@ -13,7 +13,7 @@ from vllm_treespec.config.base import (
     Count,
     HotTokens,
     MethodConfig,
-    hot_token_file,
+    hot_token_files,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import specinfer
@@ -55,7 +55,7 @@ class SpecInferConfig(MethodConfig):
     @property
     def hot_token_files(self) -> tuple[Path | None, ...]:
         """The draft models', which must name the same tokens."""
-        return tuple(hot_token_file(model, self.hot_tokens) for model in self.models)
+        return hot_token_files(self.models, self.hot_tokens)
 
     @property
     def rule(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
@@ -16,12 +17,9 @@ DEPTH = 12
 MIN_PROBABILITY = 0.1
 
 
-class SuffixTreeConfig(MethodConfig):
-    """What followed earlier occurrences of the last tokens; no draft model."""
+class IndexConfig(MethodConfig, ABC):
+    """What methods share that draft from a suffix index."""
 
-    SHAPE = ("num_drafts", "depth", "min_probability")
-
-    method: Literal["suffix_tree"]
     num_drafts: Count = Field(
         default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens at most"
     )
@@ -49,15 +47,23 @@ class SuffixTreeConfig(MethodConfig):
         """Drafts that were not drawn have no distribution to reject by."""
         return "target_draw"
 
-    @property
-    def sizes(self) -> TreeSizes:
-        """How large its trees become."""
-        return suffix.sizes(self.num_drafts, self.depth)
-
     def suffix_index(self) -> SuffixIndex:
         """Make the index, with an empty cache, for the deepest tree of the schedule."""
         depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
         return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
+
+
+class SuffixTreeConfig(IndexConfig):
+    """What followed earlier occurrences of the last tokens; no draft model."""
+
+    SHAPE = ("num_drafts", "depth", "min_probability")
+
+    method: Literal["suffix_tree"]
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return suffix.sizes(self.num_drafts, self.depth)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """Drafts that are surer: the fewer, the surer."""

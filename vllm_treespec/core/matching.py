@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.views import ScheduledBatch, cut_rows, ragged_rows
+from vllm_treespec.core.views import (
+    EmittedBatch,
+    ScheduledBatch,
+    cut_rows,
+    ragged_rows,
+)
 
 # What the scheduler drafts for a request that enters the batch with one token left.
 PADDING_TOKEN_ID = -1
@@ -37,9 +43,8 @@ class Proposal:
     num_drafts: np.ndarray
     # int64 [num_trees], nodes that a tree may have, whatever was drawn
     node_limits: np.ndarray
-    # bool [num_trees, max_nodes - 1], draft nodes that came from what an earlier step
-    # left over; None: none did
-    reused: np.ndarray | None = None
+    # int64 [num_trees, max_nodes - 1], see ``TreeBatch.parts``
+    parts: np.ndarray | None = None
 
     @classmethod
     def from_tree(
@@ -60,8 +65,8 @@ class Proposal:
         if node_limits is None:
             node_limits = np.full(tree.num_reqs, width)
         together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
-        if tree.reused is not None:
-            together.append(tree.reused)
+        if tree.parts is not None:
+            together.append(tree.parts)
         host = torch.cat(together, dim=1).cpu().numpy()
         return cls(
             tree,
@@ -73,7 +78,7 @@ class Proposal:
             parents=host[:, width + 1 : 2 * width],
             num_drafts=np.minimum(host[:, 2 * width], node_limits) - 1,
             node_limits=node_limits,
-            reused=None if tree.reused is None else host[:, 2 * width + 2 :] > 0,
+            parts=None if tree.parts is None else host[:, 2 * width + 2 :],
         )
 
     def without(self, slots: np.ndarray) -> Proposal:
@@ -220,3 +225,29 @@ def running_trees(
         slots=batch.slots[reqs],
         proposal_rows=matched.proposal_rows,
     )
+
+
+def scored_parts(
+    trees: RunningTrees, proposal: Proposal | None, batch: EmittedBatch
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Which part drafted the nodes of each tree, if trees have parts.
+
+    Args:
+        trees: of the step.
+        proposal: they were cut from; None: it was discarded.
+        batch: after the step.
+
+    Yields:
+        the tree's slot; parts of its draft nodes that were scored, int64 [n], and of
+        those that were accepted, int64 [num_accepted].
+
+    """
+    if proposal is None or proposal.parts is None:
+        return
+    for tree, row in enumerate(trees.proposal_rows.tolist()):
+        req = trees.host_reqs[tree]
+        end = batch.num_tokens[req] - 1
+        first = end + 1 - batch.num_emitted[req]
+        path = proposal.path(row, batch.token_ids[req, first:end])
+        parts = proposal.parts[row]
+        yield int(trees.slots[tree]), parts[: trees.num_nodes[tree] - 1], parts[path]

@@ -8,6 +8,7 @@ from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
+    check_hot_tokens,
     check_positions,
     check_shards,
     check_vocabulary,
@@ -165,6 +166,7 @@ def refuse_drafters(
 
     check_weights(config)
     check_head(config, target.hf_text_config)
+    check_hot_tokens(config, target.get_vocab_size())
     for model in config.models:
         trust = target.trust_remote_code
         draft = read_config(
