@@ -428,3 +428,10 @@ def test_ended_requests_are_forgotten() -> None:
     assert schedule.requests.keys() == {0, 1}
     schedule.forget([0, 1, 7])
     assert not schedule.requests
+
+
+def test_surer_trees_are_tried_first() -> None:
+    """Red when the widest of several trees of one size is the first to cost time."""
+    surer = [Tree(16, 12, 16) for _ in range(3)]
+    schedule = MeasuredSchedule(surer, max_trees=16)
+    assert [option.index for option in schedule.options] == [None, 2, 1, 0]

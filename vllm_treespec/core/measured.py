@@ -105,6 +105,8 @@ class MeasuredSchedule(Schedule):
             Option(index, tree.sizes.max_nodes - 1, guessed_accepted(tree))
             for index, tree in enumerate(trees)
         ]
+        # of equal sizes, such as trees of surer drafts, later ones count as smaller
+        drawn.reverse()
         drawn.sort(key=lambda option: (option.num_drafts, option.guess))
         self.plain = Option(None, 0, 0.0)
         # from the smallest to the largest
