@@ -30,6 +30,7 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
     check_head_files,
+    check_kv_cache,
     check_positions,
     check_shards,
     check_vocabulary,
@@ -190,6 +191,8 @@ def stock_arguments(
         "worker_cls": WORKERS[device],
         "scheduler_cls": SCHEDULER,
         "additional_config": {"treespec": config.model_dump(mode="json")},
+        # all layers in one KV cache group, also those with a window
+        "disable_hybrid_kv_cache_manager": True,
     }
     if device == "cuda":
         arguments["attention_backend"] = GPU_ATTENTION
@@ -267,6 +270,8 @@ def refuse_arguments(args: EngineArgs) -> str:
         "logprobs_mode": str(args.logprobs_mode).startswith("processed"),
         "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
         "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
+        "disable_hybrid_kv_cache_manager": args.disable_hybrid_kv_cache_manager
+        is False,
         "attention_backend": device == "cuda"
         and AttentionConfig.validate_backend_before(args.attention_backend)
         not in (None, AttentionBackendEnum[GPU_ATTENTION]),
@@ -310,11 +315,8 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
         "multi-head latent attention": target.use_mla,
         "an encoder-decoder model": target.is_encoder_decoder,
         "a pooling model": target.runner_type == "pooling",
-        "sliding-window attention on a CPU": device == "cpu"
-        and target.get_sliding_window() is not None,
         "chunked local attention": target.attention_chunk_size is not None,
         "position ids with several axes": target.uses_mrope,
-        "quantised weights": target.quantization is not None,
     }
     for what, found in unsupported.items():
         if found:
@@ -322,6 +324,9 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
                 f"draft trees do not support {what} yet ({target.model}); "
                 f"remove speculative_config"
             )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if device == "cpu":
+        check_kv_cache(target.model, target.hf_text_config, cache_dtype)
     check_weights(config)
     check_head(config, target.hf_text_config)
     for model in config.models:
@@ -329,12 +334,7 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
         draft = read_config(
             "speculative_config 'model'", model, get_config, trust_remote_code=trust
         )
-        if device == "cpu" and draft.get_text_config().to_dict().get("sliding_window"):
-            raise SpecConfigError(
-                f"speculative_config 'model': {model} has sliding-window attention, "
-                f"which draft trees do not support on a CPU yet; use another draft "
-                f"model"
-            )
+        check_kv_cache(model, draft, cache_dtype)
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
         check_shards(model, draft, vllm_config.parallel_config.tensor_parallel_size)
         check_positions(model, draft, target.max_model_len)

@@ -41,7 +41,14 @@ class PagedDraftModel(PagedSource):
             max_model_len=target.max_model_len,
             enforce_eager=target.enforce_eager,
         )
-        config = replace(vllm_config, model_config=self.model_config, quant_config=None)
+        config = replace(
+            vllm_config,
+            model_config=self.model_config,
+            cache_config=self.with_window(
+                vllm_config.cache_config, window_of_all_layers(self.model_config)
+            ),
+            quant_config=None,
+        )
         super().__init__(config, prefix, stats)
 
     @property
@@ -151,3 +158,14 @@ class PagedDraftModel(PagedSource):
         """Run the model; without a KV cache metadata (by layer) and slots are None."""
         with self.forward_context(attn_metadata, len(token_ids), slots):
             return self.model(input_ids=token_ids, positions=positions)
+
+
+def window_of_all_layers(config: ModelConfig) -> int | None:
+    """How many tokens every layer of a model sees; None: all, or layers differ.
+
+    Where layers differ, the model says so to each of them.
+    """
+    kinds = config.hf_text_config.to_dict().get("layer_types") or ()
+    if set(kinds) <= {"sliding_attention"}:
+        return config.get_sliding_window()
+    return None
