@@ -38,7 +38,9 @@ def quantised(form: str) -> Callable[[str, Path], str]:
 
 KINDS = {
     "int8": Kind(quantised("int8"), methods=("suffix_tree", "own draft", *HEADS)),
-    "int4": Kind(quantised("int4")),
+    "fp8": Kind(quantised("fp8")),
+    # vLLM has no kernel for 4 bit and float32.
+    "int4": Kind(quantised("int4"), "bfloat16"),
     "gptq": Kind(quantised("gptq"), "bfloat16"),
     "awq": Kind(quantised("awq"), "bfloat16"),
     "window": Kind(
@@ -80,13 +82,13 @@ def answer(
         options: dict[str, Any] = {"model": targets[name], **TINY, **target}
         options["dtype"] = KINDS[name].dtype
         if method is not None:
-            spec = {
+            specs: dict[str, dict[str, object]] = {
                 "suffix_tree": SUFFIX,
                 "own draft": {**OWN_DRAFT, "model": targets[name]},
                 "full draft": {**OWN_DRAFT, "model": tiny["draft"]},
                 **{head: {"method": head, "model": tiny[head]} for head in HEADS},
-            }[method]
-            options["speculative_config"] = {**spec, "schedule": "fixed"}
+            }
+            options["speculative_config"] = {**specs[method], "schedule": "fixed"}
         return run_engine(None, JOBS, **options)
 
     return run
@@ -106,6 +108,16 @@ def test_tokens_equal_plain(
     assert tokens_of(trees) == tokens_of(plain)
     assert min(trees["trees"]) > 20, "hardly a tree was drafted"
     assert trees["nodes"][1] > 2 * trees["trees"][1], "no tree branched"
+
+
+@pytest.mark.parametrize("kind", ["int8", "window"])
+def test_kinds_matter(
+    kind: str, answer: Callable[..., dict], tiny: dict[str, str]
+) -> None:
+    """Red when a target runs as the plain one that it was made of."""
+    assert tokens_of(answer(kind, None)) != tokens_of(
+        answer(kind, None, model=tiny["target"])
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -263,7 +263,7 @@ def check_kv_cache(model: str, config: PretrainedConfig, cache_dtype: str) -> No
         raise SpecConfigError(
             f"the config.json of {model} asks for a quantised KV cache "
             f"('kv_cache_scheme'), which draft trees do not support here yet; pass "
-            f"--kv-cache-dtype bfloat16, or remove that key"
+            f"--kv-cache-dtype bfloat16, or remove speculative_config"
         )
 
 
