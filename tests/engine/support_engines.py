@@ -152,6 +152,15 @@ ENGINE = (
         ),
     ),
     Row(
+        "several KV cache groups",
+        REFUSED,
+        Arguments(
+            {"disable_hybrid_kv_cache_manager": False},
+            "disable_hybrid_kv_cache_manager=False",
+        ),
+        "trees keep all layers in one group",
+    ),
+    Row(
         "other keys in speculative_config",
         REFUSED,
         Arguments(
@@ -285,10 +294,10 @@ MODELS = (
         ),
     ),
     Row(
-        "quantised target weights: compressed-tensors int8 and int4, GPTQ, AWQ",
+        "quantised target weights: compressed-tensors int8, fp8 and int4, GPTQ, AWQ",
         TREE,
         Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "GPTQ and AWQ in bfloat16, which is all that vLLM takes; not seen on a GPU",
+        "4 bit in bfloat16, for which alone vLLM has CPU kernels; not seen on a GPU",
     ),
     Row(
         "quantised draft models",
