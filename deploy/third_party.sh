@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # usage: deploy/third_party.sh
-# Gets the schemas of custom resources, and the two charts that deploy/ has values for, into
-# deploy/third_party/. `make deploy-check` checks our manifests and values against them. They
-# belong to other projects (each under Apache-2.0) and are not part of this repository.
+# Gets the two charts that deploy/ has values for, and the definitions of custom resources, into
+# deploy/third_party/. `make deploy-check` checks our values against the charts; tests/crds holds
+# the schemas of the definitions. They belong to other projects (each under Apache-2.0) and are
+# not part of this repository.
 set -euo pipefail
 cd "$(dirname "$0")"
 

@@ -8,6 +8,7 @@ from vllm_treespec.proposers.base import (
     register_proposer,
 )
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
+from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.lyanna import Lyanna
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
@@ -24,6 +25,7 @@ __all__ = [
     "PROPOSERS",
     "DraftModel",
     "DynamicTree",
+    "Hybrid",
     "Lyanna",
     "Medusa",
     "Proposer",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,10 +31,14 @@ class ProposerInputs:
     sampling: SamplingTensors
     # float64 [num_reqs, Proposer.sizes.num_uniforms] in [0, 1)
     uniforms: Tensor
-    # as many as Proposer.num_draft_models
+    # as many as Proposer.num_draft_models; none where an index drafts alone
     draft_models: Sequence[DraftModel] = ()
     # of each suffix index
     continuations: Sequence[Continuations] = ()
+    # float64 [num_reqs], on the host, see ``Shares.first``; None: the method has none
+    first_shares: np.ndarray | None = None
+    # int64 [num_reqs], draft tokens that each tree may have; None: as the proposer says
+    num_drafts: Tensor | None = None
     # int64 [num_reqs], the deepest level that each tree may have; None: all levels
     levels: Tensor | None = None
 

@@ -86,7 +86,12 @@ class DynamicTree(Proposer):
                 read = tokens[-1].gather(1, place)
                 logits = draft_model.extend(read, place // count)
         return from_candidates(
-            inputs.root_token_ids, tokens, parents, log_probs, self.num_drafts
+            inputs.root_token_ids,
+            tokens,
+            parents,
+            log_probs,
+            self.num_drafts,
+            limits=inputs.num_drafts,
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.core.tree_builders import merge_trees
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
@@ -44,7 +46,8 @@ class Lyanna(Proposer):
 
     The tree is that of any other draft model; only, its source is a ``ChainDraft``. A
     second tree, of the likeliest nodes below the same root, may be drafted from what
-    the step before left over. Both are verified as one (section 6.2).
+    the step before left over. Both are verified as one (section 6.2). A tree's first
+    part is the fresh chain's, its second part is what was left over.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class Lyanna(Proposer):
         tree = self.tree.propose(replace(inputs, levels=draft.levels_left))
         if draft.reused is not None:
             is_draft = tree.is_node() & (tree.depths > 0)
-            tree = replace(tree, reused=is_draft & draft.reused[:, None])
+            part = torch.where(draft.reused, SECOND_PART, FIRST_PART)
+            tree = replace(tree, parts=is_draft * part[:, None])
         left = draft.leftover
         if self.leftover is None or left is None:
             return tree

@@ -3,49 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import groupby
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
-from vllm_treespec.sources.base import Continuation
+from vllm_treespec.sources.base import Continuation, Continuations
+
+# Doubt that a text goes on as it did before is this much less for each token that
+# matches. Measured on chat (docs/sources.md).
+DOUBT = 0.8
 
 
-def sizes(num_drafts: int, depth: int, max_match: int) -> TreeSizes:
-    """Sizes of trees of at most ``num_drafts`` draft tokens in ``depth`` levels.
-
-    No level is deeper than the longest match, ``max_match`` tokens.
-    """
+def sizes(num_drafts: int, depth: int) -> TreeSizes:
+    """Sizes of trees of at most ``num_drafts`` draft tokens in ``depth`` levels."""
     return TreeSizes(
         max_nodes=1 + num_drafts,
-        max_depth=min(depth, num_drafts, max_match),
+        max_depth=min(depth, num_drafts),
         max_width=num_drafts,
         max_leaves=num_drafts,
     )
+
+
+@dataclass(frozen=True)
+class GrownTrees:
+    """Trees on the host; see ``TreeBatch``."""
+
+    # int64 [num_reqs, max_nodes], without the roots' tokens
+    token_ids: np.ndarray
+    # int64 [num_reqs, max_nodes]
+    parents: np.ndarray
+    depths: np.ndarray
+    # int64 [num_reqs], roots included
+    num_nodes: np.ndarray
+
+    def tree(self, root_token_ids: Tensor) -> TreeBatch:
+        """Bring the trees to the device of their roots, int64 [num_reqs]."""
+        device = root_token_ids.device
+        token_ids = torch.from_numpy(self.token_ids).to(device)
+        token_ids[:, 0] = root_token_ids
+        return TreeBatch(
+            token_ids=token_ids,
+            parents=torch.from_numpy(self.parents).to(device),
+            depths=torch.from_numpy(self.depths).to(device),
+            num_nodes=torch.from_numpy(self.num_nodes).to(device),
+        )
 
 
 @register_proposer("suffix_tree")
 class Suffix(Proposer):
     """Drafts what a ``SuffixIndex`` found (after arXiv 2411.04975).
 
-    Nodes of longer occurrences come first, then those of more frequent ones. Without
-    an occurrence the tree is the root alone. Nothing is random, and nothing depends on
-    the sampling parameters.
+    The tree has the nodes that are most likely accepted, and none that is less likely
+    than ``min_probability``. Without an occurrence it is the root alone. Nothing is
+    random, and nothing depends on the sampling parameters.
     """
 
     num_draft_models = 0
 
-    def __init__(self, num_drafts: int, depth: int, max_match: int) -> None:
-        """Take the tree's limits, and the longest match of the index."""
+    def __init__(self, num_drafts: int, depth: int, min_probability: float) -> None:
+        """Take the tree's limits."""
         self.num_drafts = num_drafts
-        self.sizes = sizes(num_drafts, depth, max_match)
+        self.min_probability = min_probability
+        self.sizes = sizes(num_drafts, depth)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
-        device = inputs.root_token_ids.device
+        limits = [self.num_drafts] * len(found.by_request)
+        return self.grow(found, limits).tree(inputs.root_token_ids)
+
+    def grow(self, found: Continuations, limits: Sequence[int]) -> GrownTrees:
+        """Grow one tree per request on the host.
+
+        Args:
+            found: of each request.
+            limits: draft nodes that each tree may have.
+
+        """
         max_depth = self.sizes.max_depth
         shape = (len(found.by_request), self.sizes.max_nodes)
         tokens = np.zeros(shape, dtype=np.int64)
@@ -54,64 +95,87 @@ class Suffix(Proposer):
         num_nodes = np.ones(len(tokens), dtype=np.int64)
         for row, continuations in enumerate(found.by_request):
             near = [(length, rest[:max_depth]) for length, rest in continuations]
-            tree = grow_tree(near, self.num_drafts)
+            tree = grow_tree(near, limits[row], self.min_probability)
             num_nodes[row] = size = 1 + len(tree)
             if tree:
                 drafts = np.array(tree)
                 tokens[row, 1:size] = drafts[:, 0]
                 parents[row, 1:size] = drafts[:, 1]
                 depths[row, 1:size] = drafts[:, 2]
-        token_ids = torch.from_numpy(tokens).to(device)
-        token_ids[:, 0] = inputs.root_token_ids
-        return TreeBatch(
-            token_ids=token_ids,
-            parents=torch.from_numpy(parents).to(device),
-            depths=torch.from_numpy(depths).to(device),
-            num_nodes=torch.from_numpy(num_nodes).to(device),
-        )
+        return GrownTrees(tokens, parents, depths, num_nodes)
 
 
 def grow_tree(
-    continuations: Sequence[Continuation], num_drafts: int
+    continuations: Sequence[Continuation], num_drafts: int, min_probability: float
 ) -> list[tuple[int, int, int]]:
-    """Merge continuations into a tree and keep its best nodes.
+    """Merge continuations into a tree of the nodes that are most likely accepted.
 
     Args:
         continuations: pairs of the length of a match and the tokens after it, longest
             matches first.
-        num_drafts: nodes to keep at most.
+        num_drafts: nodes at most.
+        min_probability: of each node's path, at least.
 
     Returns:
         token, parent and depth of each draft node in level order, siblings side by
-        side and the best first.
+        side and the likeliest first.
 
     """
-    number: dict[tuple[int, int], int] = {}
-    # of node 0, the root, and then of the drafts in the order in which they came up
-    parents, tokens, depths, longest, counts = [0], [0], [0], [0], [0]
-    for length, rest in continuations:
-        parent = 0
-        for depth, token in enumerate(rest, start=1):
-            node = number.setdefault((parent, token), len(tokens))
-            if node == len(tokens):
-                parents.append(parent)
-                tokens.append(token)
-                depths.append(depth)
-                longest.append(length)
-                counts.append(0)
-            counts[node] += length == longest[node]
-            parent = node
-    # No node ranks before its parent, so any number of the first ones is a tree.
-    ranked = sorted(
-        range(1, len(tokens)), key=lambda i: (-longest[i], -counts[i], depths[i])
-    )
-    children: dict[int, list[int]] = {}
-    for node in ranked[:num_drafts]:
-        children.setdefault(parents[node], []).append(node)
+    # of node 0, the root, and then of the drafts, the likeliest first
+    tokens, depths = [0], [0]
+    children: list[list[int]] = [[]]
+    # improbability, number in order of discovery, parent, token, continuations
+    waiting: list[tuple[float, int, int, int, list[Continuation]]] = []
+    num_found = 0
+    probability, node, shared = 1.0, 0, list(continuations)
+    while len(tokens) <= num_drafts:
+        for token, (share, same) in next_tokens(shared, depths[node]).items():
+            if probability * share >= min_probability:
+                num_found += 1
+                entry = (-probability * share, num_found, node, token, same)
+                heappush(waiting, entry)
+        if not waiting:
+            break
+        improbability, _, parent, token, shared = heappop(waiting)
+        probability, node = -improbability, len(tokens)
+        tokens.append(token)
+        depths.append(depths[parent] + 1)
+        children.append([])
+        children[parent].append(node)
     drafts: list[tuple[int, int, int]] = []
     level_order = [0]
     for index, node in enumerate(level_order):
-        for child in children.get(node, ()):
-            level_order.append(child)
-            drafts.append((tokens[child], index, depths[child]))
+        level_order += children[node]
+        drafts += [(tokens[child], index, depths[child]) for child in children[node]]
     return drafts
+
+
+def next_tokens(
+    continuations: Sequence[Continuation], depth: int
+) -> dict[int, tuple[float, list[Continuation]]]:
+    """Which tokens come next, and how likely: shorter matches share what is left.
+
+    Of n occurrences of equal length each gets w / (1 + n w), where the odds w grow with
+    the matched tokens; 1 / (1 + n w) is left for shorter ones.
+
+    Args:
+        continuations: that agree in their first ``depth`` tokens, longest matches
+            first.
+        depth: tokens that were followed.
+
+    Returns:
+        by token: its probability, and the continuations that go on with it.
+
+    """
+    found: dict[int, tuple[float, list[Continuation]]] = {}
+    left = 1.0
+    longer = [pair for pair in continuations if len(pair[1]) > depth]
+    for length, group in groupby(longer, key=lambda pair: pair[0]):
+        same = list(group)
+        odds = DOUBT ** -(length + depth) - 1
+        left /= 1 + odds * len(same)
+        for pair in same:
+            share, agreeing = found.setdefault(pair[1][depth], (0.0, []))
+            agreeing.append(pair)
+            found[pair[1][depth]] = share + odds * left, agreeing
+    return found

@@ -88,13 +88,37 @@ def assets(
 
 
 @app.command()
-def doctor() -> None:
-    """Print the vLLM seams we rely on and what the installed vLLM offers."""
+def doctor(
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Check this model instead, by its config."),
+    ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="With --target: check this spec-config too."),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="With --target: as vLLM gets it.", min=1)
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="With --target: as vLLM gets it.", min=1)
+    ] = 1,
+) -> None:
+    """Print the vLLM seams we rely on; or say whether a model is supported."""
     from rich.console import Console
 
-    from vllm_treespec.engine import seams
+    if target is None:
+        from vllm_treespec.engine import seams
 
-    seams.doctor(Console())
+        if speculative_config is not None:
+            raise _fail(ValueError("--speculative-config needs --target"))
+        seams.doctor(Console())
+        return
+    from vllm_treespec.tools.target_doctor import TargetCheck, check_target
+
+    check = TargetCheck(target, speculative_config, max_model_len, tensor_parallel_size)
+    if not check_target(check, Console()):
+        raise typer.Exit(1)
 
 
 @app.command()

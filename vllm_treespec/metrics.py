@@ -59,6 +59,11 @@ COUNTERS = {
         "Draft nodes scored that came from what an earlier step left over.",
     ),
     "num_leftover_nodes_accepted": (None, "How many of them were accepted."),
+    "num_source_nodes": (
+        "source",
+        "Draft nodes scored per source of a tree that two sources draft.",
+    ),
+    "num_source_nodes_accepted": ("source", "How many of them were accepted."),
     "stage_seconds": (
         "stage",
         "Seconds of worker time per stage; draft_forward and keep_features are parts "
@@ -158,6 +163,10 @@ class SharedCounters:
         self._add("num_beam_nodes", counts.beam_nodes)
         self._add("num_leftover_nodes", counts.leftover_nodes)
         self._add("num_leftover_nodes_accepted", counts.leftover_accepted)
+        for source, nodes in counts.source_nodes.items():
+            self._add("num_source_nodes", nodes, source)
+        for source, accepted in counts.source_accepted.items():
+            self._add("num_source_nodes_accepted", accepted, source)
 
     def _add(self, counter: str, amount: float, value: str = "") -> None:
         """Add to a counter of ``COUNTERS``, at a value of its own label if any."""

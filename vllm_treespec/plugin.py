@@ -30,13 +30,19 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
     check_head_files,
-    check_kv_cache,
-    check_positions,
-    check_shards,
+    check_hot_tokens,
     check_vocabulary,
     check_weights,
     layers_read,
     read_config,
+)
+from vllm_treespec.engine.refusals import (
+    GPU_ATTENTION,
+    SCHEDULER,
+    WORKERS,
+    refuse_arguments,
+    refuse_models,
+    refuse_short_chunks,
 )
 
 if TYPE_CHECKING:
@@ -44,19 +50,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 DRAFTER = "vllm_treespec.engine.v1.drafter.TreeDrafter"
-WORKERS = {
-    "cpu": "vllm_treespec.engine.v1.cpu_worker.TreeCPUWorker",
-    "cuda": "vllm_treespec.engine.v1.gpu_worker.TreeGPUWorker",
-}
-SCHEDULER = "vllm_treespec.engine.scheduler.TreeScheduler"
 # Fork blocks are copies of partly filled blocks; small blocks keep them small.
 CPU_BLOCK_SIZE = 32
-# Our GPU worker puts tree attention in its place.
-GPU_ATTENTION = "TRITON_ATTN"
-KV_CACHE_DTYPES = {
-    "cpu": ("auto", "bfloat16", "float16"),
-    "cuda": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
-}
 
 
 @functools.cache
@@ -104,6 +99,10 @@ def with_trees(
         setattr(expanded, name, value)
     vllm_config = make(expanded)
     refuse_models(config, vllm_config, device)
+    from vllm_treespec.engine.request_check import REQUEST_CHECK
+
+    custom = vllm_config.model_config.logits_processors or []
+    vllm_config.model_config.logits_processors = [*custom, REQUEST_CHECK]
     # A target that hands out other hidden states is compiled to another graph: vLLM's
     # compile cache tells them apart by this.
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -227,134 +226,5 @@ def expand_file(
         draft = read_config("speculative_config 'model'", model, read)
         check_vocabulary(model, size, draft.vocab_size)
     check_head(config, target_config)
+    check_hot_tokens(config, size)
     return {"model": target, **arguments}
-
-
-def refuse_arguments(args: EngineArgs) -> str:
-    """Refuse vLLM arguments under which draft trees were not tested.
-
-    Returns:
-        the device of this platform, ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        SpecConfigError: naming the first such argument and the remedy.
-        SeamError: when this vLLM lacks a seam.
-
-    """
-    from vllm.config import AttentionConfig
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_treespec.engine.seams import check_seams
-
-    device = current_platform.device_name
-    if device not in WORKERS:
-        raise SpecConfigError(
-            f"draft trees run on vLLM's CPU and CUDA platforms, this is {device}; "
-            f"remove speculative_config"
-        )
-    check_seams(device)
-    untested = {
-        "pipeline_parallel_size": args.pipeline_parallel_size > 1,
-        "data_parallel_size": args.data_parallel_size > 1,
-        "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
-        "decode_context_parallel_size": args.decode_context_parallel_size > 1,
-        "enable_dbo": args.enable_dbo,
-        "kv_transfer_config": args.kv_transfer_config is not None,
-        "kv_offloading_size": args.kv_offloading_size is not None,
-        "logits_processors": bool(args.logits_processors),
-        "async_scheduling": bool(args.async_scheduling),
-        "kv_cache_dtype": args.kv_cache_dtype not in KV_CACHE_DTYPES[device],
-        "return_sampling_mask": args.return_sampling_mask,
-        "enable_prompt_embeds": args.enable_prompt_embeds,
-        "logprobs_mode": str(args.logprobs_mode).startswith("processed"),
-        "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
-        "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
-        "disable_hybrid_kv_cache_manager": args.disable_hybrid_kv_cache_manager
-        is False,
-        "attention_backend": device == "cuda"
-        and AttentionConfig.validate_backend_before(args.attention_backend)
-        not in (None, AttentionBackendEnum[GPU_ATTENTION]),
-        "attention_config": device == "cuda"
-        and bool(
-            args.attention_config.backend or args.attention_config.backend_per_kind
-        ),
-    }
-    for name, asked in untested.items():
-        if asked:
-            raise SpecConfigError(
-                f"draft trees do not support {name}={getattr(args, name)!r} yet; "
-                f"leave it at its default, or remove speculative_config"
-            )
-    return device
-
-
-def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) -> None:
-    """Refuse targets, draft models and heads that draft trees cannot serve.
-
-    Args:
-        config: validated.
-        vllm_config: made from stock arguments.
-        device: ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        SpecConfigError: naming what is in the way and the remedy.
-
-    """
-    from vllm.transformers_utils.config import get_config
-
-    if vllm_config.use_v2_model_runner:
-        raise SpecConfigError(
-            "draft trees run on vLLM's V1 model runner; unset "
-            "VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
-        )
-    target = vllm_config.model_config
-    unsupported = {
-        "a multimodal model": target.is_multimodal_model,
-        "a hybrid or state-space model": target.is_hybrid or target.has_inner_state,
-        "multi-head latent attention": target.use_mla,
-        "an encoder-decoder model": target.is_encoder_decoder,
-        "a pooling model": target.runner_type == "pooling",
-        "chunked local attention": target.attention_chunk_size is not None,
-        "position ids with several axes": target.uses_mrope,
-    }
-    for what, found in unsupported.items():
-        if found:
-            raise SpecConfigError(
-                f"draft trees do not support {what} yet ({target.model}); "
-                f"remove speculative_config"
-            )
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if device == "cpu":
-        check_kv_cache(target.model, target.hf_text_config, cache_dtype)
-    check_weights(config)
-    check_head(config, target.hf_text_config)
-    for model in config.models:
-        trust = target.trust_remote_code
-        draft = read_config(
-            "speculative_config 'model'", model, get_config, trust_remote_code=trust
-        )
-        check_kv_cache(model, draft, cache_dtype)
-        check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
-        check_shards(model, draft, vllm_config.parallel_config.tensor_parallel_size)
-        check_positions(model, draft, target.max_model_len)
-
-
-def refuse_short_chunks(vllm_config: VllmConfig) -> None:
-    """Refuse chunks of prompts that are shorter than a draft tree.
-
-    vLLM cuts trees to them, too, but only while other requests run or wait, of which
-    a worker knows nothing. So it could not tell which draws had room.
-
-    Raises:
-        SpecConfigError: naming the argument and the remedy.
-
-    """
-    assert vllm_config.speculative_config is not None
-    threshold = vllm_config.scheduler_config.long_prefill_token_threshold
-    num_nodes = 1 + vllm_config.speculative_config.num_speculative_tokens
-    if 0 < threshold < num_nodes:
-        raise SpecConfigError(
-            f"long_prefill_token_threshold={threshold} would cut draft trees of "
-            f"{num_nodes} tokens; leave it at 0, or pass {num_nodes} or more"
-        )

@@ -17,7 +17,8 @@ from benchmarks.gpu import card, step
 from benchmarks.gpu.step import Row, Work
 from benchmarks.harness import models, options, plan, report
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.plugin import GPU_ATTENTION, stock_arguments
+from vllm_treespec.engine.refusals import GPU_ATTENTION
+from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.prompts import SHIPPED
 from vllm_treespec.tools.sides import PLAIN, Cell, Side
 from vllm_treespec.tools.store import read_stored

@@ -3,7 +3,8 @@
 ``main`` is called in a process of the engine's own. A job holds prompts (token ids),
 sampling parameters (one dict, or one per prompt) and how many run at once. It may
 also say, per prompt: ``priorities``, ``lora`` (whether the adapter of the request file
-is on) and ``abort_after`` (tokens after which the request is aborted, or null); and
+is on), ``embeds`` (whether the prompt goes in as embeddings of its tokens) and
+``abort_after`` (tokens after which the request is aborted, or null); and
 how its prompts run: ``"run": "generate"`` (the default), ``"stream"``, ``"beams"`` or
 ``"refused"`` (the answer is the error's message).
 """
@@ -18,7 +19,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.config.reasoning import ReasoningConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import TokensPrompt
+from vllm.inputs import EmbedsPrompt, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import (
     BeamSearchParams,
@@ -106,9 +107,23 @@ def per_prompt(job: dict, key: str, default: Any) -> list:
     return job.get(key) or [default] * len(job["prompts"])
 
 
+def prompts_of(llm: LLM, job: dict) -> list[Any]:
+    """The job's prompts, as token ids or as embeddings."""
+    prompts: list[Any] = []
+    embeds = per_prompt(job, "embeds", False)
+    for token_ids, as_embeddings in zip(job["prompts"], embeds, strict=True):
+        if not as_embeddings:
+            prompts.append(TokensPrompt(prompt_token_ids=token_ids))
+            continue
+        with torch.inference_mode():
+            values = runner_of(llm).model.embed_input_ids(torch.tensor(token_ids))
+        prompts.append(EmbedsPrompt(prompt_embeds=torch.tensor(values.tolist())))
+    return prompts
+
+
 def generate(llm: LLM, job: dict, adapter: LoRARequest | None) -> list[dict]:
     """Generate for every prompt of a job, ``max_in_flight`` at a time."""
-    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in job["prompts"]]
+    prompts = prompts_of(llm, job)
     params = sampling_params(job)
     priorities = per_prompt(job, "priorities", 0)
     lora = [adapter if on else None for on in per_prompt(job, "lora", False)]

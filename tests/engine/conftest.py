@@ -17,6 +17,7 @@ from tests.engine.processes import ENVIRONMENT, call
 from tests.engine.times import where_the_time_went
 from tests.engine.tiny_models import SIZES, write_pair
 from tests.heads import HEADS, write_head
+from vllm_treespec.config import HEAD_METHODS
 from vllm_treespec.tools.assets import AssetError, drafters, ensure_target
 
 # For every engine, also those that tests start in their own way.
@@ -72,6 +73,14 @@ SPECS: dict[str, dict[str, object]] = {
         "num_drafts": 10,
         "resample": "merge",
         "resample_drafts": 5,
+    },
+    "hybrid": {"method": "hybrid", "num_drafts": 10, "depth": 6, "sure_match": 4},
+    "hybrid-eagle": {
+        "method": "hybrid",
+        "drafter": "eagle",
+        "num_drafts": 10,
+        "depth": 6,
+        "sure_match": 4,
     },
 }
 
@@ -198,6 +207,7 @@ def spec_of(
             }
         if method == "suffix_tree":
             return spec
+        method = HEAD_METHODS.get(str(spec.get("drafter")), method)
         return spec | {"model": heads.get(method, draft)}
 
     return make

@@ -31,6 +31,7 @@ What each vLLM feature does together with draft trees. Nothing is ignored silent
 | **decodes plainly** | the request gets no drafts; others in its batch do |
 | **refused at start-up** | the engine does not start; one message names the remedy |
 | **refused by vLLM** | vLLM answers with an error, also without our package |
+| **refused for the request** | the request gets an error, the engine goes on |
 
 "Same answers as without trees": greedy decoding in float32 gives the same tokens, in
 batches that mix the rows.

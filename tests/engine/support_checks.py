@@ -18,6 +18,7 @@ class Outcome(Enum):
     PLAIN = "decodes plainly"
     REFUSED = "refused at start-up"
     REFUSED_BY_VLLM = "refused by vLLM"
+    REFUSED_REQUEST = "refused for the request"
 
 
 @dataclass(frozen=True)

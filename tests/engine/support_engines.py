@@ -71,8 +71,12 @@ ENGINE = (
     ),
     Row(
         "prompt embeddings",
-        REFUSED,
-        Arguments({"enable_prompt_embeds": True}, "enable_prompt_embeds=True"),
+        Outcome.PLAIN,
+        Own(
+            "tests/engine/test_per_request.py::test_prompt_embeddings",
+            "same answers as without trees",
+        ),
+        "only requests with embeddings: what drafts reads token ids; tested on a CPU",
     ),
     Row(
         "quantised KV cache",
@@ -207,6 +211,7 @@ MODELS = (
             ),
             "multi-head latent attention",
         ),
+        "[what it would take](design-mla-and-state-space.md)",
     ),
     Row(
         "state-space models (Mamba)",
@@ -215,6 +220,7 @@ MODELS = (
             small("mamba", "MambaForCausalLM", state_size=16),
             "a hybrid or state-space model",
         ),
+        "[what it would take](design-mla-and-state-space.md)",
     ),
     Row(
         "hybrid models",

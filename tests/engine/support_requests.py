@@ -17,6 +17,7 @@ from tests.engine.support_checks import (
     Same,
 )
 
+PER_REQUEST = "tests/engine/test_per_request.py"
 TREE, PLAIN = Outcome.TREE, Outcome.PLAIN
 REFUSED, BY_VLLM = Outcome.REFUSED, Outcome.REFUSED_BY_VLLM
 # Greedy answers that end by themselves: "No." and "The answer is 4."
@@ -71,8 +72,8 @@ SAMPLING = (
         Own(f"{HERE}::test_seeds", "same seed, same answer, in batches of 1 and 8"),
         "another answer than without trees, from the same law; the same again "
         'while the same trees are drawn: `"schedule": "fixed"`, no preemption, at '
-        "most `max_trees` requests; `suffix_tree` also drafts from other requests' "
-        "outputs unless `max_cached_tokens` is 0",
+        "most `max_trees` requests; `suffix_tree` and `hybrid` also draft from other "
+        "requests' outputs unless `max_cached_tokens` is 0",
     ),
     Row(
         "n > 1",
@@ -170,11 +171,13 @@ SAMPLING = (
         "min_p",
         BY_VLLM,
         Request({"min_p": 0.1}, "not yet supported with speculative decoding"),
+        "with any speculative decoding; remedy: an engine without speculative_config",
     ),
     Row(
         "logit_bias",
         BY_VLLM,
         Request({"logit_bias": {7: 2.0}}, "not yet supported with speculative"),
+        "as min_p; `allowed_token_ids` and `bad_words` may do instead",
     ),
     Row(
         "trace_decode_token_ids",
@@ -183,8 +186,32 @@ SAMPLING = (
     ),
     Row(
         "custom logits processors",
-        REFUSED,
-        Arguments({"logits_processors": ["some.Processor"]}, "logits_processors="),
+        PLAIN,
+        Own(
+            f"{PER_REQUEST}::test_custom_logits_processors",
+            "same answers as without trees",
+        ),
+        "only requests that an `AdapterLogitsProcessor` changes; under another kind of "
+        "processor [all requests](odd-requests.md#custom-logits-processors); tested on "
+        "a CPU",
+    ),
+    Row(
+        "`treespec` in `extra_args` (`vllm_xargs`)",
+        TREE,
+        Own(
+            f"{PER_REQUEST}::test_limits_of_requests",
+            "same answers as without trees, other limits in one batch",
+        ),
+        "[fewer drafts, or none, for one request](per-request.md)",
+    ),
+    Row(
+        "wrong keys or values in `treespec`",
+        Outcome.REFUSED_REQUEST,
+        Own(
+            f"{PER_REQUEST}::test_wrong_arguments_are_refused",
+            "error for the request, the engine goes on",
+        ),
+        "HTTP 400",
     ),
 )
 
@@ -226,13 +253,15 @@ ANSWERS = (
     ),
     Row(
         "logprobs_mode=processed_*",
-        REFUSED,
-        Arguments({"logprobs_mode": "processed_logprobs"}, "logprobs_mode="),
+        PLAIN,
+        Own(f"{PER_REQUEST}::test_processed_logprobs", "same answers as without trees"),
+        "only requests that ask for logprobs; the others draft trees",
     ),
     Row(
         "return_sampling_mask",
         REFUSED,
         Arguments({"return_sampling_mask": True}, "return_sampling_mask=True"),
+        "vLLM has it on its V2 model runner only, and draft trees run on V1",
     ),
     Row(
         "streaming",

@@ -75,6 +75,7 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
         ("eagle_tree", False),
         ("eagle-stochastic", False),
         ("lyanna", False),
+        ("hybrid", False),
     ],
     ids=[
         "rsd_s",
@@ -85,6 +86,7 @@ def follows(tokens: list[int], logprobs: dict[str, float]) -> bool:
         "eagle_tree",
         "eagle-stochastic",
         "lyanna",
+        "hybrid",
     ],
 )
 def test_tokens_follow_the_target(

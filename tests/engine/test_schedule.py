@@ -29,12 +29,21 @@ SPECS: dict[str, dict] = {
         "resample": "replace",
         "schedule": [{"batch_size": 2}, {"batch_size": 4, "depth": 2}],
     },
+    "hybrid": {
+        "num_drafts": 6,
+        "depth": 3,
+        "top_k": 3,
+        "model_depth": 2,
+        "max_cached_tokens": 0,
+        "schedule": [{"batch_size": 2}, {"batch_size": 4, "model_depth": 0}],
+    },
 }
 MODES = {
     "rsd_c": {"plain", "rsd_c 3.2", "rsd_c 2"},
     "redrafter": {"plain", "redrafter 3x2x5", "redrafter 2x2x5"},
     "eagle_tree": {"plain", "eagle_tree 3x2x5", "eagle_tree 3x1x5"},
     "lyanna": {"plain", "lyanna 3x3x5", "lyanna 3x2x5"},
+    "hybrid": {"plain", "hybrid 6x3x0.1+draft_model 3x2", "hybrid 6x3x0.1"},
 }
 
 

@@ -192,6 +192,48 @@ def test_board_and_rules_find_their_metrics(server: str) -> None:
     assert metric_names(" ".join(queries)) <= served
 
 
+def drafted(server: str) -> tuple[float, float]:
+    """Trees and draft tokens that the target has scored."""
+    lines = metric_lines(server)
+    names = ("num_drafts", "num_draft_tokens")
+    trees, tokens = (total(lines, f"vllm:spec_decode_{name}_total") for name in names)
+    return trees, tokens
+
+
+def test_requests_say_what_they_draft(server: str) -> None:
+    """Turns red when ``vllm_xargs`` do not reach the worker that drafts."""
+    for said, size in (({"enabled": False}, 0), ({"max_drafts": 2}, 2)):
+        before = drafted(server)
+        xargs = {"treespec": json.dumps(said)}
+        body = {**COMPLETION, "max_tokens": 24, "vllm_xargs": xargs}
+        assert json.loads(post(f"{server}/v1/completions", body))["choices"][0]["text"]
+        trees, tokens = (b - a for a, b in zip(before, drafted(server), strict=True))
+        assert (trees > 0) == (size > 0)
+        assert tokens == size * trees
+
+
+@pytest.mark.parametrize(
+    ("xargs", "says"),
+    [
+        ({"treespec": '{"max_draft": 2}'}, "'max_draft' is not one of its keys"),
+        ({"treespec": '{"max_drafts": -1}'}, "'max_drafts' is -1"),
+        ({"treespec": "off"}, "'treespec' is 'off', which is not JSON"),
+        ({"treespec": False}, "'treespec' is"),
+        ({"treespec_enabled": 0}, "there is no 'treespec_enabled'"),
+        ({"treespec": {"enabled": False}}, "vllm_xargs"),
+    ],
+)
+def test_wrong_xargs_get_400(server: str, xargs: dict, says: str) -> None:
+    """Turns red when wrong ``vllm_xargs`` are ignored, or stop the server."""
+    for url, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            post(f"{server}/v1/{url}", {**body, "vllm_xargs": xargs})
+        assert error.value.code == 400
+        assert says in json.loads(error.value.read())["error"]["message"]
+    body = {**COMPLETION, "max_tokens": 2}
+    assert json.loads(post(f"{server}/v1/completions", body))["choices"][0]["text"]
+
+
 def test_cut_connections_lose_no_block(server: str) -> None:
     """Turns red when a request whose client hung up goes on, or keeps its KV."""
     url, body = f"{server}/v1/completions", {**COMPLETION, "max_tokens": 24}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,15 @@ JOBS: dict[str, dict[str, Any]] = {
     # More requests than the schedule above has a tree for.
     "greedy x4": {"num_requests": 4, "temperature": 0.0},
     "greedy": {"num_requests": 3, "temperature": 0.0},
+    "limits": {
+        "num_requests": 3,
+        "temperature": 0.0,
+        "said": [{}, {"enabled": False}, {"max_drafts": 2}],
+    },
     "seeded": {"num_requests": 3, "temperature": 1.0, "seed": 11},
     "unseeded": {"num_requests": 3, "temperature": 1.0, "top_p": 0.9},
 }
-GREEDY = ("greedy x4", "greedy")
+GREEDY = ("greedy x4", "greedy", "limits")
 
 
 def start(name: str, folder: Path, ranks: int, executor: str = "mp") -> Any:
@@ -68,8 +73,13 @@ def start(name: str, folder: Path, ranks: int, executor: str = "mp") -> Any:
     )
 
 
-def answer(llm: Any, num_requests: int, **params: Any) -> list[list[int]]:
-    """Token ids that the engine answers a few prompts with."""
+def answer(
+    llm: Any, num_requests: int, said: Sequence[dict] = (), **params: Any
+) -> list[list[int]]:
+    """Token ids that the engine answers a few prompts with.
+
+    ``said`` is what each request says of draft trees.
+    """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -77,9 +87,11 @@ def answer(llm: Any, num_requests: int, **params: Any) -> list[list[int]]:
         TokensPrompt(prompt_token_ids=[(7 * i * j + 3) % 90 for j in range(1, 9)])
         for i in range(1, num_requests + 1)
     ]
-    sampling = SamplingParams(
-        max_tokens=20, ignore_eos=True, detokenize=False, **params
-    )
+    params |= {"max_tokens": 20, "ignore_eos": True, "detokenize": False}
+    sampling = [
+        SamplingParams(**params, extra_args={"treespec": options})
+        for options in said or [{}] * num_requests
+    ]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 

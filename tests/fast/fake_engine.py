@@ -131,7 +131,7 @@ class FakeEngine:
         slots = self.decoder.slots
         self.decoder.finish_requests(slots.release([r.name for r in plan.finished]))
         for request in plan.new:
-            slots.add(request.name, request.drafts, request.seed)
+            slots.add(request.name, request.drafts, request.seed, request.max_drafts)
         self.decoder.discard_trees(slots.lookup([r.name for r in plan.resumed]))
 
     def _check_trees(self) -> None:
@@ -269,6 +269,7 @@ class FakeEngine:
             drafting, proposal.drafts(), proposal.draft_parents(), strict=True
         ):
             assert all(0 <= token < VOCAB_SIZE for token in drafts)
+            assert len(drafts) <= request.max_drafts
             request.proposed, request.parents = drafts, parents
             request.proposed_in = self.decoder.step
 

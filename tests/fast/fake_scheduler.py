@@ -22,6 +22,8 @@ class Request:
     seed: int | None = None
     # whether it may draft trees
     drafts: bool = True
+    # draft tokens that a tree of it may have
+    max_drafts: int = 63
     num_computed: int = field(default=0, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
     # the last tree that was drawn for it, without the root, and in which step

@@ -16,7 +16,7 @@ from tests.fast.test_lyanna_head import ready
 from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_chains import ToyChain
 from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.core.tree_builders import from_parents, merge_trees
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, Resample
@@ -261,16 +261,19 @@ def check_merged(one: TreeBatch, other: TreeBatch, max_depth: int) -> None:
     """Compare merged trees with plain lists."""
     tree = merge_trees(one, other, max_depth)
     assert tree.draws is None
-    assert tree.reused is not None
+    assert tree.parts is not None
     assert tree.max_nodes == one.max_nodes + other.max_nodes - 1
     for req in range(one.num_reqs):
-        own = token_paths(one, req)
+        own, others = token_paths(one, req), token_paths(other, req)
         found = token_paths(tree, req)
-        assert found == merged_paths(own, token_paths(other, req))
+        assert found == merged_paths(own, others)
         assert int(tree.num_nodes[req]) == len(found)
-        reused = tree.reused[req, : len(found)].tolist()
-        assert reused == [path not in own for path in found]
-        assert not tree.reused[req, len(found) :].any()
+        parts = tree.parts[req, : len(found)].tolist()
+        assert parts == [
+            FIRST_PART * (path in own) + SECOND_PART * (path in others) if path else 0
+            for path in found
+        ]
+        assert not tree.parts[req, len(found) :].any()
     unused = ~tree.is_node()
     assert bool((tree.parents[unused] == -1).all())
     assert not bool(tree.token_ids[unused].any() | tree.depths[unused].any())
@@ -305,6 +308,15 @@ def test_random_merged_trees(seed: int) -> None:
     check_merged(one, one, 64)
 
 
+def test_merged_trees_are_as_wide_as_they_are_told() -> None:
+    """Red when a bound on both trees together loses a node, or leaves the width."""
+    one = from_parents([[9, 1, 2]], [[-1, 0, 0]])
+    other = from_parents([[9, 2, 4]], [[-1, 0, 1]])
+    whole, bounded = merge_trees(one, other, 2), merge_trees(one, other, 2, max_nodes=4)
+    assert (whole.max_nodes, bounded.max_nodes) == (5, 4)
+    assert token_paths(bounded, 0) == token_paths(whole, 0)
+
+
 @pytest.mark.parametrize("num_nodes", range(1, 9))
 def test_cut_merged_trees_are_trees(num_nodes: int) -> None:
     """Red when a cut tree keeps a node of the second tree whose parent it lost."""
@@ -313,8 +325,8 @@ def test_cut_merged_trees_are_trees(num_nodes: int) -> None:
     whole = merge_trees(one, other, 2)
     cut = whole.cut(torch.tensor([num_nodes]))
     assert token_paths(cut, 0) == token_paths(whole, 0)[:num_nodes]
-    assert cut.reused is not None
-    assert not cut.reused[0, num_nodes:].any()
+    assert cut.parts is not None
+    assert not cut.parts[0, num_nodes:].any()
 
 
 def test_merging_never_waits() -> None:

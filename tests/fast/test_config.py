@@ -35,6 +35,7 @@ GOOD: dict[str, tuple[dict, int]] = {
     "medusa_tree": ({"num_drafts": 7}, 8),
     "eagle_tree": ({**MODEL, "top_k": 3, "depth": 2, "num_drafts": 10}, 11),
     "lyanna": ({**MODEL, "num_drafts": 8, "resample": "merge"}, 13),
+    "hybrid": ({**MODEL, "num_drafts": 8, "depth": 6, "model_depth": 2}, 9),
 }
 
 
@@ -50,6 +51,7 @@ LEAST: dict[str, dict] = {
     "medusa_tree": {},
     "eagle_tree": MODEL,
     "lyanna": MODEL,
+    "hybrid": MODEL,
 }
 
 

@@ -85,7 +85,11 @@ def kernels_in_interpreter() -> Iterator[None]:
 @pytest.mark.usefixtures("kernels_in_interpreter")
 @pytest.mark.parametrize("habits", ["whole", "all"])
 @pytest.mark.parametrize(
-    "name", ["rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"]
+    "name",
+    [
+        *("rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"),
+        "hybrid",
+    ],
 )
 def test_masks_emit_the_same(name: str, habits: str) -> None:
     """Red when nodes under masks see, or commit, another path."""
@@ -193,6 +197,36 @@ def test_seeded_answers_do_not_depend_on_the_batch(name: str) -> None:
     assert len({tuple(answer) for answer in alone}) == 3
 
 
+@pytest.mark.usefixtures("kernels_in_interpreter")
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_smaller_trees_of_some_requests(name: str, masks: bool) -> None:
+    """Red when a request's own limit is passed, or changes anyone's answer."""
+    requests = workload(7)
+    for i, request in enumerate(requests):
+        request.max_drafts = (1, 2, 63)[i % 3]
+    check_greedy(make_engine(name, HABITS["all"], masks=masks), requests)
+
+
+def test_sampled_requests_get_no_useless_drafts() -> None:
+    """Red when the target pays for drafts that cannot be accepted.
+
+    A stochastic tree that is cut keeps no draws; greedy ones are not drawn.
+    """
+    engine = make_engine("stochastic_tree", Habits())
+    limits = {"sampled": 3, "greedy": 3, "whole": 7}
+    requests = [Request(n, [1, 2, 3], 20, max_drafts=k) for n, k in limits.items()]
+    for request in (requests[0], requests[2]):
+        request.temperature = 0.8
+    engine.add(*requests)
+    most = dict.fromkeys(limits, 0)
+    while engine.scheduler.waiting or engine.scheduler.running:
+        engine.step()
+        for request in requests:
+            most[request.name] = max(most[request.name], len(request.proposed))
+    assert most == {"sampled": 0, "greedy": 3, "whole": 7}
+
+
 def test_unseeded_requests_differ() -> None:
     """Red when requests without a seed share their numbers."""
     engine = make_engine("rsd_s", Habits())
@@ -201,13 +235,29 @@ def test_unseeded_requests_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rsd_s", "rsd_c", "head", "lyanna_drawn", "lyanna_merge"]
+    ("name", "limits"),
+    [
+        ("rsd_s", (63,)),
+        ("rsd_c", (63,)),
+        ("head", (63,)),
+        ("lyanna_drawn", (63,)),
+        ("lyanna_merge", (63,)),
+        ("hybrid", (63,)),
+        ("rsd_s", (1, 4, 63)),
+        ("rsd_c", (2, 5)),
+        ("lyanna_drawn", (3, 63)),
+    ],
 )
-def test_sampled_law(name: str) -> None:
-    """Red when emitted tokens do not follow the target's law over whole steps."""
+def test_sampled_law(name: str, limits: tuple[int, ...]) -> None:
+    """Red when emitted tokens do not follow the target's law over whole steps.
+
+    Nor may they when requests in one batch limit their trees in different ways.
+    """
     engine = make_engine(name, replace(HABITS["all"], token_budget=120, max_running=24))
     request = Request("", [1, 2], max_tokens=3, temperature=1.0)
     many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(1000)]
+    for i, one in enumerate(many):
+        one.max_drafts = limits[i % len(limits)]
     places = VOCAB_SIZE ** torch.arange(2, -1, -1)
     found = (torch.tensor(engine.run(*many)) * places).sum(1)
     texts = itertools.product(range(VOCAB_SIZE), repeat=3)

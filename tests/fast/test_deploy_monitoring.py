@@ -40,7 +40,7 @@ def test_every_metric_of_the_board_exists() -> None:
     used = metric_names(json.dumps([board_queries(), variables]))
     assert used <= known_names()
     ours = {name for name in used if name.startswith(PREFIX)}
-    of_one_method = ("num_beam_", "num_leftover_")
+    of_one_method = ("num_beam_", "num_leftover_", "num_source_")
     expected = {name for name in COUNTERS if not name.startswith(of_one_method)}
     assert ours == {f"{PREFIX}{name}_total" for name in expected}
 

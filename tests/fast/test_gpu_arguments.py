@@ -9,7 +9,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.plugin import refuse_arguments, stock_arguments
+from vllm_treespec.engine.refusals import refuse_arguments
+from vllm_treespec.plugin import stock_arguments
 
 SPEC = {"method": "suffix_tree", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
 

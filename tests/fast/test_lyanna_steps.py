@@ -22,6 +22,7 @@ from tests.fast.toy_workloads import (
     make_method,
     workload,
 )
+from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.proposers import DynamicTree, Lyanna
 from vllm_treespec.sources.chain import ChainMemory
 
@@ -104,12 +105,13 @@ def test_a_plain_step_drops_what_was_left(name: str) -> None:
     engine.add(Request("a", [1, 2, 3], 30))
     head = head_of(engine)
     schedule = engine.decoder.method.schedule
-    trees = schedule.trees
+    assert isinstance(schedule, ListedSchedule)
+    (tree,) = schedule.measured
     for _ in range(6):
-        schedule.trees = ()
+        tree.paused_until = 10**9
         engine.step()
         head.num_left, head.num_unread = [], 0
-        schedule.trees = trees
+        tree.paused_until = 0
         engine.step()
         assert not sum(head.num_left) | head.num_unread
     engine.run()

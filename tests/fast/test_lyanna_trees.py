@@ -28,7 +28,7 @@ from tests.fast.toy_chains import ToyChain, softmax_sampling
 from tests.fast.tree_bounds import check_bounds
 from tests.reference.proposers import dynamic_tree_reference
 from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.proposers import (
     DynamicTree,
     Lyanna,
@@ -153,13 +153,15 @@ def test_merged_trees_hold_both() -> None:
     found = token_paths(tree, 0)[1:]
     assert sorted(found) == sorted({*own, *other})
     assert [path for path in found if path in own] == own
-    assert tree.reused is not None
-    reused = tree.reused[0, 1 : 1 + len(found)].tolist()
-    assert reused == [path not in own for path in found]
+    assert tree.parts is not None
+    parts = tree.parts[0, 1 : 1 + len(found)].tolist()
+    assert parts == [
+        FIRST_PART * (path in own) + SECOND_PART * (path in other) for path in found
+    ]
     nothing = merged(fresh, left, proposer, used=3)
     assert token_paths(nothing, 0)[1:] == own
-    assert nothing.reused is not None
-    assert not nothing.reused.any()
+    assert nothing.parts is not None
+    assert nothing.parts.tolist() == (nothing.depths > 0).long().tolist()
 
 
 def test_replaced_trees_are_counted_whole() -> None:
@@ -173,9 +175,8 @@ def test_replaced_trees_are_counted_whole() -> None:
         reused=torch.tensor([False, True]),
     )
     tree = drawn_from(Lyanna(DynamicTree(2, 3, 5)), draft, torch.zeros(2, 0))
-    assert tree.reused is not None
-    assert tree.reused.sum(1).tolist() == [0, 5]
-    assert not tree.reused[:, 0].any()
+    assert tree.parts is not None
+    assert tree.parts.tolist() == [[0] + [FIRST_PART] * 5, [0] + [SECOND_PART] * 5]
 
 
 @pytest.mark.parametrize("leftover", [False, True])
@@ -231,8 +232,8 @@ def test_law_under_target_draw(mode: str) -> None:
 def test_merged_law_is_that_of_a_real_merge() -> None:
     """Red when the trees of the law above have no node from a leftover."""
     tree = merged_with_left()
-    assert tree.reused is not None
-    assert bool(tree.reused.any())
+    assert tree.parts is not None
+    assert bool((tree.parts == SECOND_PART).any())
     assert int(tree.num_nodes) < tree.max_nodes, "no prefix was equal"
 
 

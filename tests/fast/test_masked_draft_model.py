@@ -46,7 +46,7 @@ class Recorded(PagedDraftModel):
     def __init__(self, device: torch.device, folder: Path) -> None:
         model_config().save_pretrained(folder)
         config = engine_config({"method": "suffix_tree"})
-        super().__init__(config, str(folder), "draft_model", StepStats())
+        super().__init__(config, str(folder), None, "draft_model", StepStats())
         self.device = device
         self.forks = FORKS
         self.groups: list[Any] = []

@@ -39,9 +39,14 @@ class Peeking(FakeEngine):
 
 
 def found_by(
-    engine_class: type[FakeEngine], make_schedule: Callable[..., Schedule]
+    engine_class: type[FakeEngine],
+    make_schedule: Callable[..., Schedule],
+    limits: tuple[int, ...] = (63,),
 ) -> tuple[FakeEngine, Tensor]:
-    """Answer a thousand times; numbers of the answers, int64 [1008]."""
+    """Answer a thousand times; numbers of the answers, int64 [1008].
+
+    Requests take their limits of draft tokens in turn; 0: they decode plainly.
+    """
     language = Language(0)
     proposers = [RsdS(1, 1), RsdS(3, 3)]
     trees = [Scheduled(1000, proposer.sizes) for proposer in proposers]
@@ -51,6 +56,9 @@ def found_by(
     engine.decoder.chooser.clock = random_clock()
     request = Request("", [1, 2], max_tokens=MAX_TOKENS, temperature=1.0)
     many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(1008)]
+    for i, one in enumerate(many):
+        one.max_drafts = limits[i % len(limits)]
+        one.drafts = one.max_drafts > 0
     answers: list[list[int]] = []
     for first in range(0, len(many), 16):
         answers += engine.run(*many[first : first + 16])
@@ -83,6 +91,14 @@ def test_choosing_by_the_clock_keeps_the_law() -> None:
     trees = {index for _, index in engine.drawn} - {None}
     assert len(trees) == 2, "one tree was always drawn"
     assert engine.decoder.stats.as_dict()["mode_seconds"]
+    assert p_value(found, law(engine.language)) > 1e-4
+
+
+def test_limits_of_requests_keep_the_law() -> None:
+    """Red when the schedule, which knows limits, lets draws decide over trees."""
+    make = partial(MeasuredSchedule, max_trees=16)
+    engine, found = found_by(FakeEngine, make, limits=(63, 2, 0, 5, 1))
+    assert {index for _, index in engine.drawn} >= {0, 1}
     assert p_value(found, law(engine.language)) > 1e-4
 
 

@@ -48,6 +48,33 @@ HEAD = (Tree(16, 3, 8), Tree(5, 2, 4), Tree(4, 1, 4), Tree(2, 1, 2))
 INDEX = (Tree(16, 12, 16), Tree(8, 8, 8), Tree(4, 4, 4), Tree(2, 2, 2))
 
 
+# Draft tokens of a request that does not limit its trees.
+ALL = 63
+
+
+def running(
+    slots: Sequence[int], sampled: bool = False, limits: Sequence[int] = ()
+) -> RunningRequests:
+    """Requests that all may draft, without limits where none are given."""
+    return RunningRequests(
+        len(slots), slots, [sampled] * len(slots), limits or [ALL] * len(slots)
+    )
+
+
+def outcome(
+    index: int | None,
+    num_reqs: int,
+    slots: Sequence[int],
+    accepted: Sequence[int],
+    seconds: float | None,
+    limits: Sequence[int] = (),
+) -> StepOutcome:
+    """What a step brought whose trees all came back, each with a draft."""
+    drafts = [1] * len(slots)
+    limits = limits or [ALL] * len(slots)
+    return StepOutcome(index, num_reqs, slots, drafts, accepted, limits, seconds)
+
+
 class Machine:
     """Costs of steps, and a text of which so much is accepted."""
 
@@ -124,7 +151,7 @@ class Run:
         best = max(machine.speed(option, batch_size) for option in options)
         slots = range(first_slot, first_slot + batch_size)
         for _ in range(num_steps):
-            requests = RunningRequests(batch_size, slots, [False] * batch_size)
+            requests = running(slots)
             index, drawn = self.schedule.choose(requests)
             self.chosen.append(index)
             accepted = [machine.draw(index) for _ in drawn if index is not None]
@@ -136,11 +163,10 @@ class Run:
             self.seconds += exact
             self.best_seconds += (batch_size + sum(accepted)) / best
             self.schedule.observe(
-                StepOutcome(
+                outcome(
                     index,
                     batch_size,
                     drawn,
-                    [1] * len(accepted),
                     accepted,
                     None if reads_prompt else seconds,
                 )
@@ -227,12 +253,10 @@ def test_steps_that_cannot_be_timed_end_the_search() -> None:
     schedule = MeasuredSchedule(HEAD, 64)
     chosen: Counter[int | None] = Counter()
     for step in range(1000):
-        index, slots = schedule.choose(RunningRequests(2, [0, 1], [False] * 2))
+        index, slots = schedule.choose(running([0, 1]))
         chosen[index] += 1
         seconds = 1.0 if index is None and step < 50 else None
-        drafts = [0 if index is None else HEAD[index].num_drafts] * len(slots)
-        outcome = StepOutcome(index, 2, slots, drafts, [0] * len(slots), seconds)
-        schedule.observe(outcome)
+        schedule.observe(outcome(index, 2, slots, [0] * len(slots), seconds))
     assert chosen[None] > 850
 
 
@@ -269,16 +293,14 @@ def test_a_request_without_use_gets_no_tree() -> None:
     """Red when three chats cost the editing request beside them its tree."""
     schedule = MeasuredSchedule(INDEX, 64)
     slots = range(4)
-    requests = RunningRequests(4, slots, [False] * 4)
+    requests = running(slots)
     drawn_for: Counter[int] = Counter()
     for step in range(600):
         index, drawn = schedule.choose(requests)
         drafts = 0 if index is None else INDEX[index].num_drafts
         accepted = [min(6, drafts) if slot == 0 else 0 for slot in drawn]
         seconds = 1 + (0.2 + 0.05 * drafts * len(drawn) if drawn else 0)
-        schedule.observe(
-            StepOutcome(index, 4, drawn, [drafts] * len(drawn), accepted, seconds)
-        )
+        schedule.observe(outcome(index, 4, drawn, accepted, seconds))
         if step >= 300:
             drawn_for.update(drawn)
     assert drawn_for[0] > 250
@@ -292,17 +314,66 @@ def test_greedy_and_sampled_requests_are_learned_apart() -> None:
     for step in range(1200):
         sampled = step % 40 >= 20
         slot = 1000 + step // 20
-        index, slots = schedule.choose(RunningRequests(1, [slot], [sampled]))
+        index, slots = schedule.choose(running([slot], sampled))
         accepted = [0 if sampled else 1] * len(slots)
         seconds = 1.0 if index is None else 1.4
-        outcome = StepOutcome(index, 1, slots, [4] * len(slots), accepted, seconds)
-        schedule.observe(outcome)
+        schedule.observe(outcome(index, 1, slots, accepted, seconds))
         if step >= 600:
             with_tree[sampled] += len(slots)
         if step % 20 == 19:
             schedule.forget([slot])
     assert with_tree[False] > 270
     assert with_tree[True] < 120
+
+
+def test_limited_trees_do_not_fool_the_schedule() -> None:
+    """Red when requests that limit their trees hide what whole trees bring.
+
+    Two edits accept six tokens of a tree; beside them one request takes one draft at
+    most, another one switched trees off.
+    """
+    schedule = MeasuredSchedule(INDEX, 64)
+    limits = {0: ALL, 1: ALL, 2: 1}
+    requests = RunningRequests(4, [*limits], [False] * 3, [*limits.values()])
+    drawn_for: Counter[int] = Counter()
+    for step in range(600):
+        index, drawn = schedule.choose(requests)
+        most = 0 if index is None else min(6, INDEX[index].num_drafts)
+        allowed = [limits[slot] for slot in drawn]
+        accepted = [min(most, limit) for limit in allowed]
+        rows = sum(min(limit, 16) for limit in allowed)
+        seconds = 1 + (0.2 + 0.02 * rows if drawn else 0)
+        schedule.observe(outcome(index, 4, drawn, accepted, seconds, allowed))
+        if step >= 300:
+            drawn_for.update(drawn)
+            assert index is None or schedule.expected_accepted(
+                schedule.by_index[index], False
+            ) == pytest.approx(most, rel=0.2)
+    assert drawn_for[0] > 250
+    assert drawn_for[1] > 250
+
+
+@pytest.mark.parametrize("limit", [1, 4, 0])
+def test_limits_of_all_requests(limit: int) -> None:
+    """Red when trees that all are small are timed as whole ones, or never.
+
+    No limit of 0 comes in; a worker sets it where a cut tree would keep no draws. Of
+    such steps nothing is learned, and trees are left out.
+    """
+    schedule = MeasuredSchedule([Tree(16, 4, 8)], 64)
+    with_tree = 0
+    for step in range(1000):
+        index, slots = schedule.choose(running([0, 1], limits=[max(limit, 1)] * 2))
+        accepted = [min(limit, 1)] * len(slots)
+        seconds = 1 + 0.01 * limit * len(slots)
+        allowed = [limit] * len(slots)
+        schedule.observe(outcome(index, 2, slots, accepted, seconds, allowed))
+        with_tree += step >= 500 and index is not None
+    assert with_tree > 450 if limit else with_tree < 100
+    times = schedule.times[2].get(0)
+    assert (times is not None) == (limit > 0)
+    if times is not None:
+        assert times.seconds > 1 + 0.01 * 2 * 2 * limit, "a whole tree takes longer"
 
 
 def test_all_ranks_choose_alike() -> None:
@@ -333,8 +404,8 @@ def test_without_drafting_requests_steps_are_plain() -> None:
     """Red when requests that may not draft are timed as if they had trees."""
     schedule = MeasuredSchedule(HEAD, 64)
     for _ in range(20):
-        assert schedule.choose(RunningRequests(4, [], [])) == (None, ())
-        schedule.observe(StepOutcome(None, 4, [], [], [], 1.0))
+        assert schedule.choose(RunningRequests(4, [], [], [])) == (None, ())
+        schedule.observe(StepOutcome(None, 4, [], [], [], [], 1.0))
 
 
 def test_a_forced_tree_is_drawn() -> None:
@@ -342,8 +413,8 @@ def test_a_forced_tree_is_drawn() -> None:
     schedule = MeasuredSchedule(HEAD, 64)
     schedule.force_tree({"num_drafts": 5})
     for _ in range(20):
-        assert schedule.choose(RunningRequests(1, [0], [False])) == (1, [0])
-        schedule.observe(StepOutcome(1, 1, [0], [5], [0], 100.0))
+        assert schedule.choose(running([0])) == (1, [0])
+        schedule.observe(outcome(1, 1, [0], [0], 100.0))
     assert not schedule.times
     with pytest.raises(ValueError, match="it has 16 in 3, 5 in 2"):
         schedule.force_tree({"num_drafts": 7})

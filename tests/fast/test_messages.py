@@ -194,7 +194,7 @@ def test_sliding_window_of_a_draft_model(
     """Red when a draft model starts on a CPU with a window that trees do not know."""
     pytest.importorskip("vllm", reason="needs vLLM")
     from tests.fast.small_engine import engine_config
-    from vllm_treespec.plugin import refuse_models
+    from vllm_treespec.engine.refusals import refuse_models
 
     config = MistralConfig(
         architectures=["MistralForCausalLM"], sliding_window=window, **SIZES

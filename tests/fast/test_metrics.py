@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
@@ -110,6 +111,8 @@ def test_ours_from_the_worker() -> None:
         engine.end_step()
     engine.worker.count_beams(12, 9)
     engine.worker.count_leftovers(5, 2)
+    for _ in range(2):
+        engine.worker.count_sources(np.array([7, 9]), np.array([3, 4]))
     engine.end_step()
     assert value("treespec_num_nodes_verified") == 28 + 4
     assert value("treespec_num_nodes_wasted") == 28 - 6
@@ -125,6 +128,8 @@ def test_ours_from_the_worker() -> None:
     assert value("treespec_num_beam_nodes") == 9
     assert value("treespec_num_leftover_nodes") == 5
     assert value("treespec_num_leftover_nodes_accepted") == 2
+    assert value("treespec_num_source_nodes", source="index") == 14
+    assert value("treespec_num_source_nodes_accepted", source="model") == 8
 
 
 def test_what_is_handed_over_counts_once() -> None:

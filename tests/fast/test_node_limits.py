@@ -23,7 +23,7 @@ from tests.fast.small_engine import (
 )
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.core.views import scheduler_room
-from vllm_treespec.plugin import refuse_short_chunks
+from vllm_treespec.engine.refusals import refuse_short_chunks
 from vllm_treespec.scorers import multi_round
 
 # Six draws; equal ones are one node, so a tree has one to six drafts.

@@ -45,6 +45,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "medusa_tree": {"method": "medusa_tree", "num_drafts": 5},
     "eagle_tree": {"method": "eagle_tree", "model": "some/head"},
     "lyanna": {"method": "lyanna", "model": "some/head", "resample": "merge"},
+    "hybrid": {"method": "hybrid", "model": "some/model"},
 }
 
 
@@ -60,6 +61,7 @@ class Recorder(TreeDecoder):
             rule=RULES[config.rule],
             batched=True,
             max_trees=NUM_REQS,
+            shares=config.shares(),
         )
         limits = EngineLimits(torch.device("cpu"), 0, 0, 64, 64)
         super().__init__(method, sources, NO_LAYOUT, limits, StepStats())
@@ -99,7 +101,8 @@ def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
         head.head = load_head(Path(folder))
         head.head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
         sources = [head]
-    decoder = Recorder(spec, sources)
+    index = parse_spec_config(spec).suffix_index()
+    decoder = Recorder(spec, sources if index is None else [*sources, index])
     profile_trees(decoder, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
     proposers = decoder.method.proposers
     assert decoder.verified == [(NUM_REQS, p.sizes.max_nodes) for p in proposers]

@@ -1,5 +1,6 @@
 """Proposers on a device whose values the host cannot see."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from tests.fast.no_waiting import NoWaiting, on_meta
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
+from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.lyanna import Lyanna
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
@@ -17,7 +19,7 @@ from vllm_treespec.proposers.sd import Sd
 from vllm_treespec.proposers.specinfer import SpecInfer
 from vllm_treespec.proposers.static_tree import StaticTree
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
-from vllm_treespec.sources.base import DraftModel
+from vllm_treespec.sources.base import Continuations, DraftModel
 from vllm_treespec.sources.chain import ChainDraft
 
 NUM_REQS, VOCAB_SIZE = 3, 50
@@ -34,6 +36,10 @@ PROPOSERS: dict[str, Proposer] = {
     "medusa_tree": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
     "lyanna": Lyanna(DynamicTree(4, 3, 8), DynamicTree(4, 2, 4)),
     "lyanna drawn": Lyanna(StochasticTree(4, 3, 8)),
+    "hybrid": Hybrid(8, depth=5, top_k=4, model_depth=3, min_probability=0.0),
+    "index of a hybrid": Hybrid(
+        8, depth=5, top_k=4, model_depth=0, min_probability=0.0
+    ),
 }
 
 
@@ -87,6 +93,8 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
             (NUM_REQS, proposer.sizes.num_uniforms), dtype=torch.float64, device="meta"
         ),
         draft_models=drafts,
+        continuations=[Continuations([[(3, [1, 2, 3]), (1, [4])], [], [(2, [1, 1])]])],
+        first_shares=np.array([0.5, 0.5, 1.0]),
     )
     with NoWaiting():
         tree = proposer.propose(inputs)

@@ -31,16 +31,18 @@ class Listed(ListedSchedule):
     def tree_of(self, num_reqs: int) -> int | None:
         """Index of the tree for so many requests."""
         slots = range(num_reqs)
-        requests = RunningRequests(num_reqs, slots, [False] * num_reqs)
+        requests = RunningRequests(num_reqs, slots, [False] * num_reqs, [63] * num_reqs)
         index, drawn = self.choose(requests)
         assert drawn == (() if index is None else slots)
         return index
 
-    def accept(self, index: int, num_accepted: list[int]) -> None:
-        """Observe scored trees."""
-        slots = range(len(num_accepted))
-        drafts = [3] * len(num_accepted)
-        self.observe(StepOutcome(index, len(slots), slots, drafts, num_accepted, None))
+    def accept(self, index: int, num_accepted: list[int], limit: int = 63) -> None:
+        """Observe scored trees of requests with a limit of their own."""
+        count = len(num_accepted)
+        drafts, limits = [3] * count, [limit] * count
+        self.observe(
+            StepOutcome(index, count, range(count), drafts, num_accepted, limits, None)
+        )
 
 
 def schedule(entries: Any = LADDER) -> Listed:
@@ -81,8 +83,16 @@ def test_trees_without_drafts_do_not_count() -> None:
     adaptive = schedule()
     adaptive.tree_of(1)
     slots = range(2 * MIN_TREES)
-    drafts, accepted = [0] * len(slots), [0] * len(slots)
-    adaptive.observe(StepOutcome(0, len(slots), slots, drafts, accepted, None))
+    none, limits = [0] * len(slots), [63] * len(slots)
+    adaptive.observe(StepOutcome(0, len(slots), slots, none, none, limits, None))
+    assert adaptive.tree_of(1) == 0
+
+
+def test_trees_that_requests_made_smaller_do_not_count() -> None:
+    """Red when a tree is given up for what one draft of it brought."""
+    adaptive = schedule()
+    adaptive.tree_of(1)
+    adaptive.accept(0, [0] * 2 * MIN_TREES, limit=1)
     assert adaptive.tree_of(1) == 0
 
 

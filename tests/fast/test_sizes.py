@@ -34,8 +34,8 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             trees = [one] if two is None else [one, two]
             yield {"drafts": [{**model, "branching_factors": own} for own in trees]}
     elif method == "suffix_tree":
-        for drafts, depth, match in product(numbers, numbers, numbers):
-            yield {"num_drafts": drafts, "depth": depth, "max_match": match}
+        for drafts, depth in product(numbers, numbers):
+            yield {"num_drafts": drafts, "depth": depth}
     elif method == "redrafter":
         for width, length, kept in product(numbers, numbers, (*numbers, 40, None)):
             keys: dict[str, Any] = {"beam_width": width, "length": length}
@@ -56,6 +56,10 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             for left in (1, 4, 9):
                 yield {**keys, "resample": "merge", "resample_drafts": left}
             yield {**keys, "tree": "stochastic", "num_drafts": None}
+    elif method == "hybrid":
+        for drafts, depth, levels in product(numbers, numbers, numbers):
+            keys = {**model, "num_drafts": drafts, "depth": depth, "top_k": 3}
+            yield {**keys, "model_depth": levels - 1}
     elif method == "medusa_tree":
         yield from ({**model, "num_drafts": drafts} for drafts in (*numbers, 20, 63))
     else:

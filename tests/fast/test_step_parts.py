@@ -72,7 +72,7 @@ def test_match_finds_trees_in_another_order() -> None:
     matched = match(proposal(), batch, STEP)
     assert matched.reqs.tolist() == [1, 3]
     assert matched.proposal_rows.tolist() == [1, 0]
-    assert matched.node_limits.tolist() == [64, 64]
+    assert matched.node_limits.tolist() == [4, 4]
     assert not len(matched.differing_slots)
     trees = running_trees(proposal(), matched, batch, CPU)
     assert trees is not None
@@ -95,6 +95,34 @@ def test_match_cuts_trees() -> None:
     assert trees is not None
     assert trees.num_nodes.tolist() == trees.tree.num_nodes.tolist() == [3, 3]
     assert trees.tree.token_ids[0].tolist() == [9, 5, 6, 0]
+
+
+def test_limits_of_requests_cut_trees() -> None:
+    """Red when a tree has more nodes than its request allows, or is cut twice.
+
+    The second tree is as large as its limit: its draws are limited all the same.
+    """
+    limited = Proposal.from_tree(
+        TREES,
+        1,
+        STEP - 1,
+        slots=ints([4, 0, 2]),
+        reqs=ints([0, 1, 3]),
+        node_limits=ints([3, 3, 1]),
+    )
+    assert limited.drafts() == [[5, 6], [8, 8], []]
+    assert limited.draft_parents() == [[0, 0], [0, 1], []]
+    batch = scheduled([4, 0], [[5, 6], [8, 8]])
+    matched = match(limited, batch, STEP)
+    assert matched.node_limits.tolist() == [3, 3]
+    assert not len(matched.differing_slots)
+    trees = running_trees(limited, matched, batch, CPU)
+    assert trees is not None
+    assert trees.num_nodes.tolist() == trees.tree.num_nodes.tolist() == [3, 3]
+    less = match(limited, scheduled([4, 0], [[5], [8, 8]], room=2), STEP)
+    assert less.node_limits.tolist() == [2, 2]
+    more = match(limited, scheduled([4], [[5, 6, 7]]), STEP)
+    assert more.differing_slots.tolist() == [4]
 
 
 def test_match_counts_prompts_before_a_tree() -> None:
@@ -160,6 +188,7 @@ def test_slots_are_reused_in_one_order() -> None:
         assert slots.lookup(["e", "b", "d"]).tolist() == [0, 1, 2]
         assert slots.may_draft(ints([2, 1, 0])).tolist() == [False, True, True]
         assert slots.seeds(ints([0, 2])) == [None, 5]
+        assert slots.max_drafts(ints([0, 2])).tolist() == [63, 63]
         assert slots.name(2) == "d"
 
 
@@ -167,7 +196,8 @@ def test_a_known_request_keeps_its_slot() -> None:
     """Red when a request that is added again has two slots, or old parameters."""
     slots = RequestSlots()
     slots.add("a", True, None)
-    assert slots.add("a", may_draft=False, seed=3) == 0
+    assert slots.add("a", may_draft=False, seed=3, max_drafts=2) == 0
+    assert slots.max_drafts(ints([0])).tolist() == [2]
     assert slots.seeds(ints([0])) == [3]
     assert slots.may_draft(ints([0])).tolist() == [False]
     assert slots.add("b", may_draft=True, seed=None) == 1

@@ -18,7 +18,7 @@ from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs, Suffix
-from vllm_treespec.proposers.suffix import grow_tree
+from vllm_treespec.proposers.suffix import grow_tree, next_tokens
 from vllm_treespec.scorers import RULES, target_draw
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.suffix_index import (
@@ -36,9 +36,14 @@ class Trees:
     """A proposer with its index, for requests by name."""
 
     def __init__(
-        self, num_drafts: int, depth: int, max_match: int, max_cached_tokens: int
+        self,
+        num_drafts: int,
+        depth: int,
+        max_match: int,
+        max_cached_tokens: int,
+        min_probability: float = 0.0,
     ) -> None:
-        self.proposer = Suffix(num_drafts, depth, max_match)
+        self.proposer = Suffix(num_drafts, depth, min_probability)
         max_depth = self.proposer.sizes.max_depth
         self.index = SuffixIndex(max_depth, max_match, max_cached_tokens)
         self.slots = RequestSlots()
@@ -108,25 +113,50 @@ def random_texts(count: int) -> list[list[int]]:
 def test_repeated_text_is_found() -> None:
     """Red when a passage that the request repeats is not drafted."""
     trees = Trees(num_drafts=10, depth=4, max_match=8, max_cached_tokens=0)
-    expected = [tuple(SENTENCE[5 : 5 + n]) for n in (1, 2, 3)]
-    assert drafts(trees, [*SENTENCE, 0, 0, *SENTENCE[2:5]]) == expected
+    expected = [tuple(SENTENCE[5:8]), (*SENTENCE[5:8], 0)]
+    assert drafts(trees, [*SENTENCE, 0, 0, *SENTENCE[2:5]])[2:] == expected
 
 
-def test_longest_match_comes_first_then_the_most_frequent() -> None:
+def test_likeliest_come_first() -> None:
     """Red when the order of siblings, or what falls off at the limit, changes."""
     text = [1, 2, 3, 0, 2, 4, 5, 2, 4, 6, 2, 5, 7, 1, 2]
-    trees = Trees(num_drafts=4, depth=3, max_match=8, max_cached_tokens=0)
+    trees = Trees(num_drafts=6, depth=3, max_match=8, max_cached_tokens=0)
     # Two tokens match before 3; one matches before 4 (twice) and 5 (once).
-    assert drafts(trees, text) == [(3,), (4,), (5,), (3, 0)]
-    small = Trees(num_drafts=3, depth=3, max_match=8, max_cached_tokens=0)
-    assert drafts(small, text) == [(3,), (4,), (3, 0)]
+    found = drafts(trees, text)
+    assert found == [(3,), (4,), (5,), (3, 0), (4, 6), (3, 0, 2)]
+    small = Trees(num_drafts=4, depth=3, max_match=8, max_cached_tokens=0)
+    assert drafts(small, text) == [(3,), (4,), (3, 0), (3, 0, 2)]
 
 
-def test_short_matches_are_followed_for_as_many_tokens() -> None:
-    """Red when a match of one token drafts more than one."""
+def test_unlikely_drafts_are_left_out() -> None:
+    """Red when a single token in common is reason enough to draft a lot."""
     text = [*SENTENCE, 0, 3]
-    trees = Trees(num_drafts=10, depth=8, max_match=8, max_cached_tokens=0)
-    assert drafts(trees, text) == [(4,)]
+    sure = Trees(10, 8, 8, 0, min_probability=0.15)
+    assert drafts(sure, text) == [(4,)]
+    hopeful = Trees(10, 8, 8, 0, min_probability=0.03)
+    assert drafts(hopeful, text) == [(4,), (4, 5), (4, 5, 6)]
+
+
+def test_probability_of_a_long_match() -> None:
+    """Red when tokens that match leave another doubt than 0.8 to their number."""
+    (found,) = next_tokens([(5, [7, 8])], depth=0).values()
+    assert found == (pytest.approx(1 - 0.8**5), [(5, [7, 8])])
+    assert next_tokens([(5, [7, 8])], depth=1)[8][0] == pytest.approx(1 - 0.8**6)
+    assert next_tokens([(5, [7, 8])], depth=2) == {}
+
+
+def test_probabilities_of_several_matches() -> None:
+    """Red when longer matches do not come first, or shares do not add up."""
+    continuations = [(4, [1]), (2, [1]), (2, [2]), (2, [3, 9]), (1, [4])]
+    found = next_tokens(continuations, depth=0)
+    left = 0.8**4
+    odds = 0.8**-2 - 1
+    assert found[1][1] == continuations[:2]
+    assert found[1][0] == pytest.approx(1 - left + left * odds / (1 + 3 * odds))
+    assert found[2][0] == found[3][0] == pytest.approx(left * odds / (1 + 3 * odds))
+    left /= 1 + 3 * odds
+    assert found[4][0] == pytest.approx(left * 0.2)
+    assert sum(share for share, _ in found.values()) == pytest.approx(1 - left * 0.8)
 
 
 @pytest.mark.parametrize("text", [[1], SENTENCE])
@@ -144,8 +174,7 @@ def test_trees_are_well_formed_and_within_their_limits() -> None:
     trees = Trees(num_drafts=9, depth=4, max_match=6, max_cached_tokens=200)
     assert (trees.proposer.sizes.max_nodes, trees.proposer.sizes.max_depth) == (10, 4)
     assert (trees.proposer.sizes.max_width, trees.proposer.sizes.max_leaves) == (9, 9)
-    assert Suffix(3, 8, 16).sizes.max_depth == 3
-    assert Suffix(9, 8, 3).sizes.max_depth == 3
+    assert Suffix(3, 8, 0.0).sizes.max_depth == 3
     texts = random_texts(200)
     tree = propose(trees, texts)
     assert tree.token_ids.shape == (200, 10)
@@ -163,7 +192,7 @@ def test_trees_are_well_formed_and_within_their_limits() -> None:
         found = paths(tree, row)
         assert len(set(found)) == len(found)
         for path in found:
-            known = tuple(text[-len(path) :]) + path
+            known = (text[-1], *path)
             assert known in zip(*(text[i:] for i in range(len(known))), strict=False)
 
 
@@ -176,7 +205,7 @@ def test_occurrences_equal_naive_search() -> None:
             while length < min(5, end) and text[end - 1 - length] == text[-1 - length]:
                 length += 1
             if length:
-                expected.append((length, text[end : end + min(length, 3)]))
+                expected.append((length, text[end : end + 3]))
         expected.sort(key=lambda pair: -pair[0])
         array = np.array(text)
         assert occurrences(array, array, 5, 3) == expected[:MAX_OCCURRENCES]
@@ -194,9 +223,11 @@ def test_tree_does_not_depend_on_the_batch() -> None:
 def test_any_number_of_best_nodes_is_a_tree() -> None:
     """Red when a node can rank before its parent."""
     continuations = [(3, [1, 2, 3]), (3, [1, 4]), (2, [1, 2]), (2, [5, 6]), (1, [7])]
-    grown = [grow_tree(continuations, count) for count in range(9)]
+    grown = [grow_tree(continuations, count, 0.0) for count in range(9)]
     assert [len(tree) for tree in grown] == [0, 1, 2, 3, 4, 5, 6, 7, 7]
-    for smaller, larger in pairwise(grown):
+    surer = [grow_tree(continuations, 8, 1 - 0.1 * step) for step in range(11)]
+    assert (len(surer[0]), len(surer[-1])) == (0, 7)
+    for smaller, larger in [*pairwise(grown), *pairwise(surer)]:
         assert named(smaller) <= named(larger)
 
 

@@ -28,6 +28,7 @@ from vllm_treespec.tools.sides import (
 
 NAMES = ["chat", "code", "mathematics", "editing", "reading"]
 SUFFIX = {"method": "suffix_tree", "num_drafts": 16, "depth": 12}
+SUFFIX_SIDE = "suffix_tree-16x12x0.1"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -144,7 +145,12 @@ def test_sides_are_those_that_have_their_model() -> None:
     answers of earlier cells."""
     sides = usual_sides(Models("t"))
     names = [side.name for side in sides]
-    assert names == ["plain-eager", "plain-compiled", "ngram-6", "suffix_tree-16x12"]
+    assert names == [
+        "plain-eager",
+        "plain-compiled",
+        "ngram-6",
+        "suffix_tree-16x12x0.1",
+    ]
     assert sides[-1].engine["speculative_config"]["max_cached_tokens"] == 0
     names = [side.name for side in usual_sides(Models("t", "draft"))]
     assert names[-3:] == ["sd-3", "rsd_c-2.1.1", "rsd_s-2x3"]
@@ -198,10 +204,15 @@ def test_report_names_the_best_side_of_each_workload(tmp_path: Path) -> None:
     }
     workloads.render(content, tmp_path)
     text = (tmp_path / "results.md").read_text()
-    assert "- chat: plain vLLM (the best other is suffix_tree-16x12 1.00×) at" in text
-    assert "- editing: suffix_tree-16x12 4.00× at T = 0; suffix_tree-16x12 4" in text
+    assert (
+        "- chat: plain vLLM (the best other is suffix_tree-16x12x0.1 1.00×) at" in text
+    )
+    assert (
+        "- editing: suffix_tree-16x12x0.1 4.00× at T = 0; suffix_tree-16x12x0.1 4"
+        in text
+    )
     assert "| side | chat 1 | chat 4 | editing 1 | editing 4 |" in text
-    assert "| suffix_tree-16x12 | 1.00× | 1.00× | 4.00× | 4.00× |" in text
+    assert f"| {SUFFIX_SIDE} | 1.00× | 1.00× | 4.00× | 4.00× |" in text
     assert "| fastest plain, tokens/s | 1.0 | 1.0 | 1.0 | 1.0 |" in text
     assert "- sd-3: no luck" in text
     assert (tmp_path / "results.png").stat().st_size > 0
@@ -224,7 +235,7 @@ def test_the_command_plans_another_pair(folder: Path, tmp_path: Path) -> None:
     data = ["--data", str(folder)]
     done = CliRunner().invoke(app, [*common, *data, "--draft", "none"])
     assert done.exit_code == 0, done.output
-    assert "plain-compiled ngram-6 suffix_tree-16x12\n" in done.output
+    assert f"plain-compiled ngram-6 {SUFFIX_SIDE}\n" in done.output
     # of 2 workloads, 2 batch sizes, 2 temperatures; half of them for ngram
     assert "28 cells to measure in 4 engines" in done.output
     for arguments, named in ((data, "--draft"), (["--draft", "x"], "--data")):

@@ -13,9 +13,11 @@ from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, ToyHead
 from tests.fast.toy_pairs import ToyPairHead
 from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.schedule import ListedSchedule
+from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
+    Hybrid,
     Lyanna,
     Proposer,
     RsdC,
@@ -35,20 +37,28 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "sd": lambda: Sd(depth=4),
     "dynamic_tree": lambda: DynamicTree(top_k=3, depth=3, num_drafts=7),
     "stochastic_tree": lambda: StochasticTree(top_k=3, depth=3, num_drafts=7),
-    "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, max_match=6),
+    "suffix_tree": lambda: Suffix(num_drafts=8, depth=5, min_probability=0.0),
     "head": lambda: RsdS(beam_width=2, depth=3),
     "pairs": lambda: RsdS(beam_width=3, depth=3),
     "lyanna_replace": lambda: Lyanna(DynamicTree(3, 3, 9)),
     # Toy chains know no more when they are fresh: the second tree is a wider one.
     "lyanna_merge": lambda: Lyanna(DynamicTree(2, 3, 4), DynamicTree(4, 2, 6)),
+    "hybrid": lambda: Hybrid(8, depth=5, top_k=3, model_depth=3, min_probability=0.0),
 }
 # For fewer tests.
 MORE_PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "lyanna_drawn": lambda: Lyanna(StochasticTree(3, 3, 7)),
+    "hybrid_alone": lambda: Hybrid(
+        8, depth=5, top_k=3, model_depth=0, min_probability=0.0
+    ),
+    "hybrid_head": PROPOSERS["hybrid"],
+    "hybrid_pairs": PROPOSERS["hybrid"],
+    "hybrid_chains": PROPOSERS["hybrid"],
 }
 NOT_DRAWN = (
     *("suffix_tree", "head", "dynamic_tree"),
     *("lyanna_replace", "lyanna_merge"),
+    *("hybrid", "hybrid_alone", "hybrid_head", "hybrid_pairs", "hybrid_chains"),
 )
 # How they use what a step leaves over.
 RESAMPLE: dict[str, Resample] = {
@@ -94,8 +104,14 @@ class Scheduled:
 
 def sources_of(name: str, language: Language) -> list[DraftSource]:
     """What a method draws from."""
+    index = SuffixIndex(depth=5, max_match=6, max_cached_tokens=100)
     if name == "suffix_tree":
-        return [SuffixIndex(depth=5, max_match=6, max_cached_tokens=100)]
+        return [index]
+    if name == "hybrid_chains":
+        return [ToyChainHead(language, ChainMemory("off", 1)), index]
+    if name.startswith("hybrid"):
+        beside = name.removeprefix("hybrid").removeprefix("_")
+        return [*sources_of(beside, language), index]
     if name in RESAMPLE:
         return [ToyChainHead(language, ChainMemory(RESAMPLE[name], 1))]
     if name == "head":
@@ -109,6 +125,7 @@ def make_method(
     batch_sizes: Sequence[int] = (1000,),
     max_trees: int = 16,
     batched: bool = False,
+    shares: Shares | None = None,
 ) -> Method:
     """A method with one tree of the schedule a batch size."""
     return Method(
@@ -122,6 +139,7 @@ def make_method(
         rule=RULES[rule],
         batched=batched,
         max_trees=max_trees,
+        shares=shares,
     )
 
 
@@ -138,7 +156,10 @@ def make_engine(
     language = Language(seed)
     rule = "target_draw" if name in NOT_DRAWN else "recursive_rejection"
     proposer = (PROPOSERS | MORE_PROPOSERS)[name]()
-    method = make_method([proposer], rule, max_trees=max_trees, batched=masks)
+    shares = Shares(sure_match=4) if name.startswith("hybrid") else None
+    method = make_method(
+        [proposer], rule, max_trees=max_trees, batched=masks, shares=shares
+    )
     return FakeEngine(
         language,
         method,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.proposers import PROPOSERS, Proposer
@@ -96,8 +98,18 @@ class MethodConfig(BaseModel, ABC):
         return ()
 
     @property
+    def hot_token_files(self) -> tuple[Path | None, ...]:
+        """For each draft model the JSON file of the tokens it drafts; None: all."""
+        return (None,) * len(self.models)
+
+    @property
     def head(self) -> str | None:
         """Folder or hub id of the head that drafts from the target's hidden states."""
+        return None
+
+    @property
+    def head_kind(self) -> str | None:
+        """The kind of that head."""
         return None
 
     @property
@@ -111,6 +123,11 @@ class MethodConfig(BaseModel, ABC):
         return self.model_dump(include=set(self.SHAPE), exclude_none=True)
 
     @property
+    def shape_name(self) -> str:
+        """The shape in short: ``3x2``."""
+        return "x".join(_short(value) for value in self.shape.values())
+
+    @property
     @abstractmethod
     def sizes(self) -> TreeSizes:
         """How large its trees become: bounds that follow from its keys alone."""
@@ -121,6 +138,10 @@ class MethodConfig(BaseModel, ABC):
 
     def suffix_index(self) -> SuffixIndex | None:
         """Make the suffix index that the method drafts from, if any."""
+        return None
+
+    def shares(self) -> Shares | None:
+        """Make what shares out a tree's places, if the method's trees have parts."""
         return None
 
     def with_shape(self, shape: Mapping[str, Any]) -> Self:
@@ -196,8 +217,7 @@ class ScheduledTree:
     @property
     def name(self) -> str:
         """Method and shape, for metrics: ``rsd_s 3x2``, ``rsd_c 3.2.1``."""
-        shape = "x".join(_short(value) for value in self.config.shape.values())
-        return f"{self.config.name} {shape}"
+        return f"{self.config.name} {self.config.shape_name}"
 
     @property
     def sizes(self) -> TreeSizes:
@@ -222,12 +242,39 @@ def _short(value: Any) -> str:
     return separator.join(_short(part) for part in value)
 
 
+# Of methods with draft models.
+HotTokens = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        description="JSON file of the token ids to draft; left out: hot_tokens.json "
+        "in the draft model's folder, if there; all: every token",
+    ),
+]
+
+
+def hot_token_files(
+    models: Sequence[str], hot_tokens: str | None
+) -> tuple[Path | None, ...]:
+    """For each draft model the JSON file of the tokens it drafts; None: all."""
+    if hot_tokens is not None:
+        return (None if hot_tokens == "all" else Path(hot_tokens),) * len(models)
+    own = [Path(model) / "hot_tokens.json" for model in models]
+    return tuple(file if file.is_file() else None for file in own)
+
+
 class DraftModelConfig(MethodConfig):
     """What all methods with one draft model share."""
 
     model: str = Field(min_length=1, description="folder or hub id of the draft model")
+    hot_tokens: HotTokens = None
 
     @property
     def models(self) -> tuple[str, ...]:
         """The one draft model."""
         return (self.model,)
+
+    @property
+    def hot_token_files(self) -> tuple[Path | None, ...]:
+        """The one draft model's."""
+        return hot_token_files(self.models, self.hot_tokens)

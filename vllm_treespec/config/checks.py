@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from vllm_treespec.config import HEAD_METHODS, SpecConfigError
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
 from vllm_treespec.heads import (
     EagleHeadConfig,
     HeadError,
@@ -21,6 +21,7 @@ from vllm_treespec.heads import (
     read_head_config,
 )
 from vllm_treespec.heads.checkpoint import tensor_shapes
+from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.heads.published import is_eagle
 from vllm_treespec.heads.weights import weights_problem
 
@@ -57,7 +58,7 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {folder} holds no config.json; name the "
                 f"folder of a model in Hugging Face format"
             )
-        _check_config_file(folder / "config.json")
+        _check_config_file(folder / "config.json", config)
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise SpecConfigError(
@@ -70,10 +71,10 @@ def check_weights(config: MethodConfig) -> None:
                 f"again"
             )
         if is_eagle(name for file in files for name in tensor_shapes(file)):
-            raise _no_draft_model(folder, "eagle")
+            raise _no_draft_model(folder, "eagle", config)
 
 
-def _check_config_file(path: Path) -> None:
+def _check_config_file(path: Path, method: MethodConfig) -> None:
     """Check that a config.json is a model's, and says what a draft model's must."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -89,9 +90,9 @@ def _check_config_file(path: Path) -> None:
         )
     kind = config.get("method")
     if isinstance(kind, str) and kind in HEAD_METHODS:
-        raise _no_draft_model(path.parent, kind)
+        raise _no_draft_model(path.parent, kind, method)
     if "speculators_model_type" in config:
-        raise _no_draft_model(path.parent, "eagle")
+        raise _no_draft_model(path.parent, "eagle", method)
     text = config.get("text_config")
     keys = {*config, *(text if isinstance(text, dict) else ())}
     for size, names in SIZES.items():
@@ -102,11 +103,18 @@ def _check_config_file(path: Path) -> None:
             )
 
 
-def _no_draft_model(folder: Path, kind: str) -> SpecConfigError:
+def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfigError:
     return SpecConfigError(
         f"speculative_config 'model': {folder} holds {_a_head(kind)}, not a draft "
-        f"model; write method '{HEAD_METHODS[kind]}'"
+        f"model; write {_key_of_head(kind, config)}"
     )
+
+
+def _key_of_head(kind: str, config: MethodConfig) -> str:
+    """The key, with its value, with which a head of this kind is drafted from."""
+    if isinstance(config, HybridConfig) and kind in HEAD_KINDS:
+        return f"'drafter' '{kind}'"
+    return f"method '{HEAD_METHODS[kind]}'"
 
 
 def check_head_files(config: MethodConfig) -> None:
@@ -116,17 +124,17 @@ def check_head_files(config: MethodConfig) -> None:
         SpecConfigError: naming the file that is missing or broken.
 
     """
-    if not isinstance(config, HeadMethodConfig):
+    if config.head is None:
         return
     try:
-        _check_head_folder(head_folder(config.model), config.HEAD)
+        _check_head_folder(head_folder(config.head), config)
         # a Medusa head's accuracies must give a tree
         config.proposer()
     except ValueError as error:
         raise SpecConfigError(f"speculative_config 'model': {error}") from None
 
 
-def _check_head_folder(folder: Path, kind: str) -> None:
+def _check_head_folder(folder: Path, config: MethodConfig) -> None:
     """Check a head's folder.
 
     Raises:
@@ -134,10 +142,11 @@ def _check_head_folder(folder: Path, kind: str) -> None:
 
     """
     head = read_head_config(folder)
-    if head.method != kind:
+    if head.method != config.head_kind:
         raise HeadError(
-            f"{folder} holds {_a_head(head.method)}; write method "
-            f"'{HEAD_METHODS[head.method]}', or name the folder of {_a_head(kind)}"
+            f"{folder} holds {_a_head(head.method)}; write "
+            f"{_key_of_head(head.method, config)}, or name the folder of "
+            f"{_a_head(str(config.head_kind))}"
         )
     if head.method == "eagle":
         # reading it has read the headers of its weights
@@ -197,6 +206,27 @@ def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
             f"speculative_config 'model': the vocabulary of {model} has "
             f"{draft_size} tokens, the target's {target_size}; use a draft model "
             f"trained for this target (treespec train draft)"
+        )
+
+
+def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
+    """Check the lists of hot tokens of draft models.
+
+    Raises:
+        SpecConfigError: one cannot be read, or they differ.
+
+    """
+    try:
+        lists = [
+            None if file is None else read_hot_tokens(file, vocab_size).tolist()
+            for file in config.hot_token_files
+        ]
+    except HeadError as error:
+        raise SpecConfigError(f"speculative_config {error}") from None
+    if any(tokens != lists[0] for tokens in lists):
+        raise SpecConfigError(
+            "speculative_config 'hot_tokens': the draft models' folders name different "
+            'tokens in hot_tokens.json; write one file for all of them, or "all"'
         )
 
 

@@ -26,6 +26,11 @@ class HeadMethodConfig(MethodConfig):
         return self.model
 
     @property
+    def head_kind(self) -> str:
+        """The kind of the head."""
+        return self.HEAD
+
+    @property
     def rule(self) -> str:
         """Drafts that were not drawn have no distribution to reject by."""
         return "target_draw"

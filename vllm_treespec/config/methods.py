@@ -3,6 +3,7 @@
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.config.hybrid import HybridConfig
 from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.config.medusa_tree import MedusaTreeConfig
 from vllm_treespec.config.redrafter import ReDrafterConfig
@@ -25,6 +26,7 @@ TYPES: tuple[type[MethodConfig], ...] = (
     MedusaTreeConfig,
     EagleTreeConfig,
     LyannaConfig,
+    HybridConfig,
 )
 METHODS = {method.method_name(): method for method in TYPES}
 # The method that drafts with a head, by kind of head.

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
+from vllm_treespec.config.base import (
+    MAX_DRAFTS,
+    Count,
+    HotTokens,
+    MethodConfig,
+    hot_token_files,
+)
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import specinfer
 
@@ -38,11 +45,17 @@ class SpecInferConfig(MethodConfig):
     drafts: tuple[SpecInferDraft, ...] = Field(
         min_length=1, description="draft models and their trees"
     )
+    hot_tokens: HotTokens = None
 
     @property
     def models(self) -> tuple[str, ...]:
         """The draft models, in the order in which their draws are tried."""
         return tuple(draft.model for draft in self.drafts)
+
+    @property
+    def hot_token_files(self) -> tuple[Path | None, ...]:
+        """The draft models', which must name the same tokens."""
+        return hot_token_files(self.models, self.hot_tokens)
 
     @property
     def rule(self) -> str:

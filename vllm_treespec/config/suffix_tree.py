@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
+from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig, Number
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import Proposer, Suffix, suffix
+from vllm_treespec.proposers import suffix
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
 NUM_DRAFTS = 16
 DEPTH = 12
+MIN_PROBABILITY = 0.1
 
 
-class SuffixTreeConfig(MethodConfig):
-    """What followed earlier occurrences of the last tokens; no draft model."""
+class IndexConfig(MethodConfig, ABC):
+    """What methods share that draft from a suffix index."""
 
-    SHAPE = ("num_drafts", "depth")
-
-    method: Literal["suffix_tree"]
     num_drafts: Count = Field(
         default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens at most"
     )
     depth: Count = Field(
         default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
+    )
+    min_probability: Number = Field(
+        default=MIN_PROBABILITY,
+        ge=0,
+        lt=1,
+        description="leave out drafts that are less likely accepted",
     )
     max_match: Count = Field(
         default=16, le=256, description="last tokens to look up at most"
@@ -42,20 +47,26 @@ class SuffixTreeConfig(MethodConfig):
         """Drafts that were not drawn have no distribution to reject by."""
         return "target_draw"
 
-    @property
-    def sizes(self) -> TreeSizes:
-        """How large its trees become."""
-        return suffix.sizes(self.num_drafts, self.depth, self.max_match)
-
-    def proposer(self) -> Proposer:
-        """Make the proposer."""
-        return Suffix(self.num_drafts, self.depth, self.max_match)
-
     def suffix_index(self) -> SuffixIndex:
         """Make the index, with an empty cache, for the deepest tree of the schedule."""
         depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
         return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
 
+
+class SuffixTreeConfig(IndexConfig):
+    """What followed earlier occurrences of the last tokens; no draft model."""
+
+    SHAPE = ("num_drafts", "depth", "min_probability")
+
+    method: Literal["suffix_tree"]
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return suffix.sizes(self.num_drafts, self.depth)
+
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Eight draft tokens, then four, then two."""
-        return [{"num_drafts": min(n, self.num_drafts)} for n in (8, 4, 2)]
+        """Drafts that are surer: the fewer, the surer."""
+        return [
+            {"min_probability": max(p, self.min_probability)} for p in (0.2, 0.4, 0.7)
+        ]

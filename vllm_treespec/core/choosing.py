@@ -55,13 +55,14 @@ class Chooser:
         self.only_decoded = False
 
     def choose(
-        self, batch: EmittedBatch, reqs: np.ndarray
+        self, batch: EmittedBatch, reqs: np.ndarray, limits: np.ndarray
     ) -> tuple[int | None, np.ndarray]:
         """Choose the tree of a step.
 
         Args:
             batch: the step.
             reqs: int64 [n], places of the requests that may draft.
+            limits: int64 [num_reqs], draft tokens that their trees may have.
 
         Returns:
             the tree's index, None for a plain step; and the slots of the requests that
@@ -72,7 +73,10 @@ class Chooser:
         sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
         index, slots = self.schedule.choose(
             RunningRequests(
-                batch.num_reqs, batch.slots[reqs].tolist(), sampled.tolist()
+                batch.num_reqs,
+                batch.slots[reqs].tolist(),
+                sampled.tolist(),
+                limits[reqs].tolist(),
             )
         )
         mode = PLAIN if index is None else self.schedule.trees[index].name
@@ -100,7 +104,7 @@ class Chooser:
         self.only_decoded = bool(
             (scheduled.num_scheduled == 1 + scheduled.num_drafts).all()
         )
-        slots = num_drafts = num_accepted = NO_SLOTS
+        slots = num_drafts = num_accepted = limits = NO_SLOTS
         num_drawn = 0
         if proposal is not None:
             num_drawn = len(proposal.slots)
@@ -110,6 +114,7 @@ class Chooser:
             told &= batch.emitted[places]
             rows, places = rows[told], places[told]
             slots, num_drafts = proposal.slots[rows], proposal.num_drafts[rows]
+            limits = proposal.node_limits[rows] - 1
             num_accepted = accepted[places].clip(min=0)
         some_drawn = num_drawn > 0
         as_chosen = some_drawn == (self.last.index is not None)
@@ -125,6 +130,7 @@ class Chooser:
                 slots.tolist(),
                 num_drafts.tolist(),
                 num_accepted.tolist(),
+                limits.tolist(),
                 seconds,
             )
         )

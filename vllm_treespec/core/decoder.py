@@ -17,14 +17,17 @@ from vllm_treespec.core.matching import (
     RunningTrees,
     match,
     running_trees,
+    scored_parts,
 )
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.schedule import Schedule
+from vllm_treespec.core.shares import Shares, count_parts
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree import SECOND_PART, TreeBatch
 from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
 from vllm_treespec.core.views import (
+    GREEDY_BELOW,
     EmittedBatch,
     SamplingView,
     ScheduledBatch,
@@ -57,6 +60,8 @@ class Method:
     batched: bool
     # requests that may carry a tree in one step
     max_trees: int
+    # how a tree's places are shared out between an index and a model, if it has both
+    shares: Shares | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,8 @@ class TreeDecoder:
         self.chooser.forget(slots)
         for source in self.sources:
             source.finish_requests(slots)
+        if self.method.shares is not None:
+            self.method.shares.finish_requests(slots)
 
     def begin_step(self, batch: ScheduledBatch, inputs: TargetInputs) -> None:
         """Match the trees that come back, and lay out their nodes.
@@ -215,9 +222,13 @@ class TreeDecoder:
             self.proposal = None
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
-            index, drawn_for = self.chooser.choose(batch, reqs)
+            limits = self.slots.max_drafts(batch.slots)
+            index, drawn_for = self.chooser.choose(batch, reqs, limits)
             may_draft = self._has_room(batch, index)[reqs]
             may_draft &= np.isin(batch.slots[reqs], drawn_for)
+            models_draft = index is not None and self._models_draft(
+                index, batch, reqs[may_draft][: self.method.max_trees], accepted
+            )
             drafting = self.committed_reader.read(
                 batch,
                 self._committed_rows(batch),
@@ -225,11 +236,33 @@ class TreeDecoder:
                 may_draft,
                 accepted[reqs],
                 self.method.max_trees,
-                index is not None,
+                models_draft,
             )
             if index is not None and len(drafting):
-                self.proposal = self._propose(index, batch, drafting, accepted)
+                self.proposal = self._propose(
+                    index, batch, drafting, accepted, models_draft
+                )
             return self.proposal
+
+    def _models_draft(
+        self,
+        index: int,
+        batch: EmittedBatch,
+        drafting: np.ndarray,
+        accepted: np.ndarray,
+    ) -> bool:
+        """Whether draft models or heads draft: not where an index is sure of all."""
+        if not self.method.proposers[index].num_draft_models:
+            return False
+        shares, slots = self.method.shares, batch.slots[drafting]
+        if shares is None or not len(slots) or not shares.may_be_sure(slots):
+            return True
+        reqs = torch.from_numpy(drafting).to(self.limits.device)
+        roots = self._roots(batch, drafting, reqs, accepted, depth=0)
+        (texts,) = (source for source in self.sources if source.reads.token_ids)
+        found = texts.begin(roots)
+        assert isinstance(found, Continuations)
+        return bool((shares.first(roots.slots, found.matches()) < 1).any())
 
     def _note_texts(self, batch: EmittedBatch, reqs: np.ndarray) -> None:
         """Let sources note what the requests that may draft, int64 [n], put out."""
@@ -249,26 +282,14 @@ class TreeDecoder:
             return
         of_trees = accepted[self.trees.host_reqs].tolist()
         self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
-        if self.proposal is not None and self.proposal.reused is not None:
-            self._count_reused(batch, self.trees, self.proposal, self.proposal.reused)
-
-    def _count_reused(
-        self,
-        batch: EmittedBatch,
-        trees: RunningTrees,
-        proposal: Proposal,
-        reused: np.ndarray,
-    ) -> None:
-        """Count the scored nodes that came from leftovers, and the accepted ones."""
-        num_scored = num_accepted = 0
-        for tree, row in enumerate(trees.proposal_rows.tolist()):
-            req = trees.host_reqs[tree]
-            end = batch.num_tokens[req] - 1
-            first = end + 1 - batch.num_emitted[req]
-            path = proposal.path(row, batch.token_ids[req, first:end])
-            num_scored += int(reused[row, : trees.num_nodes[tree] - 1].sum())
-            num_accepted += int(reused[row, path].sum())
-        self.stats.count_leftovers(num_scored, num_accepted)
+        shares, stats = self.method.shares, self.stats
+        for slot, *parts in scored_parts(self.trees, self.proposal, batch):
+            if shares is None:
+                stats.count_leftovers(*(int((p == SECOND_PART).sum()) for p in parts))
+            else:
+                num_scored, num_accepted = map(count_parts, parts)
+                shares.observe(slot, num_scored, num_accepted)
+                stats.count_sources(num_scored, num_accepted)
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
@@ -291,13 +312,21 @@ class TreeDecoder:
         batch: EmittedBatch,
         drafting: np.ndarray,
         accepted: np.ndarray,
+        models_draft: bool,
     ) -> Proposal:
-        """Draw one tree of the schedule for each of these requests."""
+        """Draw one tree of the schedule for each of these requests.
+
+        Unless ``models_draft``, sources that need no forward draft alone.
+        """
         proposer = self.method.proposers[index]
         reqs = torch.from_numpy(drafting).to(self.limits.device)
-        depth = proposer.sizes.max_depth
+        depth = proposer.sizes.draft_depth
         roots = self._roots(batch, drafting, reqs, accepted, depth)
-        started = [source.begin(roots) for source in self.sources]
+        started = [
+            s.begin(roots) for s in self.sources if models_draft or s.reads.token_ids
+        ]
+        found = [d for d in started if isinstance(d, Continuations)]
+        shares = self.method.shares
         tree = proposer.propose(
             ProposerInputs(
                 root_token_ids=roots.root_token_ids,
@@ -306,14 +335,33 @@ class TreeDecoder:
                     roots.slots, roots.positions, proposer.sizes.num_uniforms, DRAFTING
                 ),
                 draft_models=[d for d in started if not isinstance(d, Continuations)],
-                continuations=[d for d in started if isinstance(d, Continuations)],
+                continuations=found,
+                first_shares=None
+                if shares is None
+                else shares.first(roots.slots, found[0].matches()),
             )
         )
-        proposal = Proposal.from_tree(tree, index, self.step, roots.slots, drafting)
+        limits = self._node_limits(batch, drafting, tree)
+        proposal = Proposal.from_tree(
+            tree, index, self.step, roots.slots, drafting, limits
+        )
         if proposer.num_beam_tokens is not None:
             num_beam_tokens = proposer.num_beam_tokens * len(drafting)
-            self.stats.count_beams(num_beam_tokens, int(proposal.num_drafts.sum()))
+            self.stats.count_beams(num_beam_tokens, int((proposal.parents >= 0).sum()))
         return proposal
+
+    def _node_limits(
+        self, batch: EmittedBatch, drafting: np.ndarray, tree: TreeBatch
+    ) -> np.ndarray:
+        """Nodes that each request's tree may have, int64 [num_trees].
+
+        A sampled request gets no draft of a tree that would keep no draws when cut.
+        """
+        limits = 1 + self.slots.max_drafts(batch.slots[drafting])
+        if tree.draws is not None:
+            sampled = batch.sampling.host_temperature[drafting] >= GREEDY_BELOW
+            limits[sampled & (limits < tree.draws.min_nodes)] = 1
+        return limits
 
     def _roots(
         self,

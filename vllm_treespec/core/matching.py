@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.views import ScheduledBatch, cut_rows, ragged_rows
+from vllm_treespec.core.views import (
+    EmittedBatch,
+    ScheduledBatch,
+    cut_rows,
+    ragged_rows,
+)
 
 # What the scheduler drafts for a request that enters the batch with one token left.
 PADDING_TOKEN_ID = -1
@@ -33,11 +39,12 @@ class Proposal:
     # int64 [num_trees, max_nodes - 1], tokens and parents of the draft nodes
     token_ids: np.ndarray
     parents: np.ndarray
-    # int64 [num_trees]
+    # int64 [num_trees], of each tree's draft nodes the first ones, which are proposed
     num_drafts: np.ndarray
-    # bool [num_trees, max_nodes - 1], draft nodes that came from what an earlier step
-    # left over; None: none did
-    reused: np.ndarray | None = None
+    # int64 [num_trees], nodes that a tree may have, whatever was drawn
+    node_limits: np.ndarray
+    # int64 [num_trees, max_nodes - 1], see ``TreeBatch.parts``
+    parts: np.ndarray | None = None
 
     @classmethod
     def from_tree(
@@ -47,12 +54,19 @@ class Proposal:
         step: int,
         slots: np.ndarray,
         reqs: np.ndarray,
+        node_limits: np.ndarray | None = None,
     ) -> Proposal:
-        """Bring the drafts of new trees to the host, waiting for the device once."""
+        """Bring the drafts of new trees to the host, waiting for the device once.
+
+        ``node_limits`` int64 [num_trees] must not depend on what was drawn; None: the
+        trees are whole.
+        """
         width = tree.max_nodes
+        if node_limits is None:
+            node_limits = np.full(tree.num_reqs, width)
         together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
-        if tree.reused is not None:
-            together.append(tree.reused)
+        if tree.parts is not None:
+            together.append(tree.parts)
         host = torch.cat(together, dim=1).cpu().numpy()
         return cls(
             tree,
@@ -62,8 +76,9 @@ class Proposal:
             reqs,
             token_ids=host[:, 1:width],
             parents=host[:, width + 1 : 2 * width],
-            num_drafts=host[:, 2 * width] - 1,
-            reused=None if tree.reused is None else host[:, 2 * width + 2 :] > 0,
+            num_drafts=np.minimum(host[:, 2 * width], node_limits) - 1,
+            node_limits=node_limits,
+            parts=None if tree.parts is None else host[:, 2 * width + 2 :],
         )
 
     def without(self, slots: np.ndarray) -> Proposal:
@@ -174,10 +189,11 @@ def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
     reqs = np.flatnonzero(returned & same)
     rows, num_drafts = row[reqs], batch.num_drafts[reqs]
     whole = num_drafts == proposal.num_drafts[rows]
+    room = np.minimum(batch.room[reqs], proposal.node_limits[rows])
     return Match(
         reqs=reqs,
         proposal_rows=rows,
-        node_limits=np.where(whole, batch.room[reqs], num_drafts + 1),
+        node_limits=np.where(whole, room, num_drafts + 1),
         differing_slots=batch.slots[returned & ~same & ~padded],
     )
 
@@ -209,3 +225,29 @@ def running_trees(
         slots=batch.slots[reqs],
         proposal_rows=matched.proposal_rows,
     )
+
+
+def scored_parts(
+    trees: RunningTrees, proposal: Proposal | None, batch: EmittedBatch
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Which part drafted the nodes of each tree, if trees have parts.
+
+    Args:
+        trees: of the step.
+        proposal: they were cut from; None: it was discarded.
+        batch: after the step.
+
+    Yields:
+        the tree's slot; parts of its draft nodes that were scored, int64 [n], and of
+        those that were accepted, int64 [num_accepted].
+
+    """
+    if proposal is None or proposal.parts is None:
+        return
+    for tree, row in enumerate(trees.proposal_rows.tolist()):
+        req = trees.host_reqs[tree]
+        end = batch.num_tokens[req] - 1
+        first = end + 1 - batch.num_emitted[req]
+        path = proposal.path(row, batch.token_ids[req, first:end])
+        parts = proposal.parts[row]
+        yield int(trees.slots[tree]), parts[: trees.num_nodes[tree] - 1], parts[path]

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_treespec.core.learned import FadingMean, RequestHistory, StepTimes
 from vllm_treespec.core.schedule import (
@@ -41,6 +42,10 @@ class Option:
     # accepted tokens that are thought likely before anything was measured
     guess: float
 
+    def share(self, limit: int) -> float:
+        """The part of the tree that a request's own limit leaves."""
+        return min(limit / self.num_drafts, 1.0)
+
 
 @dataclass(frozen=True)
 class TimedStep:
@@ -49,7 +54,18 @@ class TimedStep:
     batch_size: int
     index: int | None
     num_reqs: int
-    num_trees: int
+    # of trees that requests made smaller the part that was left
+    num_trees: float
+
+
+class Gain(NamedTuple):
+    """What a request's tree may bring."""
+
+    # hoped-for accepted tokens
+    tokens: float
+    slot: int
+    # of a whole tree
+    share: float
 
 
 class MeasuredSchedule(Schedule):
@@ -63,6 +79,9 @@ class MeasuredSchedule(Schedule):
     Accepted tokens are learned for each tree, separately for greedy and for sampled
     requests. Each request has a factor of its own besides: how much more is accepted of
     its trees than of others'. Times are learned for each option and batch size.
+
+    A request may limit its trees (docs/per-request.md). They count for the part that
+    is left in costs, for that request in acceptance, and for no other one.
     """
 
     def __init__(
@@ -149,26 +168,33 @@ class MeasuredSchedule(Schedule):
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
         forced = self.forced_index is not None
-        if outcome.seconds is not None and self.settled and not forced:
+        option = self.by_index[outcome.index]
+        num_trees = 0.0
+        if option is not self.plain:
+            num_trees = sum(map(option.share, outcome.limits))
+            self._observe_trees(option, outcome)
+        of_option = option is self.plain or num_trees > 0
+        if outcome.seconds is not None and self.settled and not forced and of_option:
             step = TimedStep(
-                self.batch_size, outcome.index, outcome.num_reqs, len(outcome.slots)
+                self.batch_size, outcome.index, outcome.num_reqs, num_trees
             )
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
             self.is_timed = True
-        if outcome.index is not None:
-            self._observe_trees(self.by_index[outcome.index], outcome)
 
     def _observe_trees(self, option: Option, outcome: StepOutcome) -> None:
         """Learn what was accepted of the trees of a step."""
         for sampled in (False, True):
             expected = self.expected_accepted(option, sampled)
             num_trees = total = 0
-            for slot, accepted in zip(outcome.slots, outcome.num_accepted, strict=True):
+            for slot, accepted, limit in zip(
+                outcome.slots, outcome.num_accepted, outcome.limits, strict=True
+            ):
                 if self.sampled.get(slot) is sampled:
-                    num_trees, total = num_trees + 1, total + accepted
                     history = self.requests.setdefault(slot, RequestHistory())
                     history.add(self.step, expected, accepted)
+                    if limit >= option.num_drafts:
+                        num_trees, total = num_trees + 1, total + accepted
             if num_trees:
                 self.accepted[option.index, sampled].add(self.step, num_trees, total)
                 self.text[sampled].add(self.step, num_trees * option.guess, total)
@@ -223,32 +249,35 @@ class MeasuredSchedule(Schedule):
             extra = self._extra_seconds(option, batch_size, plain.seconds)
             gains = self._gains(option, requests)
             tokens: float = requests.num_reqs
-            for count, (gain, _) in enumerate(gains[: self.max_trees], start=1):
-                tokens += gain
+            num_trees = 0.0
+            for count, gain in enumerate(gains[: self.max_trees], start=1):
+                tokens += gain.tokens
+                num_trees += gain.share
                 # Fewer trees cost less, but more than their share.
-                share = math.sqrt(count / requests.num_reqs)
+                share = math.sqrt(num_trees / requests.num_reqs)
                 rate = tokens / (plain.seconds + extra * share)
                 if rate > best_rate:
                     best, best_rate = option, rate
-                    left_out = frozenset(slot for _, slot in gains[count:])
+                    left_out = frozenset(left.slot for left in gains[count:])
             if self._is_new(option):
                 # Larger trees wait for what this one will show.
                 break
         return best, left_out
 
-    def _gains(
-        self, option: Option, requests: RunningRequests
-    ) -> list[tuple[float, int]]:
-        """Hoped-for tokens of each request's tree, with its slot; the most first."""
+    def _gains(self, option: Option, requests: RunningRequests) -> list[Gain]:
+        """What each request's tree would bring; the most first."""
         hopes = {
             sampled: self.hopeful_accepted(option, sampled)
             for sampled in set(requests.sampled)
         }
         unknown = RequestHistory()
-        gains = [
-            (hopes[sampled] * self.requests.get(slot, unknown).hopeful(self.step), slot)
-            for slot, sampled in zip(requests.slots, requests.sampled, strict=True)
-        ]
+        gains = []
+        for slot, sampled, limit in zip(
+            requests.slots, requests.sampled, requests.limits, strict=True
+        ):
+            factor = self.requests.get(slot, unknown).hopeful(self.step)
+            tokens = min(hopes[sampled] * factor, limit)
+            gains.append(Gain(tokens, slot, option.share(limit)))
         return sorted(gains, reverse=True)
 
     def expected_accepted(self, option: Option, sampled: bool) -> float:

@@ -48,7 +48,8 @@ class UniformDraftModel:
 def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None:
     """Draw and score every tree of the schedule for as many requests as may draft.
 
-    Trees of a suffix index take no memory of the device, and are left out.
+    Trees of a suffix index take no memory of the device: it finds nothing, and where
+    nothing else drafts, nothing is done.
 
     Args:
         decoder: with its heads loaded.
@@ -56,9 +57,12 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
         hidden: [num_reqs, hidden_size], what a head would draft from.
 
     """
-    if any(source.reads.token_ids for source in decoder.sources):
+    models = [s for s in decoder.sources if not s.reads.token_ids]
+    if not models:
         return
     num_reqs, device = len(hidden), hidden.device
+    nothing = Continuations([[] for _ in range(num_reqs)])
+    shares = decoder.method.shares
     # top-p sorts, which takes the most memory
     sampling = SamplingTensors(
         torch.ones(num_reqs, device=device),
@@ -71,7 +75,7 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             positions=np.zeros(num_reqs, dtype=np.int64),
             root_token_ids=torch.zeros(num_reqs, dtype=torch.int64, device=device),
             accepted=np.full(num_reqs, -1),
-            depth=proposer.sizes.max_depth,
+            depth=proposer.sizes.draft_depth,
             hidden=hidden,
         )
         num_uniforms = max(proposer.sizes.num_uniforms, 1 + decoder.max_draws)
@@ -82,7 +86,11 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             roots.root_token_ids,
             sampling,
             uniforms[:, : proposer.sizes.num_uniforms],
-            [draft_model_of(source, roots, vocab_size) for source in decoder.sources],
+            [draft_model_of(source, roots, vocab_size) for source in models],
+            [nothing] if len(models) < len(decoder.sources) else (),
+            first_shares=None
+            if shares is None
+            else shares.first(roots.slots, nothing.matches()),
         )
         tree = proposer.propose(inputs)
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from vllm_treespec.core.tree import MAX_NODES
+
 
 class RequestSlots:
     """Gives every request a slot, and stores what drafting needs to know of it.
@@ -21,15 +23,23 @@ class RequestSlots:
         self._free: list[int] = []
         self._names: list[str] = []
         self._may_draft = np.zeros(0, dtype=bool)
+        self._max_drafts = np.zeros(0, dtype=np.int64)
         self._seeds: list[int | None] = []
 
-    def add(self, req_id: str, may_draft: bool, seed: int | None) -> int:
+    def add(
+        self,
+        req_id: str,
+        may_draft: bool,
+        seed: int | None,
+        max_drafts: int = MAX_NODES - 1,
+    ) -> int:
         """Give a request a slot; one that has a slot keeps it, with new parameters.
 
         Args:
             req_id: the request.
             may_draft: whether it may have draft trees.
             seed: of its random numbers, if any.
+            max_drafts: draft tokens that a tree of it may have.
 
         """
         slot = self._slots.get(req_id)
@@ -38,6 +48,7 @@ class RequestSlots:
             self._slots[req_id] = slot
         self._names[slot] = req_id
         self._may_draft[slot] = may_draft
+        self._max_drafts[slot] = max_drafts
         self._seeds[slot] = seed
         return slot
 
@@ -70,6 +81,10 @@ class RequestSlots:
         """Which requests may have draft trees, bool, same shape."""
         return self._may_draft[slots]
 
+    def max_drafts(self, slots: np.ndarray) -> np.ndarray:
+        """Draft tokens that the requests' trees may have, int64, same shape."""
+        return self._max_drafts[slots]
+
     def seeds(self, slots: np.ndarray) -> list[int | None]:
         """The requests' seeds."""
         return [self._seeds[slot] for slot in slots.tolist()]
@@ -79,4 +94,5 @@ class RequestSlots:
         self._names.append("")
         self._seeds.append(None)
         self._may_draft = np.append(self._may_draft, False)
+        self._max_drafts = np.append(self._max_drafts, 0)
         return len(self._names) - 1

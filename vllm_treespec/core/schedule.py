@@ -49,6 +49,8 @@ class RunningRequests:
     slots: Sequence[int]
     # whether these requests are sampled, that is not greedy
     sampled: Sequence[bool]
+    # draft tokens that each of these requests lets its tree have
+    limits: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class StepOutcome:
     slots: Sequence[int]
     num_drafts: Sequence[int]
     num_accepted: Sequence[int]
+    # draft tokens that the request let its tree have, whatever was drawn
+    limits: Sequence[int]
     # from the choice of this tree to the next choice; None where the step did other
     # work, too, such as reading a prompt
     seconds: float | None
@@ -160,15 +164,19 @@ class ListedSchedule(Schedule):
         return None, ()
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Count scored trees; gives a tree up whose drafts are not worth it."""
+        """Count scored trees; gives a tree up whose drafts are not worth it.
+
+        Trees that requests made smaller tell nothing of it.
+        """
         if outcome.index is None:
             return
+        num_whole = self.trees[outcome.index].sizes.max_nodes - 1
         scored = [
             accepted
-            for drafts, accepted in zip(
-                outcome.num_drafts, outcome.num_accepted, strict=True
+            for drafts, accepted, limit in zip(
+                outcome.num_drafts, outcome.num_accepted, outcome.limits, strict=True
             )
-            if drafts
+            if drafts and limit >= num_whole
         ]
         measured = self.measured[outcome.index]
         measured.trees += len(scored)

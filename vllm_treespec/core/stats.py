@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 # In the order of a step.
 STAGES = ("tree_build", "forward", "score", "commit", "draft")
+# What drafts the two parts of a hybrid tree.
+SOURCES = ("index", "model")
 # Also counted, parts of "draft": forwards of draft models or a head; what is kept of
 # the target's hidden states.
 DRAFT_FORWARD, KEEP_FEATURES = "draft_forward", "keep_features"
@@ -40,6 +44,10 @@ class StepCounts:
     # and how many of them were accepted
     leftover_nodes: int = 0
     leftover_accepted: int = 0
+    # of trees that an index and a model draft: source -> draft nodes that were scored,
+    # and accepted; a node that both drafted counts for both
+    source_nodes: dict[str, int] = field(default_factory=dict)
+    source_accepted: dict[str, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -127,10 +135,21 @@ class StepStats:
             counts.leftover_nodes += num_nodes
             counts.leftover_accepted += num_accepted
 
+    def count_sources(self, num_nodes: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Count scored and accepted draft nodes by source, int64 [2] both."""
+        for counts in self._counts:
+            for totals, numbers in (
+                (counts.source_nodes, num_nodes),
+                (counts.source_accepted, num_accepted),
+            ):
+                for source, number in zip(SOURCES, numbers.tolist(), strict=True):
+                    totals[source] = totals.get(source, 0) + number
+
     def as_dict(self) -> dict[str, Any]:
         """Totals: seconds per stage, steps, modes and their seconds and tokens, trees,
         nodes, accepted lengths, node counts of trees, tokens of beams and the nodes
-        that these became, nodes from leftovers and how many were accepted."""
+        that these became, nodes from leftovers and how many were accepted, nodes by
+        source and accepted ones."""
         totals = self._totals
         return {
             "seconds": dict(totals.seconds),
@@ -146,4 +165,6 @@ class StepStats:
             "beam_nodes": totals.beam_nodes,
             "leftover_nodes": totals.leftover_nodes,
             "leftover_accepted": totals.leftover_accepted,
+            "source_nodes": dict(totals.source_nodes),
+            "source_accepted": dict(totals.source_accepted),
         }

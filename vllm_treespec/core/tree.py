@@ -9,6 +9,8 @@ from torch import Tensor
 
 MAX_NODES = 64
 NO_NODE = -1
+# Bits of ``TreeBatch.parts``.
+FIRST_PART, SECOND_PART = 1, 2
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ class TreeBatch:
     num_nodes: Tensor
     # None = deterministic drafts
     draws: Draws | None = None
-    # bool [num_reqs, max_nodes], nodes that were drafted from what an earlier step left
-    # over; None = none were
-    reused: Tensor | None = None
+    # int64 [num_reqs, max_nodes], which of a method's two parts drafted each node, as
+    # bits; 0 at roots and in unused entries. None = the trees have one part
+    parts: Tensor | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -134,7 +136,7 @@ class TreeBatch:
             depths=self.depths[rows],
             num_nodes=self.num_nodes[rows],
             draws=None if self.draws is None else self.draws.select(rows),
-            reused=None if self.reused is None else self.reused[rows],
+            parts=None if self.parts is None else self.parts[rows],
         )
 
     def cut(self, num_nodes: Tensor) -> TreeBatch:
@@ -155,7 +157,7 @@ class TreeBatch:
             draws=None
             if self.draws is None
             else self._cut_draws(self.draws, num_nodes),
-            reused=None if self.reused is None else self.reused & ~gone,
+            parts=None if self.parts is None else self.parts.masked_fill(gone, 0),
         )
 
     def _cut_draws(self, draws: Draws, num_nodes: Tensor) -> Draws:

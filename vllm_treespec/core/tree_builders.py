@@ -8,7 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import MAX_NODES, NO_NODE, Draws, TreeBatch
+from vllm_treespec.core.tree import (
+    FIRST_PART,
+    MAX_NODES,
+    NO_NODE,
+    SECOND_PART,
+    Draws,
+    TreeBatch,
+)
 
 
 def from_levels(
@@ -88,6 +95,7 @@ def from_candidates(
     draft_probs: Tensor | None = None,
     vocabulary: Tensor | None = None,
     rows: Tensor | None = None,
+    limits: Tensor | None = None,
 ) -> TreeBatch:
     """Build the trees of the candidates with the highest values of all levels.
 
@@ -102,9 +110,11 @@ def from_candidates(
             are lawful as they are. A tree that is cut keeps none of its draws.
         vocabulary: of ``draft_probs``' columns, see ``Draws``.
         rows: int64 [sum of widths], see ``from_levels``.
+        limits: int64 [num_reqs], how many are kept of each request, if fewer; they must
+            not depend on what was drawn.
 
     """
-    kept = highest(torch.cat(list(values), dim=1), num_drafts)
+    kept = highest(torch.cat(list(values), dim=1), num_drafts, limits)
     tree = from_levels(
         root_token_ids,
         token_ids,
@@ -120,17 +130,20 @@ def from_candidates(
     return replace(tree, draws=replace(tree.draws, min_nodes=tree.max_nodes))
 
 
-def highest(values: Tensor, count: int) -> Tensor:
+def highest(values: Tensor, count: int, limits: Tensor | None = None) -> Tensor:
     """Mark the ``count`` highest of each row that are not -inf, bool, same shape.
 
-    Among equals the earlier ones are marked.
+    Among equals the earlier ones are marked; ``limits`` int64 [num_rows] may say for
+    each row that fewer are.
     """
     possible = values > -torch.inf
-    if values.shape[1] <= count:
+    if limits is None and values.shape[1] <= count:
         return possible
-    best = values.sort(dim=1, descending=True, stable=True).indices
-    chosen = torch.zeros_like(possible).scatter_(1, best[:, :count], True)
-    return chosen & possible
+    best = values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    marks = torch.ones_like(best, dtype=torch.bool)
+    if limits is not None:
+        marks = torch.arange(best.shape[1], device=best.device) < limits[:, None]
+    return torch.zeros_like(possible).scatter_(1, best, marks) & possible
 
 
 def from_draws(
@@ -187,7 +200,9 @@ def from_draws(
     return TreeBatch(tokens, node_parents, depths, num_nodes, draws)
 
 
-def merge_trees(one: TreeBatch, other: TreeBatch, max_depth: int) -> TreeBatch:
+def merge_trees(
+    one: TreeBatch, other: TreeBatch, max_depth: int, max_nodes: int | None = None
+) -> TreeBatch:
     """Put two trees of each request together; equal paths become one.
 
     Siblings keep their order, those of ``one`` come first. The host does not wait for
@@ -197,9 +212,10 @@ def merge_trees(one: TreeBatch, other: TreeBatch, max_depth: int) -> TreeBatch:
         one: deterministic trees.
         other: of the same requests and roots, deterministic, too.
         max_depth: levels below the roots, or more.
+        max_nodes: no tree has more; left out: all nodes of both.
 
     Returns:
-        trees of at most all nodes, in which those of ``other`` alone are ``reused``.
+        trees whose ``parts`` tell which of the two hold a node.
 
     """
     num_reqs, width = one.parents.shape
@@ -212,7 +228,7 @@ def merge_trees(one: TreeBatch, other: TreeBatch, max_depth: int) -> TreeBatch:
     tokens = torch.zeros(shape, dtype=torch.int64, device=drawn.device)
     tokens[:, 0] = one.token_ids[:, 0]
     parents, node_depths = torch.full_like(tokens, NO_NODE), torch.zeros_like(tokens)
-    is_reused = torch.zeros_like(tokens, dtype=torch.bool)
+    parts = torch.zeros_like(tokens)
     num_nodes = torch.ones_like(one.num_nodes)
     # number of each old node among the merged ones
     numbers = torch.zeros_like(drawn)
@@ -228,13 +244,16 @@ def merge_trees(one: TreeBatch, other: TreeBatch, max_depth: int) -> TreeBatch:
         tokens.scatter_(1, place, drawn.gather(1, order))
         parents.scatter_(1, place, parent)
         node_depths.scatter_(1, place, depth)
-        is_reused.scatter_(1, place, order >= width)
+        # Siblings of one tree differ, so that no bit is added twice.
+        part = torch.where(order < width, FIRST_PART, SECOND_PART)
+        parts.scatter_add_(1, node, part)
+    kept = spare if max_nodes is None else max_nodes
     return TreeBatch(
-        tokens[:, :spare],
-        parents[:, :spare],
-        node_depths[:, :spare],
+        tokens[:, :kept],
+        parents[:, :kept],
+        node_depths[:, :kept],
         num_nodes,
-        reused=is_reused[:, :spare],
+        parts=parts[:, :kept],
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +16,10 @@ from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_treespec.core.reading import token_places
 from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.engine.head_source import PackedLinear, shared_weights
 from vllm_treespec.engine.paged_source import PagedSource
+from vllm_treespec.heads.base import OutputLayer
+from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks
 from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 
@@ -22,13 +28,22 @@ class PagedDraftModel(PagedSource):
     """One draft model: a source of drafts, and the ``DraftModel`` of a running step."""
 
     reads = Reads(own_kv=True, catches_up=True)
-    # Its logits are over the target's whole vocabulary.
-    vocabulary = None
+    # token of every column of the logits, int64; None: the target's whole vocabulary
+    vocabulary: Tensor | None = None
 
     def __init__(
-        self, vllm_config: VllmConfig, model: str, prefix: str, stats: StepStats
+        self,
+        vllm_config: VllmConfig,
+        model: str,
+        hot_tokens: Path | None,
+        prefix: str,
+        stats: StepStats,
     ) -> None:
-        """Prepare to load ``model`` with its layers named under ``prefix``."""
+        """Prepare to load ``model`` with its layers named under ``prefix``.
+
+        ``hot_tokens`` is a JSON list of the tokens that it drafts, None: all.
+        """
+        self.hot_tokens = hot_tokens
         target = vllm_config.model_config
         self.model_config = ModelConfig(
             model=model,
@@ -70,6 +85,36 @@ class PagedDraftModel(PagedSource):
                 load_config=load_config,
             )
         self.layer_names = [name for name in self.all_layers() if name not in before]
+        self.output_layer: Callable[[Tensor], Tensor] = self.model.compute_logits
+        if self.hot_tokens is not None:
+            self._restrict(self.hot_tokens)
+
+    def _restrict(self, hot_tokens: Path) -> None:
+        """Compute the logits of hot tokens alone.
+
+        Raises:
+            ValueError: the file holds no list of tokens, or the model's logits are more
+                than its output layer's rows, or that layer is quantised.
+
+        """
+        processor = self.model.logits_processor
+        if processor.scale != 1.0 or processor.soft_cap is not None:
+            raise ValueError(
+                f"'hot_tokens': {self.model_config.model} scales or caps its logits, "
+                f'which is not supported with hot tokens; write "all"'
+            )
+        tokens = read_hot_tokens(hot_tokens, self.model_config.get_vocab_size())
+        self.vocabulary = tokens.to(self.device)
+        _, weight = shared_weights(self.model)
+        if weight is None:
+            raise ValueError(
+                f"'hot_tokens': the output layer of {self.model_config.model} is "
+                f'quantised, which is not supported with hot tokens; write "all"'
+            )
+        layer = OutputLayer(0, weight.shape[1], shared=True)
+        layer.weight = weight[self.vocabulary]
+        on_cpu = self.device.type == "cpu"
+        self.output_layer = PackedLinear(layer) if on_cpu else layer
 
     def warm_up(self) -> None:
         """Run once without a KV cache, so that no request waits for compilation."""
@@ -131,7 +176,7 @@ class PagedDraftModel(PagedSource):
     def root_logits(self) -> Tensor:
         """Logits after the committed tokens, [num_drafting, vocab_size]."""
         with self.stats.stage(DRAFT_FORWARD):
-            return self.model.compute_logits(self.root_hidden)
+            return self.output_layer(self.root_hidden)
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Read one more level; see ``DraftModel.extend``."""
@@ -139,7 +184,7 @@ class PagedDraftModel(PagedSource):
         hidden = self._forward(token_ids.flatten(), level)
         self.level_reader.end_level()
         with self.stats.stage(DRAFT_FORWARD):
-            logits = self.model.compute_logits(hidden)
+            logits = self.output_layer(hidden)
         return logits.unflatten(0, (-1, token_ids.shape[1]))
 
     def _forward(self, token_ids: Tensor, inputs: LevelInputs) -> Tensor:

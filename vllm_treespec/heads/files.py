@@ -164,15 +164,30 @@ def load_eagle_head(
     head = EagleHead(config)
     load_weights(head, Checkpoint.read(folder))
     if hot_tokens is not None:
-        head.restrict(read_hot_tokens(hot_tokens, config))
+        head.restrict(read_heads_hot_tokens(hot_tokens, config))
     return head.eval().requires_grad_(False)
 
 
-def read_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
+def read_heads_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
     """Read which tokens a head is to draft, ascending.
 
     Raises:
         HeadError: they cannot be those of this head.
+
+    """
+    if config.num_hot_tokens is not None:
+        raise HeadError(
+            f"'hot_tokens' is {path}, and the head has a draft vocabulary of its own "
+            f"({config.num_hot_tokens} tokens); remove 'hot_tokens'"
+        )
+    return read_hot_tokens(path, config.vocab_size)
+
+
+def read_hot_tokens(path: Path, vocab_size: int) -> torch.Tensor:
+    """Read which tokens are to be drafted, ascending.
+
+    Raises:
+        HeadError: it is no list of tokens of this vocabulary.
 
     """
     try:
@@ -182,16 +197,11 @@ def read_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
         raise HeadError(
             f"'hot_tokens': {path} is no JSON list of token ids ({reason})"
         ) from None
-    if config.num_hot_tokens is not None:
-        raise HeadError(
-            f"'hot_tokens' is {path}, and the head has a draft vocabulary of its own "
-            f"({config.num_hot_tokens} tokens); remove 'hot_tokens'"
-        )
     hot = torch.tensor(sorted(set(ids)), dtype=torch.int64)
-    if len(hot) == 0 or hot[-1] >= config.vocab_size:
+    if len(hot) == 0 or hot[-1] >= vocab_size:
         raise HeadError(
-            f"'hot_tokens': {path} must name tokens below {config.vocab_size}, the "
-            f"vocabulary of the head, and at least one"
+            f"'hot_tokens': {path} must name tokens below {vocab_size}, the size of "
+            f"the vocabulary, and at least one"
         )
     return hot
 

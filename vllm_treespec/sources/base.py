@@ -127,6 +127,11 @@ class Continuations:
     # per request, longest occurrences first
     by_request: list[list[Continuation]]
 
+    def matches(self) -> np.ndarray:
+        """Length of each request's longest occurrence, 0 without one, int64 [n]."""
+        longest = [found[0][0] if found else 0 for found in self.by_request]
+        return np.array(longest, dtype=np.int64)
+
 
 class DraftSource(Protocol):
     """Something to draft from: a draft model, a head, a suffix index.

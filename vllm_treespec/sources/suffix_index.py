@@ -26,8 +26,7 @@ class SuffixIndex:
     """Finds what followed the last tokens earlier (after arXiv 2411.04975).
 
     Looked up are the request's prompt and output and, as far as they fit into
-    ``max_cached_tokens``, the outputs of earlier requests, the latest first. An
-    occurrence of the last n tokens is followed for at most n tokens. Nothing is
+    ``max_cached_tokens``, the outputs of earlier requests, the latest first. Nothing is
     random, and nothing depends on the sampling parameters.
     """
 
@@ -79,8 +78,8 @@ def occurrences(
         depth: tokens to follow at most.
 
     Returns:
-        pairs of the length of the match and of at most that many tokens after it;
-        longest matches first, of equally long ones the latest first.
+        pairs of the length of the match and of the tokens after it; longest matches
+        first, of equally long ones the latest first.
 
     """
     ends = 1 + np.flatnonzero(corpus[:-1] == text[-1])[-MAX_PLACES:]
@@ -100,7 +99,7 @@ def occurrences(
             break
     found = []
     for end, length in longest.items():
-        rest = corpus[end : end + min(length, depth)].tolist()
+        rest = corpus[end : end + depth].tolist()
         if END in rest:
             rest = rest[: rest.index(END)]
         found.append((length, rest))

@@ -19,6 +19,7 @@ from vllm_treespec.config import METHODS, parse_spec_config
 from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
+from vllm_treespec.config.hybrid import HybridConfig
 from vllm_treespec.tools.launch import EngineError, Event, OnEvent, launch
 
 PLAIN = "plain"
@@ -348,6 +349,10 @@ def with_model(
         model, option = draft, "--draft"
     elif issubclass(config, HeadMethodConfig):
         model, option = heads.get(config.HEAD), "--head"
+    elif issubclass(config, HybridConfig):
+        kind = spec.get("drafter", "draft_model")
+        is_model = kind == "draft_model"
+        model, option = (draft, "--draft") if is_model else (heads.get(kind), "--head")
     else:
         return spec
     if model is None:

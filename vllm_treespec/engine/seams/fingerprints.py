@@ -11,6 +11,12 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
             "0.33": "b0ac450724c2286c",
         }
     },
+    "vllm.v1.sample.logits_processor.interface": {
+        "LogitsProcessor.validate_params": {
+            "0.32": "3aeb90631be1356e",
+            "0.33": "3aeb90631be1356e",
+        }
+    },
     "vllm.v1.worker.cpu_worker": {
         "CPUWorker.init_device": {
             "0.32": "0b2996cf62ae64ee",

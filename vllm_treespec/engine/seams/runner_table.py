@@ -87,6 +87,10 @@ BATCH = (
     ),
     *_BATCH.reads("temperature_cpu sampling_metadata", "how requests are sampled"),
     *_BATCH.writes("generators", "those of incomplete prompts are set aside: contents"),
+    *_BATCH.writes(
+        "logitsprocs logitsprocs_need_output_token_ids",
+        "custom logits processors, which the stock runner leaves out",
+    ),
     *_BATCH.reads("block_table", "the KV blocks of the requests"),
     *Owner("vllm.v1.worker.block_table:MultiGroupBlockTable").calls(
         "__getitem__", "the block table of the one KV cache group"
@@ -97,7 +101,7 @@ BATCH = (
     *_BLOCK_TABLE.calls("get_device_tensor", "the KV blocks of the requests"),
     *Owner("vllm.v1.utils:CpuGpuBuffer").reads("np gpu", "arrays of the batch"),
     *Owner("vllm.v1.worker.gpu_input_batch:CachedRequestState").reads(
-        "sampling_params", "which requests draft trees"
+        "sampling_params prompt_embeds", "which requests draft trees"
     ),
 )
 
@@ -119,14 +123,24 @@ STEP = (
     *Owner("vllm.sampling_params:SamplingParams").reads(
         "presence_penalty frequency_penalty repetition_penalty min_p min_tokens "
         "logit_bias bad_words allowed_token_ids logprob_token_ids "
-        "thinking_token_budget structured_outputs",
+        "thinking_token_budget structured_outputs logprobs extra_args",
         "which requests draft trees",
     ),
     *Owner("vllm.sampling_params:SamplingParams").reads(
         "seed", "random numbers of a request"
     ),
 )
+_PROCESSORS = "vllm.v1.sample.logits_processor"
 SAMPLING = (
+    *Owner(_PROCESSORS).calls(
+        "cached_load_custom_logitsprocs LogitsProcessors", "custom logits processors"
+    ),
+    *Owner(f"{_PROCESSORS}:LogitsProcessors").reads("all", "custom logits processors"),
+    *Owner(_PROCESSORS).reads("LogitsProcessor", "named in annotations"),
+    *Owner(f"{_PROCESSORS}:AdapterLogitsProcessor").reads(
+        "req_info update_state apply", "which requests a custom processor changes"
+    ),
+    *Owner("vllm.utils.torch_utils").reads("PIN_MEMORY", "custom logits processors"),
     *_METADATA.reads("temperature top_k top_p", "how requests are sampled"),
     *_METADATA.writes(
         "generators max_num_logprobs", "requests without a tree are sampled apart"
@@ -140,7 +154,13 @@ SAMPLING = (
     *_SAMPLER.reads("logprobs_mode", "logprobs of drafts"),
     *Owner("vllm.v1.outputs").calls("SamplerOutput", "what a step emits"),
     *Owner("vllm.v1.outputs:SamplerOutput").reads(
-        "sampled_token_ids", "what a step emits"
+        "sampled_token_ids logprobs_tensors", "what a step emits"
     ),
-    *Owner("vllm.v1.outputs").reads("LogprobsTensors", "named in annotations"),
+    *Owner("vllm.v1.outputs").calls(
+        "LogprobsTensors", "logprobs of requests without a tree"
+    ),
+    *Owner("vllm.v1.outputs:LogprobsTensors").reads(
+        "logprob_token_ids logprobs selected_token_ranks",
+        "logprobs of requests without a tree",
+    ),
 )

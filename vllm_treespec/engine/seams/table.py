@@ -24,6 +24,7 @@ _SCHEDULER_CONFIG = Owner("vllm.config.scheduler:SchedulerConfig")
 _SPECULATIVE_CONFIG = Owner("vllm.config.speculative:SpeculativeConfig")
 _CACHE_CONFIG = Owner("vllm.config.cache:CacheConfig")
 _ATTENTION_CONFIG = Owner("vllm.config.attention:AttentionConfig")
+_LOGITS_PROCESSOR = Owner("vllm.v1.sample.logits_processor.interface:LogitsProcessor")
 _PLATFORMS = Owner("vllm.platforms")
 _PLATFORM = Owner("vllm.platforms.interface:Platform")
 ARGUMENTS = (
@@ -40,8 +41,8 @@ ARGUMENTS = (
     *_ENGINE_ARGS.reads(
         "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
         "decode_context_parallel_size enable_dbo kv_transfer_config "
-        "kv_offloading_size logits_processors async_scheduling kv_cache_dtype "
-        "return_sampling_mask enable_prompt_embeds logprobs_mode attention_config",
+        "kv_offloading_size async_scheduling kv_cache_dtype "
+        "return_sampling_mask attention_config",
         "arguments under which draft trees were not tested are refused",
     ),
     *_ENGINE_ARGS.reads("disable_log_stats", "whether there are metrics"),
@@ -80,6 +81,15 @@ ARGUMENTS = (
     ),
     *Owner("vllm.transformers_utils.config").calls(
         "get_config", "the sizes of a draft model"
+    ),
+    *_MODEL_CONFIG.writes(
+        "logits_processors", "our check of requests: they may say 'treespec'"
+    ),
+    *_LOGITS_PROCESSOR.extended("our check of requests"),
+    *_LOGITS_PROCESSOR.overrides("validate_params", "our check of requests"),
+    *Owner("vllm.v1.sample.logits_processor").relies(
+        "validate_logits_processors_parameters",
+        "the front-end asks our check about each request",
     ),
     *_PARALLEL_CONFIG.reads(
         "tensor_parallel_size", "whether a draft model can be divided like the target"

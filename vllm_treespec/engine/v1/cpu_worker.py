@@ -21,6 +21,7 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
             AttentionBackendEnum.CPU_ATTN,
             "vllm_treespec.engine.attention.BranchingCPUBackend",
         )
-        super().init_device()
+        with self.stock_runner():
+            super().init_device()
         self.model_runner.__class__ = TreeCPUModelRunner
         self.model_runner.init_trees()

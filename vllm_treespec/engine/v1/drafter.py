@@ -81,6 +81,7 @@ class TreeDrafter:
             rule=make_rule(self.config),
             batched=batched,
             max_trees=self.config.max_trees,
+            shares=self.config.shares(),
         )
 
     def _sources(self, draft_model_class: type[PagedDraftModel]) -> list[DraftSource]:
@@ -88,23 +89,14 @@ class TreeDrafter:
         config = self.config
         self.paged = [
             draft_model_class(
-                self.vllm_config, model, f"draft_model_{number}", self.stats
+                self.vllm_config, model, hot, f"draft_model_{number}", self.stats
             )
-            for number, model in enumerate(config.models)
+            for number, (model, hot) in enumerate(
+                zip(config.models, config.hot_token_files, strict=True)
+            )
         ]
-        if isinstance(config, EagleTreeConfig):
-            head = PagedHead(
-                self.vllm_config,
-                config.model,
-                config.hot_tokens,
-                "draft_head",
-                self.stats,
-            )
-            self.paged.append(head)
-        elif isinstance(config, LyannaConfig):
-            self._make_chains(config)
-        elif config.head is not None:
-            self.head = EngineHeadSource(self.vllm_config, config.head, self.stats)
+        if config.head is not None:
+            self._make_head(config.head, config)
         sources: list[DraftSource] = [*self.paged]
         if self.head is not None:
             sources.append(self.head)
@@ -113,17 +105,30 @@ class TreeDrafter:
             sources.append(index)
         return sources
 
-    def _make_chains(self, config: LyannaConfig) -> None:
+    def _make_head(self, model: str, config: MethodConfig) -> None:
+        """Make the source that suits the kind of head."""
+        vllm_config, stats = self.vllm_config, self.stats
+        if config.head_kind == "eagle":
+            hot = config.hot_tokens if isinstance(config, EagleTreeConfig) else None
+            head = PagedHead(vllm_config, model, hot, "draft_head", stats)
+            self.paged.append(head)
+        elif config.head_kind == "lyanna":
+            memory = ChainMemory("off", 1)
+            if isinstance(config, LyannaConfig):
+                memory = ChainMemory(config.resample, config.resample_min_levels)
+            self._make_chains(model, memory)
+        else:
+            self.head = EngineHeadSource(vllm_config, model, stats)
+
+    def _make_chains(self, model: str, memory: ChainMemory) -> None:
         """Make the source of chains that suits the head."""
-        memory = ChainMemory(config.resample, config.resample_min_levels)
-        head = read_head_config(config.model)
+        head = read_head_config(model)
         assert isinstance(head, LyannaHeadConfig)
-        model, stats = config.model, self.stats
         if head.context:
-            paged = ChainHead(self.vllm_config, model, "draft_head", memory, stats)
+            paged = ChainHead(self.vllm_config, model, "draft_head", memory, self.stats)
             self.paged.append(paged)
         else:
-            self.head = EngineChainSource(self.vllm_config, model, memory, stats)
+            self.head = EngineChainSource(self.vllm_config, model, memory, self.stats)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load draft models or a head; vLLM has just loaded the target."""

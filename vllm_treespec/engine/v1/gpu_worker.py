@@ -19,7 +19,8 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
     def _make_model_runner(self) -> TreeGPUModelRunner:
         """Make our runner, with tree attention in the place of Triton attention."""
         register_backend(AttentionBackendEnum.TRITON_ATTN, TREE_ATTENTION)
-        runner = TreeGPUModelRunner(self.vllm_config, self.device)
+        with self.stock_runner():
+            runner = TreeGPUModelRunner(self.vllm_config, self.device)
         runner.init_trees()
         return runner
 

@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
+from vllm.v1.sample.logits_processor import LogitsProcessors
 
+from vllm_treespec.config.request_options import request_options
 from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
 from vllm_treespec.core.views import HiddenStates
 from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
-from vllm_treespec.engine.v1.sampler_output import sampler_output
+from vllm_treespec.engine.v1.custom_processors import (
+    custom_processors,
+    may_change,
+)
+from vllm_treespec.engine.v1.sampler_output import (
+    has_processed_logprobs,
+    sampler_output,
+)
 from vllm_treespec.engine.v1.views import (
     emitted_batch,
     may_draft_trees,
@@ -75,6 +84,16 @@ class TreeRunnerMixin(V1Runner):
         self._aux_layers = tuple(sorted(layers))
         self.use_aux_hidden_state_outputs = bool(layers)
         self._forward_start = 0.0
+        self._add_custom_processors()
+
+    def _add_custom_processors(self) -> None:
+        """Let custom logits processors see the batch; their requests have no trees."""
+        self.custom_processors = custom_processors(self.vllm_config, self.device)
+        batch = self.input_batch
+        batch.logitsprocs = LogitsProcessors(
+            [*batch.logitsprocs.all, *self.custom_processors]
+        )
+        batch.logitsprocs_need_output_token_ids |= bool(self.custom_processors)
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         """Before which layers vLLM hands out hidden states."""
@@ -124,11 +143,26 @@ class TreeRunnerMixin(V1Runner):
         updated = super()._update_states(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             params = self.requests[new.req_id].sampling_params
-            drafts = may_draft_trees(params, self.drafter.grammar_after_reasoning)
-            decoder.slots.add(new.req_id, drafts, params.seed)
+            limit = request_options(params.extra_args).limit
+            drafts = limit > 0 and self._may_draft(new.req_id)
+            decoder.slots.add(new.req_id, drafts, params.seed, limit)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         decoder.discard_trees(decoder.slots.lookup(sorted(resumed)))
         return updated
+
+    def _may_draft(self, req_id: str) -> bool:
+        """Whether a new request, which is in the batch, may have draft trees."""
+        request = self.requests[req_id]
+        row = self.input_batch.req_id_to_index[req_id]
+        return (
+            request.prompt_embeds is None
+            and not may_change(self.custom_processors, row)
+            and may_draft_trees(
+                request.sampling_params,
+                self.drafter.grammar_after_reasoning,
+                has_processed_logprobs(self.sampler),
+            )
+        )
 
     def _input_fits_in_drafter(self, common_attn_metadata: object | None) -> bool:
         """Whether to call the drafter: it checks the length of each request itself."""

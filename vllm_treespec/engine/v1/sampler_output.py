@@ -14,6 +14,14 @@ from vllm_treespec.core.matching import RunningTrees
 from vllm_treespec.scorers import ScorerOutput
 
 
+def has_processed_logprobs(sampler: Sampler) -> bool:
+    """Whether logprobs are those that tokens are drawn from.
+
+    Requests that ask for such logprobs have no trees.
+    """
+    return sampler.logprobs_mode.startswith("processed")
+
+
 def sampler_output(
     sampler: Sampler,
     metadata: SamplingMetadata,
@@ -38,23 +46,40 @@ def sampler_output(
     num_reqs = len(root_rows)
     emitted = scored.emitted(trees.tree)
     tokens = emitted.new_full((num_reqs, emitted.shape[1]), -1)
+    processed, logprobs = has_processed_logprobs(sampler), None
     if len(trees.host_reqs) < num_reqs:
         scored_reqs = set(trees.host_reqs.tolist())
         others = {r: g for r, g in metadata.generators.items() if r not in scored_reqs}
         plain = sampler(
             logits=logits[root_rows],
             sampling_metadata=replace(
-                metadata, generators=others, max_num_logprobs=None
+                metadata,
+                generators=others,
+                max_num_logprobs=metadata.max_num_logprobs if processed else None,
             ),
         )
         tokens[:, :1] = plain.sampled_token_ids
+        if processed and plain.logprobs_tensors is not None:
+            logprobs = for_every_token(plain.logprobs_tensors, tokens.shape[1])
     tokens[trees.reqs] = emitted
-    logprobs = None
-    if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
+    wanted = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
+    if wanted and not processed:
         rows = root_rows[:, None].repeat(1, tokens.shape[1])
         rows[trees.reqs, 1:] += scored.path.clamp(min=0)
         logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)
+
+
+def for_every_token(tensors: LogprobsTensors, width: int) -> LogprobsTensors:
+    """Repeat each request's row for all tokens that a request may emit in the step.
+
+    Requests that ask for logprobs emit one token, and the others' are not shown.
+    """
+    return LogprobsTensors(
+        tensors.logprob_token_ids.repeat_interleave(width, 0),
+        tensors.logprobs.repeat_interleave(width, 0),
+        tensors.selected_token_ranks.repeat_interleave(width, 0),
+    )
 
 
 def emitted_logprobs(

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def may_draft_trees(
-    params: SamplingParams, grammar_after_reasoning: bool = False
+    params: SamplingParams,
+    grammar_after_reasoning: bool = False,
+    processed_logprobs: bool = False,
 ) -> bool:
     """Whether a request drafts trees; otherwise it decodes plainly.
 
@@ -41,6 +43,8 @@ def may_draft_trees(
         params: of the request.
         grammar_after_reasoning: whether a grammar begins at the end of some reasoning
             only, which vLLM looks for along one path.
+        processed_logprobs: whether logprobs are those that tokens are drawn from, which
+            vLLM's sampler knows for one token a request.
 
     """
     return not (
@@ -55,6 +59,7 @@ def may_draft_trees(
         or params.logprob_token_ids
         or params.thinking_token_budget is not None
         or (grammar_after_reasoning and params.structured_outputs)
+        or (processed_logprobs and params.logprobs is not None)
     )
 
 

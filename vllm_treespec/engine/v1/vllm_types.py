@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -64,6 +65,8 @@ class InputBatch:
     sampling_metadata: SamplingMetadata
     block_table: Sequence[BlockTable]
     generators: dict[int, torch.Generator]
+    logitsprocs: LogitsProcessors
+    logitsprocs_need_output_token_ids: bool
 
 
 class V1Runner:
@@ -147,6 +150,7 @@ class V1Runner:
 class V1Worker:
     """vLLM's workers on CPU and GPU."""
 
+    vllm_config: VllmConfig
     cache_config: CacheConfig
     model_runner: TreeRunnerMixin
 

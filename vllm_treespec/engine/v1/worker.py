@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_treespec.core.kv_budget import BlockBytes
@@ -14,6 +16,19 @@ else:
 
 class TreeWorkerMixin(V1Worker):
     """What CPU and GPU workers share."""
+
+    @contextmanager
+    def stock_runner(self) -> Iterator[None]:
+        """Keep custom logits processors from the stock runner, while it is made.
+
+        It takes none together with drafts; our runner adds them afterwards.
+        """
+        config = self.vllm_config.model_config
+        custom, config.logits_processors = config.logits_processors, None
+        try:
+            yield
+        finally:
+            config.logits_processors = custom
 
     def determine_available_memory(self) -> int:
         """Memory for the scheduler's KV blocks.

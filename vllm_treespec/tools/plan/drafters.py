@@ -10,7 +10,12 @@ from typing import Protocol
 import torch
 
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import check_head, check_shards, check_vocabulary
+from vllm_treespec.config.checks import (
+    check_head,
+    check_hot_tokens,
+    check_shards,
+    check_vocabulary,
+)
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.heads import (
     EagleHead,
@@ -24,7 +29,7 @@ from vllm_treespec.heads import (
     build_head,
     read_head_config,
 )
-from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.heads.files import read_heads_hot_tokens, read_hot_tokens
 from vllm_treespec.tools.plan.models import Model, padded, read_model
 
 
@@ -60,6 +65,8 @@ class DraftModel:
     """A draft model, which ranks share like the target."""
 
     model: Model
+    # of its own list; 0: it drafts all tokens
+    num_hot_tokens: int
 
     @property
     def feature_size(self) -> int:
@@ -76,8 +83,8 @@ class DraftModel:
         return self.model.num_parameters(num_ranks) * dtype.itemsize
 
     def copied_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
-        """Nothing: it has an embedding and an output layer of its own."""
-        return 0
+        """The output layer's rows of hot tokens."""
+        return self.num_hot_tokens * self.model.hidden_size * dtype.itemsize
 
     def kv_heads(self, num_ranks: int) -> list[tuple[int, int]]:
         """Key-value heads and their size, of every layer."""
@@ -196,16 +203,20 @@ def read_drafters(
     """
     check_head(config, target.config)
     drafters: list[Drafter] = []
-    for name in config.models:
+    check_hot_tokens(config, target.vocab_size)
+    for name, hot_tokens in zip(config.models, config.hot_token_files, strict=True):
         model = read_model("speculative_config 'model'", name)
         check_vocabulary(name, target.vocab_size, model.vocab_size)
-        drafters.append(DraftModel(model))
+        hot = (
+            [] if hot_tokens is None else read_hot_tokens(hot_tokens, model.vocab_size)
+        )
+        drafters.append(DraftModel(model, len(hot)))
     if config.head is not None:
         head = read_head_config(config.head, target.num_layers)
         if isinstance(config, EagleTreeConfig) and config.hot_tokens is not None:
             assert isinstance(head, EagleHeadConfig)
-            hot = read_hot_tokens(Path(config.hot_tokens), head)
-            head = head.model_copy(update={"num_hot_tokens": len(hot)})
+            own = read_heads_hot_tokens(Path(config.hot_tokens), head)
+            head = head.model_copy(update={"num_hot_tokens": len(own)})
         drafters.append(PlannedHead(config.head, head, target, max_model_len))
     return drafters
 

@@ -1,0 +1,81 @@
+"""Hybrid: what a suffix index found, and a model's likeliest tokens, in one tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import FIRST_PART, TreeBatch
+from vllm_treespec.core.tree_builders import merge_trees
+from vllm_treespec.proposers import dynamic_tree, suffix
+from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+
+
+def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSizes:
+    """Sizes of trees of at most ``num_drafts`` draft tokens of both parts."""
+    found = suffix.sizes(num_drafts, depth)
+    if not model_depth:
+        return replace(found, draft_depth=1, draft_width=1, draft_nodes=1)
+    drafted = dynamic_tree.sizes(top_k, model_depth, num_drafts)
+    return replace(
+        found,
+        max_depth=max(found.max_depth, drafted.max_depth),
+        draft_depth=drafted.max_depth,
+        draft_width=drafted.draft_width,
+        draft_nodes=drafted.draft_nodes,
+        max_parents=num_drafts,
+    )
+
+
+@register_proposer("hybrid")
+class Hybrid(Proposer):
+    """Drafts a suffix tree and a dynamic tree as one; equal paths are one.
+
+    The index's part comes first: it gets its share of the draft tokens, and takes as
+    many of them as it found continuations. The model's part gets the others. Tokens of
+    both parts leave places empty. Where the index has the whole share, or no draft
+    model is there, the model drafts nothing. Nothing is random.
+    """
+
+    def __init__(
+        self,
+        num_drafts: int,
+        depth: int,
+        min_probability: float,
+        top_k: int,
+        model_depth: int,
+    ) -> None:
+        """Take the draft tokens of the whole tree, and the limits of its parts."""
+        self.num_drafts = num_drafts
+        self.index = suffix.Suffix(num_drafts, depth, min_probability)
+        self.model: dynamic_tree.DynamicTree | None = None
+        if model_depth:
+            self.model = dynamic_tree.DynamicTree(top_k, model_depth, num_drafts)
+        self.num_draft_models = 0 if self.model is None else 1
+        self.sizes = sizes(num_drafts, depth, top_k, model_depth)
+
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        """Draft one tree per request; ``draws`` is None."""
+        if self.model is None or not inputs.draft_models:
+            tree = self.index.propose(inputs)
+            return replace(tree, parts=(tree.depths > 0) * FIRST_PART)
+        (found,) = inputs.continuations
+        assert inputs.first_shares is not None
+        grown = self.index.grow(found, self._places(inputs.first_shares))
+        left = 1 + self.num_drafts - grown.num_nodes
+        left[inputs.first_shares == 1] = 0
+        roots = inputs.root_token_ids
+        num_drafts = torch.from_numpy(left).to(roots.device)
+        drafted = self.model.propose(replace(inputs, num_drafts=num_drafts))
+        max_depth = max(int(grown.depths.max()), self.model.depth)
+        return merge_trees(grown.tree(roots), drafted, max_depth, 1 + self.num_drafts)
+
+    def _places(self, shares: np.ndarray) -> list[int]:
+        """Draft tokens of the index's part: all, or at least one less."""
+        most = max(self.num_drafts - 1, 1)
+        places = np.rint(shares * self.num_drafts).clip(1, most)
+        places[shares == 1] = self.num_drafts
+        return [int(count) for count in places]

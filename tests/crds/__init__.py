@@ -1,0 +1,1 @@
+"""Schemas of custom resources, of other projects (README.md)."""

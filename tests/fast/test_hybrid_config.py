@@ -1,0 +1,154 @@
+"""The spec-config of ``hybrid``: what it is told of its model, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.heads import write_head
+from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.checks import check_head_files, check_weights
+from vllm_treespec.config.hybrid import HEAD_KINDS
+from vllm_treespec.core.shares import Shares
+from vllm_treespec.proposers import Hybrid
+from vllm_treespec.sources.base import Reads
+from vllm_treespec.tools.sides import with_model
+
+
+def parse(**keys: Any) -> MethodConfig:
+    return parse_spec_config({"method": "hybrid", "model": "some/model", **keys})
+
+
+def test_keys_reach_both_parts() -> None:
+    """Red when a key does not reach the part that it is for."""
+    config = parse(
+        num_drafts=10,
+        depth=9,
+        min_probability=0.3,
+        max_match=7,
+        max_cached_tokens=0,
+        top_k=3,
+        model_depth=2,
+    )
+    proposer, index = config.proposer(), config.suffix_index()
+    assert isinstance(proposer, Hybrid)
+    assert (proposer.num_drafts, proposer.index.sizes.max_depth) == (10, 9)
+    assert proposer.index.min_probability == 0.3
+    assert proposer.model is not None
+    assert (proposer.model.top_k, proposer.model.depth) == (3, 2)
+    assert index is not None
+    assert index.reads == Reads(token_ids=True)
+    assert (index.depth, index.max_match, index.cache.max_tokens) == (9, 7, 0)
+    assert config.rule == "target_draw"
+    sizes = proposer.sizes
+    assert (sizes.max_nodes, sizes.max_depth, sizes.draft_depth) == (11, 9, 2)
+    assert (sizes.draft_width, sizes.draft_nodes) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, 8), ({"sure_match": 3}, 3), ({"max_match": 5}, 5), ({"sure_match": None}, 0)],
+)
+def test_sure_match(keys: dict[str, Any], expected: int) -> None:
+    """Red when an index can never be sure because it looks up fewer tokens."""
+    shares = parse(**keys).shares()
+    assert isinstance(shares, Shares)
+    assert (shares.sure_match or 0) == expected
+
+
+def test_the_model_is_what_it_is_called() -> None:
+    """Red when a head is loaded as a draft model, or the other way round."""
+    config = parse()
+    assert (config.models, config.head, config.head_kind) == (
+        ("some/model",),
+        None,
+        None,
+    )
+    for kind in HEAD_KINDS:
+        config = parse(drafter=kind)
+        assert (config.models, config.head) == ((), "some/model")
+        assert config.head_kind == kind
+
+
+def test_default_schedule() -> None:
+    """Red when a measured schedule cannot leave out the model, or name what it draws.
+
+    A name is the index's part, and the model's where it has one.
+    """
+    trees = parse().scheduled_trees()
+    assert [tree.name for tree in trees] == [
+        "hybrid 16x12x0.1+draft_model 4x3",
+        "hybrid 8x12x0.1+draft_model 4x3",
+        "hybrid 5x12x0.1+draft_model 4x2",
+        "hybrid 4x12x0.1+draft_model 4x1",
+        "hybrid 16x12x0.1",
+        "hybrid 16x12x0.4",
+    ]
+    asked = [tree.config.proposer().num_draft_models for tree in trees]
+    assert asked == [1, 1, 1, 1, 0, 0]
+
+
+def test_a_schedule_may_leave_out_the_model() -> None:
+    """Red when users cannot write such a schedule themselves."""
+    entries = [{"batch_size": 2}, {"batch_size": 8, "model_depth": 0}]
+    own, alone = parse(schedule=entries).scheduled_trees()
+    assert (own.name, alone.name) == (
+        "hybrid 16x12x0.1+draft_model 4x3",
+        "hybrid 16x12x0.1",
+    )
+    assert alone.sizes.draft_nodes < own.sizes.draft_nodes
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"model": None}, "'model' is None"),
+        ({"drafter": "medusa"}, "'drafter' is 'medusa'"),
+        ({"num_drafts": 64}, "'num_drafts' is 64"),
+        ({"model_depth": -1}, "'model_depth' is -1"),
+        ({"model_depth": True}, "'model_depth' is True"),
+        ({"sure_match": 0}, "'sure_match' is 0"),
+        ({"top_k": 8, "model_depth": 9}, "lower 'top_k' or 'model_depth'"),
+        ({"hot_tokens": "file"}, "'hot_tokens' is not a key of this method"),
+    ],
+)
+def test_refusals_name_key_and_remedy(keys: dict[str, Any], says: str) -> None:
+    """Red when bad input is accepted, or refused without naming the key."""
+    with pytest.raises(SpecConfigError) as error:
+        parse(**keys)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_kinds_are_refused(tmp_path: Path) -> None:
+    """Red when the message sends to another method, or the worker meets the head."""
+    eagle = write_head(tmp_path / "eagle", "eagle")
+    redrafter = write_head(tmp_path / "redrafter", "redrafter")
+    medusa = write_head(tmp_path / "medusa", "medusa")
+    check_head_files(parse(model=eagle, drafter="eagle"))
+    check_weights(parse(model=eagle, drafter="eagle"))
+    with pytest.raises(
+        SpecConfigError, match="not a draft model; write 'drafter' 'red"
+    ):
+        check_weights(parse(model=redrafter))
+    with pytest.raises(SpecConfigError, match="not a draft model; write 'drafter' 'ea"):
+        check_weights(parse(model=eagle))
+    says = "holds a redrafter head; write 'drafter' 'redrafter', or name the folder of "
+    with pytest.raises(SpecConfigError, match=says + "an eagle head"):
+        check_head_files(parse(model=redrafter, drafter="eagle"))
+    with pytest.raises(SpecConfigError, match="a medusa head; write method 'medusa_tr"):
+        check_head_files(parse(model=medusa, drafter="eagle"))
+
+
+def test_benchmarks_fill_in_the_model() -> None:
+    """Red when a side gets a draft model in place of its head."""
+    spec = {"method": "hybrid"}
+    heads = {"eagle": "head"}
+    assert with_model(spec, "draft", heads)["model"] == "draft"
+    spec["drafter"] = "eagle"
+    assert with_model(spec, "draft", heads)["model"] == "head"
+    with pytest.raises(ValueError, match="name one with --head"):
+        with_model(spec, "draft", {})

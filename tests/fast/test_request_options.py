@@ -1,0 +1,155 @@
+"""What a request may say of draft trees, and who refuses what it may not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_treespec.config.request_options import (
+    RequestOptionsError,
+    request_options,
+)
+
+ALL = 63
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "limit"),
+    [
+        (None, ALL),
+        ({}, ALL),
+        ({"session_id": "others"}, ALL),
+        ({"treespec": {}}, ALL),
+        ({"treespec": "{}"}, ALL),
+        ({"treespec": {"enabled": True}}, ALL),
+        ({"treespec": {"enabled": False}}, 0),
+        ({"treespec": '{"enabled": false}'}, 0),
+        ({"treespec": {"max_drafts": 0}}, 0),
+        ({"treespec": {"max_drafts": 2}}, 2),
+        ({"treespec": ' {"max_drafts": 2} ', "session_id": "others"}, 2),
+        ({"treespec": {"enabled": False, "max_drafts": 2}}, 0),
+        ({"treespec": {"max_drafts": 10**30}}, ALL),
+    ],
+)
+def test_what_requests_may_say(extra_args: dict[str, Any] | None, limit: int) -> None:
+    """Red when a request gets another tree than it asked for."""
+    assert request_options(extra_args).limit == limit
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "says"),
+    [
+        ({"treespec": {"max_draft": 2}}, "'max_draft' is not one of its keys; remove"),
+        (
+            {"treespec": {"max_drafts": -1}},
+            "'max_drafts' is -1: Input should be greater",
+        ),
+        ({"treespec": {"max_drafts": 2.0}}, "'max_drafts' is 2.0"),
+        ({"treespec": {"max_drafts": True}}, "'max_drafts' is True"),
+        ({"treespec": {"max_drafts": "2"}}, "'max_drafts' is '2'"),
+        ({"treespec": '{"max_drafts": NaN}'}, "'max_drafts' is nan"),
+        ({"treespec": {"enabled": 0}}, "'enabled' is 0: Input should be a valid bool"),
+        ({"treespec": {"enabled": "no", "x": 1}}, "'x' is not one of its keys"),
+        ({"treespec": {1: 2}}, "1 is"),
+        ({"treespec": "off"}, "'treespec' is 'off', which is not JSON; write"),
+        ({"treespec": "[" * 100_000}, "which is not JSON; write"),
+        ({"treespec": "3"}, "'treespec' is '3'; write"),
+        ({"treespec": None}, "'treespec' is None; write"),
+        ({"treespec": False}, "'treespec' is False; write"),
+        ({"treespec": ["enabled"]}, "'treespec' is ['enabled']; write"),
+        ({"treespec_enabled": False}, "there is no 'treespec_enabled'; write"),
+    ],
+)
+def test_what_requests_may_not_say(extra_args: dict[str, Any], says: str) -> None:
+    """Red when a slip is ignored, or named in a message that helps nobody."""
+    with pytest.raises(RequestOptionsError) as error:
+        request_options(extra_args)
+    assert says in str(error.value)
+    assert "vllm_xargs" in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+WRONG = {"treespec": {"max_draft": 2}}
+
+
+def test_front_end_asks_our_check() -> None:
+    """Red when vLLM lets wrong requests in, or our check is lost on its way."""
+    pytest.importorskip("vllm", reason="the check is a class of vLLM's")
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+
+    from vllm_treespec.engine.request_check import REQUEST_CHECK
+
+    validate_logits_processors_parameters([REQUEST_CHECK], SamplingParams())
+    wrong = SamplingParams(extra_args=WRONG)
+    validate_logits_processors_parameters(None, wrong)
+    with pytest.raises(VLLMValidationError, match="max_draft"):
+        validate_logits_processors_parameters([REQUEST_CHECK], wrong)
+
+
+def test_configs_name_our_check(tmp_path: Any) -> None:
+    """Red when an engine with trees starts without the check of its requests."""
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm.engine.arg_utils import EngineArgs
+
+    from tests.fast.small_engine import model_config
+    from vllm_treespec.engine.request_check import REQUEST_CHECK
+    from vllm_treespec.plugin import register
+
+    register()
+    model_config().save_pretrained(tmp_path)
+    ours = {"method": "suffix_tree"}
+    for spec, custom, found in (
+        (ours, None, [REQUEST_CHECK]),
+        (ours, ["some:Processor"], ["some:Processor", REQUEST_CHECK]),
+        (None, None, None),
+    ):
+        config = EngineArgs(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=64,
+            disable_log_stats=True,
+            speculative_config=spec,
+            logits_processors=custom,
+        ).create_engine_config()
+        assert config.model_config.logits_processors == found
+
+
+def test_workers_keep_processors_from_the_stock_runner() -> None:
+    """Red when vLLM's runner sees any: it takes none together with drafts."""
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm_treespec.engine.v1.worker import TreeWorkerMixin
+
+    class Worker(TreeWorkerMixin):
+        """Has a config, and no more."""
+
+        def __init__(self) -> None:
+            model_config = SimpleNamespace(logits_processors=["check"])
+            self.vllm_config = SimpleNamespace(model_config=model_config)
+
+    worker = Worker()
+    model_config = worker.vllm_config.model_config
+    with worker.stock_runner():
+        assert model_config.logits_processors is None
+    assert model_config.logits_processors == ["check"]
+    with pytest.raises(MemoryError), worker.stock_runner():
+        raise MemoryError
+    assert model_config.logits_processors == ["check"]
+
+
+def test_which_requests_draft() -> None:
+    """Red when a request with a tree would get logprobs of other values."""
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm import SamplingParams
+
+    from vllm_treespec.engine.v1.views import may_draft_trees
+
+    for logprobs in (0, 2):
+        params = SamplingParams(logprobs=logprobs)
+        assert may_draft_trees(params)
+        assert not may_draft_trees(params, processed_logprobs=True)
+    assert may_draft_trees(SamplingParams(), processed_logprobs=True)

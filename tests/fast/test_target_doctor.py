@@ -1,0 +1,108 @@
+"""``treespec doctor --target``: from a config to what would be refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_treespec.cli import app
+
+pytest.importorskip("vllm", reason="it reads models with vLLM")
+
+from tests.fast.small_engine import model_config
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Folder of a target's configuration, without weights."""
+    model_config().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def doctor(*options: object) -> tuple[int, str]:
+    """The exit code of ``treespec doctor``, and what it prints, on one line."""
+    wide = {"COLUMNS": "200"}
+    done = CliRunner().invoke(app, ["doctor", *map(str, options)], env=wide)
+    return done.exit_code, " ".join(done.output.split())
+
+
+def change(target: Path, **keys: Any) -> None:
+    """Change keys of the configuration."""
+    file = target / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+
+
+def test_a_target_that_works(target: Path) -> None:
+    """Red when a supported model is refused, or its weights are asked for."""
+    code, text = doctor("--target", target)
+    assert code == 0, text
+    assert "multi-head latent attention │ no" in text
+    assert "refused" not in text
+    assert "draft trees work here" in text
+
+
+def test_what_is_in_the_way_is_named(target: Path) -> None:
+    """Red when a model that would be refused at the start is not refused here."""
+    change(target, attention_chunk_size=64)
+    code, text = doctor("--target", target)
+    assert code == 1
+    assert "chunked local attention │ yes: refused" in text
+    assert text.count("yes: refused") == 1
+    assert "draft trees do not work here" in text
+
+
+def test_a_spec_config_is_checked_too(target: Path) -> None:
+    """Red when a spec-config that would be refused passes, or a good one does not."""
+    spec = {"method": "suffix_tree", "num_drafts": 8}
+    assert doctor("--target", target, "--speculative-config", json.dumps(spec))[0] == 0
+    for text, says in (
+        (json.dumps({**spec, "width": 2}), "'width' is not a key of this method"),
+        ('{"method": "sd", "model": "/nope"}', "there is no folder /nope"),
+        ('{"method": "eagle_tree", "model": "/nope"}', "there is no folder /nope"),
+        ('{"method": "ngrams"}', "'method' is 'ngrams'"),
+        ("{", "--speculative-config is not JSON"),
+        ("[]", "--speculative-config must be one JSON object"),
+    ):
+        code, printed = doctor("--target", target, "--speculative-config", text)
+        assert code == 1, text
+        assert says in printed
+
+
+def test_lengths_are_those_of_the_engine(target: Path, tmp_path: Path) -> None:
+    """Red when a draft model is refused that ``--max-model-len`` makes fit."""
+    draft = tmp_path / "draft"
+    config = model_config()
+    config.max_position_embeddings = 32
+    config.save_pretrained(draft)
+    from safetensors.torch import save_file
+
+    save_file({}, draft / "model.safetensors")
+    spec = json.dumps({"method": "sd", "model": str(draft), "depth": 2})
+    check = ("--target", target, "--speculative-config", spec)
+    code, text = doctor(*check)
+    assert code == 1
+    assert "pass --max-model-len 32 or less" in text
+    assert doctor(*check, "--max-model-len", 32)[0] == 0
+    code, text = doctor(*check, "--max-model-len", 32, "--tensor-parallel-size", 3)
+    assert code == 1
+    assert "tensor_parallel_size=3 does not divide" in text
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Red when a wrong folder is a traceback."""
+    for folder in (tmp_path, "/nope"):
+        code, text = doctor("--target", folder)
+        assert code == 1
+        assert f"vLLM cannot read {folder}" in text
+        assert "Traceback" not in text
+
+
+def test_a_spec_config_needs_a_target() -> None:
+    """Red when the option is ignored."""
+    code, text = doctor("--speculative-config", "{}")
+    assert code == 1
+    assert "--speculative-config needs --target" in text

@@ -1,0 +1,121 @@
+"""Hybrid: a suffix index and a draft model, or a head, in one tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_files
+from vllm_treespec.config.heads import smaller_trees
+from vllm_treespec.config.suffix_tree import IndexConfig
+from vllm_treespec.core.shares import Shares
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.proposers import hybrid
+
+# What may draft beside the index.
+HeadKind = Literal["redrafter", "eagle", "lyanna"]
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
+# Least probability of the drafts where few of the index are tried alone.
+SURE_PROBABILITY = 0.4
+
+
+class HybridConfig(IndexConfig):
+    """A suffix index and a model's likeliest tokens in one tree."""
+
+    SHAPE = ("num_drafts", "depth", "min_probability", "top_k", "model_depth")
+
+    method: Literal["hybrid"]
+    model: str = Field(
+        min_length=1, description="folder or hub id of the draft model or the head"
+    )
+    drafter: Literal["draft_model"] | HeadKind = Field(
+        default="draft_model", description="what 'model' is: a draft model or a head"
+    )
+    hot_tokens: HotTokens = None
+    top_k: Count = Field(
+        default=4,
+        le=MAX_DRAFTS,
+        description="of the model's part: children per node, and nodes of each level "
+        "that get children",
+    )
+    model_depth: NonNegativeInt = Field(
+        default=3,
+        le=MAX_DRAFTS,
+        strict=True,
+        description="levels of the model's part; 0, for a schedule: the index drafts "
+        "alone",
+    )
+    sure_match: Count | None = Field(
+        default=8,
+        le=256,
+        description="last tokens that the index must find, up to max_match, to draft "
+        "alone where it was right lately; null: it never does",
+    )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The draft model, if it is one."""
+        return (self.model,) if self.drafter == "draft_model" else ()
+
+    @property
+    def hot_token_files(self) -> tuple[Path | None, ...]:
+        """The draft model's, if it is one."""
+        return hot_token_files(self.models, self.hot_tokens)
+
+    @property
+    def head(self) -> str | None:
+        """The head, if it is one."""
+        return None if self.head_kind is None else self.model
+
+    @property
+    def head_kind(self) -> str | None:
+        """The kind of the head, if it is one."""
+        return None if self.drafter == "draft_model" else self.drafter
+
+    @property
+    def shape_name(self) -> str:
+        """Both parts: ``16x12x0.1+eagle 4x3``; of the index alone: ``16x12x0.1``."""
+        index = f"{self.num_drafts}x{self.depth}x{self.min_probability}"
+        if not self.model_depth:
+            return index
+        return f"{index}+{self.drafter} {self.top_k}x{self.model_depth}"
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        return hybrid.sizes(self.num_drafts, self.depth, self.top_k, self.model_depth)
+
+    def shares(self) -> Shares:
+        """Make the count of what each part brought."""
+        if self.sure_match is None:
+            return Shares(None)
+        return Shares(min(self.sure_match, self.max_match))
+
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Smaller trees of both parts, then trees of the index alone."""
+        both = smaller_trees(
+            top_k=self.top_k, model_depth=self.model_depth, num_drafts=self.num_drafts
+        )
+        sure = max(SURE_PROBABILITY, self.min_probability)
+        alone = {"model_depth": 0}
+        return [*both[:-1], alone, {**alone, "min_probability": sure}]
+
+    @model_validator(mode="after")
+    def _hot_tokens_are_a_draft_models(self) -> Self:
+        if self.hot_tokens is not None and not self.models:
+            raise ValueError(
+                "'hot_tokens' is for draft models, a head has its own; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _model_reads_what_masks_hold(self) -> Self:
+        num_read = self.sizes.draft_nodes
+        if num_read > MAX_DRAFTS:
+            raise ValueError(
+                f"the model reads {num_read} nodes of a tree, top_k x (model_depth - "
+                f"1), and at most {MAX_DRAFTS} fit; lower 'top_k' or 'model_depth'"
+            )
+        return self

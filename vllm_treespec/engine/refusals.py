@@ -1,0 +1,204 @@
+"""Arguments and models that draft trees do not support, with the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_treespec.config import SpecConfigError
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.checks import (
+    check_head,
+    check_hot_tokens,
+    check_kv_cache,
+    check_positions,
+    check_shards,
+    check_vocabulary,
+    check_weights,
+    read_config,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+WORKERS = {
+    "cpu": "vllm_treespec.engine.v1.cpu_worker.TreeCPUWorker",
+    "cuda": "vllm_treespec.engine.v1.gpu_worker.TreeGPUWorker",
+}
+SCHEDULER = "vllm_treespec.engine.scheduler.TreeScheduler"
+# Our GPU worker puts tree attention in its place.
+GPU_ATTENTION = "TRITON_ATTN"
+KV_CACHE_DTYPES = {
+    "cpu": ("auto", "bfloat16", "float16"),
+    "cuda": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+}
+
+
+def refuse_arguments(args: EngineArgs) -> str:
+    """Refuse vLLM arguments under which draft trees were not tested.
+
+    Returns:
+        the device of this platform, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        SpecConfigError: naming the first such argument and the remedy.
+        SeamError: when this vLLM lacks a seam.
+
+    """
+    from vllm.config import AttentionConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    device = check_platform()
+    untested = {
+        "pipeline_parallel_size": args.pipeline_parallel_size > 1,
+        "data_parallel_size": args.data_parallel_size > 1,
+        "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
+        "decode_context_parallel_size": args.decode_context_parallel_size > 1,
+        "enable_dbo": args.enable_dbo,
+        "kv_transfer_config": args.kv_transfer_config is not None,
+        "kv_offloading_size": args.kv_offloading_size is not None,
+        "async_scheduling": bool(args.async_scheduling),
+        "kv_cache_dtype": args.kv_cache_dtype not in KV_CACHE_DTYPES[device],
+        "return_sampling_mask": args.return_sampling_mask,
+        "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
+        "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
+        "disable_hybrid_kv_cache_manager": args.disable_hybrid_kv_cache_manager
+        is False,
+        "attention_backend": device == "cuda"
+        and AttentionConfig.validate_backend_before(args.attention_backend)
+        not in (None, AttentionBackendEnum[GPU_ATTENTION]),
+        "attention_config": device == "cuda"
+        and bool(
+            args.attention_config.backend or args.attention_config.backend_per_kind
+        ),
+    }
+    for name, asked in untested.items():
+        if asked:
+            raise SpecConfigError(
+                f"draft trees do not support {name}={getattr(args, name)!r} yet; "
+                f"leave it at its default, or remove speculative_config"
+            )
+    return device
+
+
+def check_platform() -> str:
+    """Check that draft trees run on this platform, with this vLLM.
+
+    Returns:
+        the device of this platform, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        SpecConfigError: this is another platform.
+        SeamError: when this vLLM lacks a seam.
+
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_treespec.engine.seams import check_seams
+
+    device = current_platform.device_name
+    if device not in WORKERS:
+        raise SpecConfigError(
+            f"draft trees run on vLLM's CPU and CUDA platforms, this is {device}; "
+            f"remove speculative_config"
+        )
+    check_seams(device)
+    return device
+
+
+def unsupported_features(target: ModelConfig) -> dict[str, bool]:
+    """What draft trees do not support in a target, and whether it has it."""
+    return {
+        "a multimodal model": target.is_multimodal_model,
+        "a hybrid or state-space model": target.is_hybrid or target.has_inner_state,
+        "multi-head latent attention": target.use_mla,
+        "an encoder-decoder model": target.is_encoder_decoder,
+        "a pooling model": target.runner_type == "pooling",
+        "chunked local attention": target.attention_chunk_size is not None,
+        "position ids with several axes": target.uses_mrope,
+    }
+
+
+def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) -> None:
+    """Refuse targets, draft models and heads that draft trees cannot serve.
+
+    Args:
+        config: validated.
+        vllm_config: made from stock arguments.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        SpecConfigError: naming what is in the way and the remedy.
+
+    """
+    if vllm_config.use_v2_model_runner:
+        raise SpecConfigError(
+            "draft trees run on vLLM's V1 model runner; unset "
+            "VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
+        )
+    target = vllm_config.model_config
+    for what, found in unsupported_features(target).items():
+        if found:
+            raise SpecConfigError(
+                f"draft trees do not support {what} yet ({target.model}); "
+                f"remove speculative_config"
+            )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if device == "cpu":
+        check_kv_cache(target.model, target.hf_text_config, cache_dtype)
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    refuse_drafters(config, target, num_ranks, cache_dtype)
+
+
+def refuse_drafters(
+    config: MethodConfig,
+    target: ModelConfig,
+    num_ranks: int,
+    cache_dtype: str = "auto",
+) -> None:
+    """Refuse draft models and heads that do not fit a target.
+
+    Args:
+        config: validated.
+        target: the target's.
+        num_ranks: tensor-parallel ranks.
+        cache_dtype: of the KV cache, as the user asked for it.
+
+    Raises:
+        SpecConfigError: naming what is in the way and the remedy.
+
+    """
+    from vllm.transformers_utils.config import get_config
+
+    check_weights(config)
+    check_head(config, target.hf_text_config)
+    check_hot_tokens(config, target.get_vocab_size())
+    for model in config.models:
+        trust = target.trust_remote_code
+        draft = read_config(
+            "speculative_config 'model'", model, get_config, trust_remote_code=trust
+        )
+        check_kv_cache(model, draft, cache_dtype)
+        check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
+        check_shards(model, draft, num_ranks)
+        check_positions(model, draft, target.max_model_len)
+
+
+def refuse_short_chunks(vllm_config: VllmConfig) -> None:
+    """Refuse chunks of prompts that are shorter than a draft tree.
+
+    vLLM cuts trees to them, too, but only while other requests run or wait, of which
+    a worker knows nothing. So it could not tell which draws had room.
+
+    Raises:
+        SpecConfigError: naming the argument and the remedy.
+
+    """
+    assert vllm_config.speculative_config is not None
+    threshold = vllm_config.scheduler_config.long_prefill_token_threshold
+    num_nodes = 1 + vllm_config.speculative_config.num_speculative_tokens
+    if 0 < threshold < num_nodes:
+        raise SpecConfigError(
+            f"long_prefill_token_threshold={threshold} would cut draft trees of "
+            f"{num_nodes} tokens; leave it at 0, or pass {num_nodes} or more"
+        )
