@@ -171,3 +171,23 @@ def test_largest_tree_fits() -> None:
     """Turns red when the limit moves off 63 draft tokens."""
     spec = {"method": "rsd_s", "model": "d", "beam_width": 9, "depth": 7}
     assert parse_spec_config(spec).proposer().sizes.max_nodes == 64
+
+
+def test_hot_tokens_of_draft_models(tmp_path: Path) -> None:
+    """Red when a folder's list is not found, or the spec-config does not come first."""
+    own = tmp_path / "hot_tokens.json"
+    spec = {"method": "rsd_s", "model": str(tmp_path)}
+    assert parse_spec_config(spec).hot_token_files == (None,)
+    own.write_text("[1]")
+    assert parse_spec_config(spec).hot_token_files == (own,)
+    named = parse_spec_config({**spec, "hot_tokens": "other.json"})
+    assert named.hot_token_files == (Path("other.json"),)
+    both = {"method": "specinfer", "drafts": [{"model": str(tmp_path)}] * 2}
+    assert parse_spec_config(both).hot_token_files == (own, own)
+    every = parse_spec_config({**both, "hot_tokens": "all"})
+    assert every.hot_token_files == (None, None)
+    hybrid = {"method": "hybrid", "model": str(tmp_path)}
+    assert parse_spec_config(hybrid).hot_token_files == (own,)
+    head = {**hybrid, "drafter": "eagle", "hot_tokens": "other.json"}
+    with pytest.raises(SpecConfigError, match="'hot_tokens' is for draft models"):
+        parse_spec_config(head)

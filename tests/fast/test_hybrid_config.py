@@ -112,7 +112,7 @@ def test_a_schedule_may_leave_out_the_model() -> None:
         ({"model_depth": True}, "'model_depth' is True"),
         ({"sure_match": 0}, "'sure_match' is 0"),
         ({"top_k": 8, "model_depth": 9}, "lower 'top_k' or 'model_depth'"),
-        ({"hot_tokens": "file"}, "'hot_tokens' is not a key of this method"),
+        ({"hot_token": "file"}, "'hot_token' is not a key of this method"),
     ],
 )
 def test_refusals_name_key_and_remedy(keys: dict[str, Any], says: str) -> None:

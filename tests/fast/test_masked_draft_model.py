@@ -33,13 +33,6 @@ class Copies(BlockCopier):
         self.sources, self.targets = sources, targets
 
 
-class Unchanged:
-    """An output layer whose logits are the hidden states."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
 class Recorded(PagedDraftModel):
     """Notes what it reads instead of running a model."""
 
@@ -50,7 +43,8 @@ class Recorded(PagedDraftModel):
         self.device = device
         self.forks = FORKS
         self.groups: list[Any] = []
-        self.model: Any = Unchanged()
+        # logits are the hidden states
+        self.output_layer = torch.nn.Identity()
         self.copies = Copies()
         self.masks = NodeMasks(32, 4, device)
         self.level_reader = MaskLevelReader(FORKS, self.copies, self.masks)

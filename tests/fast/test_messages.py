@@ -13,7 +13,12 @@ from typer.testing import CliRunner
 from tests.heads import write_head
 from vllm_treespec.cli import app
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.config.checks import check_head_files, check_weights, read_config
+from vllm_treespec.config.checks import (
+    check_head_files,
+    check_hot_tokens,
+    check_weights,
+    read_config,
+)
 from vllm_treespec.heads import HeadError, load_head, read_head_config
 
 SIZES = {
@@ -49,6 +54,37 @@ def refusal(folder: Path) -> str:
         check_weights(parse_spec_config({"method": "sd", "model": str(folder)}))
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is no JSON list of token ids"),
+        ("[]", "must name tokens below 32"),
+        ("[31, 32]", "must name tokens below 32"),
+    ],
+)
+def test_odd_hot_tokens_of_a_draft_model(
+    content: str, says: str, draft: Path, tmp_path: Path
+) -> None:
+    """Red when a wrong list is found out in the middle of a step only."""
+    (tmp_path / "hot.json").write_text(content)
+    (draft / "hot_tokens.json").write_text("[1, 2]")
+    spec = {"method": "sd", "model": str(draft)}
+    check_hot_tokens(parse_spec_config(spec), 32)
+    named = parse_spec_config({**spec, "hot_tokens": str(tmp_path / "hot.json")})
+    with pytest.raises(SpecConfigError, match=f"hot.json {says}"):
+        check_hot_tokens(named, 32)
+
+
+def test_draft_models_with_different_hot_tokens(draft: Path) -> None:
+    """Red when draws over different tokens would be verified as one distribution."""
+    (draft / "hot_tokens.json").write_text("[1, 2]")
+    drafts = [{"model": str(draft)}, {"model": "another"}]
+    spec = {"method": "specinfer", "drafts": drafts}
+    with pytest.raises(SpecConfigError, match="different tokens"):
+        check_hot_tokens(parse_spec_config(spec), 32)
+    check_hot_tokens(parse_spec_config({**spec, "hot_tokens": "all"}), 32)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_heads_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("[3, 40]", "must name tokens below 40, the vocabulary of the head"),
+        ("[3, 40]", "must name tokens below 40, the size of the vocabulary"),
         ("[]", "and at least one"),
         ("[-1]", "is no JSON list of token ids (0: Input should be greater than"),
         ("{", "is no JSON list of token ids (Invalid JSON"),

@@ -276,7 +276,7 @@ def test_exported_folder_loads_and_training_lowers_kl(
         if length <= row.prompt_len
     ]
     record = make_draft(
-        name, tmp_path / "out", again, SHAPE, teacher, draft_options(epochs=12)
+        name, tmp_path / "out", again, SHAPE, teacher, draft_options(epochs=12), 9
     )
     assert record["result"]["kl"] < 0.85 * record["evaluations"][0]["eval_kl"]
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -289,6 +289,9 @@ def test_exported_folder_loads_and_training_lowers_kl(
     assert draft.dtype == torch.bfloat16
     assert draft(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCAB)
     assert (tmp_path / "out" / "work" / "curves.png").stat().st_size > 0
+    hot = json.loads((tmp_path / "out" / "hot_tokens.json").read_text())
+    assert len(set(hot)) == 9
+    assert hot == sorted(hot)
 
 
 def test_cut_run_resumes_to_the_same_weights(

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import AttentionMetadata
 
@@ -97,8 +98,13 @@ class PagedDraftModel(PagedSource):
                 than its output layer's rows, or that layer is quantised.
 
         """
-        processor = self.model.logits_processor
-        if processor.scale != 1.0 or processor.soft_cap is not None:
+        scaled = [
+            layer
+            for layer in self.model.modules()
+            if isinstance(layer, LogitsProcessor)
+            and (layer.scale != 1.0 or layer.soft_cap is not None)
+        ]
+        if scaled:
             raise ValueError(
                 f"'hot_tokens': {self.model_config.model} scales or caps its logits, "
                 f'which is not supported with hot tokens; write "all"'
@@ -111,8 +117,7 @@ class PagedDraftModel(PagedSource):
                 f"'hot_tokens': the output layer of {self.model_config.model} is "
                 f'quantised, which is not supported with hot tokens; write "all"'
             )
-        layer = OutputLayer(0, weight.shape[1], shared=True)
-        layer.weight = weight[self.vocabulary]
+        layer = OutputLayer.of(weight[self.vocabulary])
         on_cpu = self.device.type == "cpu"
         self.output_layer = PackedLinear(layer) if on_cpu else layer
 

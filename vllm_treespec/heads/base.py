@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -149,6 +150,13 @@ class OutputLayer(Weight):
     """Logits over the draft vocabulary."""
 
     bias = None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        """The layer of a weight, [draft_vocab_size, hidden_size]."""
+        layer = cls(0, weight.shape[1], shared=True)
+        layer.weight = weight
+        return layer
 
     def forward(self, features: Tensor) -> Tensor:
         """Map [..., hidden_size] to [..., draft_vocab_size]."""

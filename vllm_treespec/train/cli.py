@@ -51,6 +51,9 @@ def draft(
     exact_share: Annotated[
         float, typer.Option(help="Last share of steps with the whole softmax.")
     ] = 0.1,
+    hot_tokens: Annotated[
+        int, typer.Option(help="Likeliest tokens, the ones to draft; 0 = all.")
+    ] = 8192,
     seq_len: Annotated[int, typer.Option(help="Conversations are cut here.")] = 512,
     top_k: Annotated[int, typer.Option(help="Target tokens kept a position.")] = 64,
     save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
@@ -93,6 +96,7 @@ def draft(
             shape,
             TeacherOptions(top_k=top_k, seq_len=seq_len),
             options,
+            hot_tokens,
             max_mb,
         )
     result = record["result"]

@@ -82,11 +82,13 @@ def make_draft(
     shape: DraftShape,
     teacher_options: TeacherOptions,
     draft_options: DraftOptions,
+    hot_tokens: int = 0,
     max_mb: float | None = None,
 ) -> dict[str, Any]:
     """Stages 2 and 3: cache the target's distributions, train, write the draft model.
 
-    ``out`` gets config.json, model.safetensors and training.json (everything needed to
+    ``out`` gets config.json, model.safetensors, hot_tokens.json with the target's
+    ``hot_tokens`` likeliest tokens (none if 0), and training.json (everything needed to
     judge and repeat the run); ``out/work`` the shards, checkpoints and curves.png.
 
     Returns:
@@ -103,6 +105,10 @@ def make_draft(
     history = result.pop("history")
     plot_history(history, work / "curves.png")
     size_mb = save_draft(draft, out, max_mb)
+    if hot_tokens:
+        mass = cache.statistics.token_weights
+        likeliest = mass.topk(min(hot_tokens, len(mass))).indices.sort().values
+        (out / "hot_tokens.json").write_text(json.dumps(likeliest.tolist()) + "\n")
     record = {
         "result": {**result, "size_mb": round(size_mb, 2)},
         "shape": asdict(shape),

@@ -331,6 +331,12 @@ LOADING = (
     *Owner(
         "vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration"
     ).calls("forward compute_logits", "draft model forwards"),
+    *Owner("vllm.model_executor.layers.logits_processor").reads(
+        "LogitsProcessor", "hot tokens of a draft model"
+    ),
+    *Owner("vllm.model_executor.layers.logits_processor:LogitsProcessor").reads(
+        "scale soft_cap", "logits that are more than an output layer's"
+    ),
     *Owner("vllm.v1.attention.backends.utils", "cuda").reads(
         "PAD_SLOT_ID", "padding of graphs writes no KV"
     ),

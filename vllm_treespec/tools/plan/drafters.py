@@ -207,16 +207,16 @@ def read_drafters(
     for name, hot_tokens in zip(config.models, config.hot_token_files, strict=True):
         model = read_model("speculative_config 'model'", name)
         check_vocabulary(name, target.vocab_size, model.vocab_size)
-        hot = (
-            [] if hot_tokens is None else read_hot_tokens(hot_tokens, model.vocab_size)
-        )
-        drafters.append(DraftModel(model, len(hot)))
+        num_hot = 0
+        if hot_tokens is not None:
+            num_hot = len(read_hot_tokens(hot_tokens, model.vocab_size))
+        drafters.append(DraftModel(model, num_hot))
     if config.head is not None:
         head = read_head_config(config.head, target.num_layers)
         if isinstance(config, EagleTreeConfig) and config.hot_tokens is not None:
             assert isinstance(head, EagleHeadConfig)
-            own = read_heads_hot_tokens(Path(config.hot_tokens), head)
-            head = head.model_copy(update={"num_hot_tokens": len(own)})
+            hot = read_heads_hot_tokens(Path(config.hot_tokens), head)
+            head = head.model_copy(update={"num_hot_tokens": len(hot)})
         drafters.append(PlannedHead(config.head, head, target, max_model_len))
     return drafters
 
