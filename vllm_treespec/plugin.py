@@ -190,6 +190,8 @@ def stock_arguments(
         "worker_cls": WORKERS[device],
         "scheduler_cls": SCHEDULER,
         "additional_config": {"treespec": config.model_dump(mode="json")},
+        # all layers in one KV cache group, also those with a window
+        "disable_hybrid_kv_cache_manager": True,
     }
     if device == "cuda":
         arguments["attention_backend"] = GPU_ATTENTION

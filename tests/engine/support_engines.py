@@ -16,6 +16,7 @@ from tests.engine.support_checks import (
 )
 
 TREE, REFUSED = Outcome.TREE, Outcome.REFUSED
+KINDS = "tests/engine/test_model_kinds.py"
 ENGINE = (
     Row(
         "prefix caching",
@@ -155,6 +156,15 @@ ENGINE = (
         ),
     ),
     Row(
+        "several KV cache groups",
+        REFUSED,
+        Arguments(
+            {"disable_hybrid_kv_cache_manager": False},
+            "disable_hybrid_kv_cache_manager=False",
+        ),
+        "trees keep all layers in one group",
+    ),
+    Row(
         "other keys in speculative_config",
         REFUSED,
         Arguments(
@@ -229,11 +239,15 @@ MODELS = (
     ),
     Row(
         "sliding-window attention",
-        REFUSED,
-        Model(
-            small("mistral", "MistralForCausalLM", sliding_window=64),
-            "sliding-window attention",
-        ),
+        TREE,
+        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+    ),
+    Row(
+        "sliding windows in some layers (Gemma 3)",
+        TREE,
+        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+        "the KV cache keeps all tokens of every layer: vLLM runs with "
+        "`disable_hybrid_kv_cache_manager`",
     ),
     Row(
         "chunked local attention",
@@ -286,21 +300,47 @@ MODELS = (
         ),
     ),
     Row(
-        "quantised target weights",
+        "quantised target weights: compressed-tensors int8, fp8 and int4, GPTQ, AWQ",
+        TREE,
+        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+        "4 bit in bfloat16, for which alone vLLM has CPU kernels; not seen on a GPU",
+    ),
+    Row(
+        "quantised draft models",
+        TREE,
+        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+    ),
+    Row(
+        "a head on a target whose output layer or embedding is quantised",
+        REFUSED,
+        Own(
+            f"{KINDS}::test_quantised_output_layers_are_named",
+            "error at start-up",
+        ),
+        "the head shares them; one trained with `--own-output` needs none",
+    ),
+    Row(
+        "quantised KV cache that a checkpoint asks for (`kv_cache_scheme`)",
         REFUSED,
         Model(
             small(
                 "llama",
                 "LlamaForCausalLM",
                 quantization_config={
-                    "quant_method": "gptq",
-                    "bits": 4,
-                    "group_size": 32,
-                    "desc_act": False,
-                    "sym": True,
+                    "quant_method": "compressed-tensors",
+                    "format": "int-quantized",
+                    "config_groups": {},
+                    "kv_cache_scheme": {
+                        "num_bits": 8,
+                        "type": "float",
+                        "strategy": "tensor",
+                        "symmetric": True,
+                        "dynamic": False,
+                    },
                 },
             ),
-            "quantised weights",
+            "'kv_cache_scheme'",
         ),
+        "`--kv-cache-dtype bfloat16` overrides it",
     ),
 )

@@ -63,6 +63,8 @@ def find_weights(work: Path) -> dict[str, Any]:
     for name, tied in CASES:
         model = build(work / f"{name}-{tied}")
         embedding, output = shared_weights(model)
+        assert embedding is not None
+        assert output is not None
         inner = model.model.decoder if name == "opt" else model.model
         found[f"{name}-{tied}"] = [
             embedding is inner.embed_tokens.weight,

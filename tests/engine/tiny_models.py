@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -67,6 +69,17 @@ def write_windowed(folder: Path, window: int, **sizes: Any) -> str:
     """Write a target whose attention sees ``window`` tokens; its folder."""
     config = MistralConfig(**{**SIZES, **sizes}, sliding_window=window)
     write_random(MistralForCausalLM(config), folder)
+    return str(folder)
+
+
+def write_layered(folder: Path, window: int, **sizes: Any) -> str:
+    """Write a target of which every second layer sees ``window`` tokens; its folder."""
+    config = Gemma3TextConfig(
+        **{**SIZES, **sizes},
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    write_random(Gemma3ForCausalLM(config), folder)
     return str(folder)
 
 

@@ -305,7 +305,10 @@ def test_refusals(
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "sizes of quantised weights",
+        ),
         ({"layer_types": ["linear_attention"] * 80}, "hybrid or state-space"),
     ],
 )

@@ -47,11 +47,10 @@ def test_a_target_that_works(target: Path) -> None:
 
 def test_what_is_in_the_way_is_named(target: Path) -> None:
     """Red when a model that would be refused at the start is not refused here."""
-    quantised = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    change(target, quantization_config={**quantised, "desc_act": False, "sym": True})
+    change(target, attention_chunk_size=64)
     code, text = doctor("--target", target)
     assert code == 1
-    assert "quantised weights │ yes: refused" in text
+    assert "chunked local attention │ yes: refused" in text
     assert text.count("yes: refused") == 1
     assert "draft trees do not work here" in text
 

@@ -276,6 +276,27 @@ def check_positions(model: str, draft: PretrainedConfig, max_model_len: int) -> 
         )
 
 
+def check_kv_cache(model: str, config: PretrainedConfig, cache_dtype: str) -> None:
+    """Check that a quantised model leaves the KV cache as it is.
+
+    Args:
+        model: target or draft model.
+        config: its own.
+        cache_dtype: what the user asked for; with ``"auto"`` vLLM follows the model.
+
+    Raises:
+        SpecConfigError: naming the key in the model's config.json.
+
+    """
+    quantised = config.to_dict().get("quantization_config") or {}
+    if cache_dtype == "auto" and quantised.get("kv_cache_scheme"):
+        raise SpecConfigError(
+            f"the config.json of {model} asks for a quantised KV cache "
+            f"('kv_cache_scheme'), which draft trees do not support here yet; pass "
+            f"--kv-cache-dtype bfloat16, or remove speculative_config"
+        )
+
+
 def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     """Check that a head was made for a target like this one.
 

@@ -57,7 +57,14 @@ class PagedDraftModel(PagedSource):
             max_model_len=target.max_model_len,
             enforce_eager=target.enforce_eager,
         )
-        config = replace(vllm_config, model_config=self.model_config, quant_config=None)
+        config = replace(
+            vllm_config,
+            model_config=self.model_config,
+            cache_config=self.with_window(
+                vllm_config.cache_config, window_of_all_layers(self.model_config)
+            ),
+            quant_config=None,
+        )
         super().__init__(config, prefix, stats)
 
     @property
@@ -88,7 +95,7 @@ class PagedDraftModel(PagedSource):
 
         Raises:
             ValueError: the file holds no list of tokens, or the model's logits are more
-                than its output layer's rows.
+                than its output layer's rows, or that layer is quantised.
 
         """
         scaled = [
@@ -105,6 +112,11 @@ class PagedDraftModel(PagedSource):
         tokens = read_hot_tokens(hot_tokens, self.model_config.get_vocab_size())
         self.vocabulary = tokens.to(self.device)
         _, weight = shared_weights(self.model)
+        if weight is None:
+            raise ValueError(
+                f"'hot_tokens': the output layer of {self.model_config.model} is "
+                f'quantised, which is not supported with hot tokens; write "all"'
+            )
         layer = OutputLayer.of(weight[self.vocabulary])
         on_cpu = self.device.type == "cpu"
         self.output_layer = PackedLinear(layer) if on_cpu else layer
@@ -196,3 +208,14 @@ class PagedDraftModel(PagedSource):
         """Run the model; without a KV cache metadata (by layer) and slots are None."""
         with self.forward_context(attn_metadata, len(token_ids), slots):
             return self.model(input_ids=token_ids, positions=positions)
+
+
+def window_of_all_layers(config: ModelConfig) -> int | None:
+    """How many tokens every layer of a model sees; None: all, or layers differ.
+
+    Where layers differ, the model says so to each of them.
+    """
+    kinds = config.hf_text_config.to_dict().get("layer_types") or ()
+    if set(kinds) <= {"sliding_attention"}:
+        return config.get_sliding_window()
+    return None

@@ -13,6 +13,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
+    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 
@@ -36,7 +37,8 @@ class EngineHeadSource(HeadSource):
         """Load the head and let it share weights of the loaded target.
 
         Raises:
-            ValueError: the target's embedding or output layer is not found.
+            ValueError: the target's embedding or output layer is not found, or is
+                quantised.
 
         """
         self.head = load_head(self.folder).to(device=self.device, dtype=self.dtype)
@@ -91,7 +93,9 @@ def pack_layers(head: Head) -> None:
             head.set_submodule(name, FusedNorm(layer))
 
 
-def shared_weights(target_model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+def shared_weights(
+    target_model: torch.nn.Module,
+) -> tuple[Tensor | None, Tensor | None]:
     """Find the embedding and the output layer of a vLLM model.
 
     Both are found by their layer's type, which all text models of vLLM share, and
@@ -99,7 +103,8 @@ def shared_weights(target_model: torch.nn.Module) -> tuple[Tensor, Tensor]:
 
     Returns:
         [at least vocab_size, hidden_size], both; the same tensor when they are tied.
-        The target's own tensors, unless ranks hold a part each.
+        The target's own tensors, unless ranks hold a part each. None for a layer that
+        is quantised.
 
     Raises:
         ValueError: when there is not exactly one embedding and at most one output
@@ -121,17 +126,31 @@ def shared_weights(target_model: torch.nn.Module) -> tuple[Tensor, Tensor]:
             f"speculative_config"
         )
     embedding = whole_weight(embeddings[0])
-    if not outputs or outputs[0].weight is embeddings[0].weight:
+    if not outputs or is_tied(outputs[0], embeddings[0]):
         return embedding, embedding
     return embedding, whole_weight(outputs[0])
 
 
-def whole_weight(layer: VocabParallelEmbedding) -> Tensor:
+def is_tied(output: VocabParallelEmbedding, embedding: VocabParallelEmbedding) -> bool:
+    """Whether two layers have one weight."""
+    if is_quantised(output) or is_quantised(embedding):
+        return False
+    return output.weight is embedding.weight
+
+
+def is_quantised(layer: VocabParallelEmbedding) -> bool:
+    """Whether the rows of a layer lie in another form than the head can read."""
+    return not isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
+
+
+def whole_weight(layer: VocabParallelEmbedding) -> Tensor | None:
     """The rows of all tokens, [at least vocab_size, hidden_size].
 
     Ranks hold equal parts, padded; this puts them together in the order of the
-    tokens, with the padding behind them.
+    tokens, with the padding behind them. None: the layer is quantised.
     """
+    if is_quantised(layer):
+        return None
     order = layer.get_sharded_to_full_mapping()
     if order is None:
         return layer.weight

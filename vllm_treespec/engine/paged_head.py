@@ -126,7 +126,7 @@ class PagedHead(PagedSource):
             head_size=self.config.head_size,
             scale=self.config.head_size**-0.5,
             num_kv_heads=self.config.num_kv_heads,
-            cache_config=self.vllm_config.cache_config,
+            cache_config=self.with_window(self.vllm_config.cache_config, None),
             prefix=f"{self.prefix}.layers.{number}.attn",
         )
 

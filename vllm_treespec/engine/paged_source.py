@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import CacheConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
@@ -82,6 +83,16 @@ class PagedSource(ABC):
         self.forks = layout.forks
         copier = BlockCopier(kv_caches[name] for name in self.layer_names)
         self.level_reader = layout.level_reader(copier)
+
+    @staticmethod
+    def with_window(cache_config: CacheConfig, window: int | None) -> CacheConfig:
+        """The engine's cache config, for layers that see so many tokens; None: all.
+
+        vLLM builds layers with the target's window otherwise.
+        """
+        changed = copy.copy(cache_config)
+        changed.sliding_window = window
+        return changed
 
     def finish_requests(self, slots: np.ndarray) -> None:  # noqa: B027 (no duty)
         """Do nothing: of a request only its blocks are kept."""

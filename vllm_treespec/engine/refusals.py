@@ -9,6 +9,7 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
     check_hot_tokens,
+    check_kv_cache,
     check_positions,
     check_shards,
     check_vocabulary,
@@ -61,6 +62,8 @@ def refuse_arguments(args: EngineArgs) -> str:
         "return_sampling_mask": args.return_sampling_mask,
         "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
         "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
+        "disable_hybrid_kv_cache_manager": args.disable_hybrid_kv_cache_manager
+        is False,
         "attention_backend": device == "cuda"
         and AttentionConfig.validate_backend_before(args.attention_backend)
         not in (None, AttentionBackendEnum[GPU_ATTENTION]),
@@ -103,7 +106,7 @@ def check_platform() -> str:
     return device
 
 
-def unsupported_features(target: ModelConfig, device: str) -> dict[str, bool]:
+def unsupported_features(target: ModelConfig) -> dict[str, bool]:
     """What draft trees do not support in a target, and whether it has it."""
     return {
         "a multimodal model": target.is_multimodal_model,
@@ -111,11 +114,8 @@ def unsupported_features(target: ModelConfig, device: str) -> dict[str, bool]:
         "multi-head latent attention": target.use_mla,
         "an encoder-decoder model": target.is_encoder_decoder,
         "a pooling model": target.runner_type == "pooling",
-        "sliding-window attention on a CPU": device == "cpu"
-        and target.get_sliding_window() is not None,
         "chunked local attention": target.attention_chunk_size is not None,
         "position ids with several axes": target.uses_mrope,
-        "quantised weights": target.quantization is not None,
     }
 
 
@@ -137,18 +137,24 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
             "VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
         )
     target = vllm_config.model_config
-    for what, found in unsupported_features(target, device).items():
+    for what, found in unsupported_features(target).items():
         if found:
             raise SpecConfigError(
                 f"draft trees do not support {what} yet ({target.model}); "
                 f"remove speculative_config"
             )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if device == "cpu":
+        check_kv_cache(target.model, target.hf_text_config, cache_dtype)
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    refuse_drafters(config, target, num_ranks, device)
+    refuse_drafters(config, target, num_ranks, cache_dtype)
 
 
 def refuse_drafters(
-    config: MethodConfig, target: ModelConfig, num_ranks: int, device: str
+    config: MethodConfig,
+    target: ModelConfig,
+    num_ranks: int,
+    cache_dtype: str = "auto",
 ) -> None:
     """Refuse draft models and heads that do not fit a target.
 
@@ -156,7 +162,7 @@ def refuse_drafters(
         config: validated.
         target: the target's.
         num_ranks: tensor-parallel ranks.
-        device: ``"cpu"`` or ``"cuda"``.
+        cache_dtype: of the KV cache, as the user asked for it.
 
     Raises:
         SpecConfigError: naming what is in the way and the remedy.
@@ -172,12 +178,7 @@ def refuse_drafters(
         draft = read_config(
             "speculative_config 'model'", model, get_config, trust_remote_code=trust
         )
-        if device == "cpu" and draft.get_text_config().to_dict().get("sliding_window"):
-            raise SpecConfigError(
-                f"speculative_config 'model': {model} has sliding-window attention, "
-                f"which draft trees do not support on a CPU yet; use another draft "
-                f"model"
-            )
+        check_kv_cache(model, draft, cache_dtype)
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
         check_shards(model, draft, num_ranks)
         check_positions(model, draft, target.max_model_len)

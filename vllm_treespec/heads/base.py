@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from vllm_treespec.heads.config import HeadConfig
+from vllm_treespec.heads.config import HeadConfig, HeadError
 from vllm_treespec.sources.base import DraftModel
 
 
@@ -39,18 +39,22 @@ class Head(nn.Module):
         self.embedding = Weight(config.vocab_size, size, config.share_embedding)
         self.output = OutputLayer(config.draft_vocab_size, size, config.share_output)
 
-    def share(self, embedding: Tensor, output: Tensor) -> None:
+    def share(self, embedding: Tensor | None, output: Tensor | None) -> None:
         """Take the target's weights where they are shared.
 
         Args:
-            embedding: [at least vocab_size, hidden_size].
-            output: [at least vocab_size, hidden_size].
+            embedding: [at least vocab_size, hidden_size]; None: it is quantised.
+            output: [at least vocab_size, hidden_size]; None: it is quantised.
+
+        Raises:
+            HeadError: naming a quantised layer that the head shares.
 
         """
         if self.config.share_embedding:
-            self.embedding.weight = embedding.detach()[: self.config.vocab_size]
+            weight = unquantised("embedding", embedding)
+            self.embedding.weight = weight[: self.config.vocab_size]
         if self.config.share_output:
-            self.output.weight = self.output_rows(output.detach())
+            self.output.weight = self.output_rows(unquantised("output layer", output))
 
     def output_rows(self, output: Tensor) -> Tensor:
         """Rows of the draft vocabulary out of the target's output layer."""
@@ -109,6 +113,23 @@ class DraftHead(Head, ABC):
             root_token_ids: int64 [num_reqs].
 
         """
+
+
+def unquantised(name: str, weight: Tensor | None) -> Tensor:
+    """A weight of the target that a head shares, without its gradient.
+
+    Raises:
+        HeadError: there is none, for that layer of the target is quantised.
+
+    """
+    if weight is None:
+        option = name.replace(" layer", "")
+        raise HeadError(
+            f"the head shares the target's {name}, which is quantised; train a head "
+            f"with --own-{option}, use a target that leaves this layer as it is, or "
+            f"remove speculative_config"
+        )
+    return weight.detach()
 
 
 class Weight(nn.Module):

@@ -66,7 +66,7 @@ class EagleHead(Head):
         self.norm = norm(not first or "output" in config.norms)
         self.rotary = Rotary(config)
 
-    def share(self, embedding: Tensor, output: Tensor) -> None:
+    def share(self, embedding: Tensor | None, output: Tensor | None) -> None:
         """Take the target's weights where ours are missing, or equal to them.
 
         Published heads often hold a copy of the target's embedding; it is dropped.
@@ -74,9 +74,15 @@ class EagleHead(Head):
         config, size = self.config, self.config.hidden_size
         same = {
             "share_embedding": config.share_embedding
-            or self.embedding.weight.equal(embedding[: config.vocab_size]),
+            or (
+                embedding is not None
+                and self.embedding.weight.equal(embedding[: config.vocab_size])
+            ),
             "share_output": config.share_output
-            or self.output.weight.equal(self.output_rows(output)),
+            or (
+                output is not None
+                and self.output.weight.equal(self.output_rows(output))
+            ),
         }
         if same["share_embedding"]:
             self.embedding = Weight(0, size, shared=True)

@@ -31,7 +31,7 @@ class LyannaHead(EagleHead):
             self.fuse, self.embedding_norm = nn.Identity(), nn.Identity()
         self.info = TokenInfo(config) if config.token_info_rank else None
 
-    def share(self, embedding: Tensor, output: Tensor) -> None:
+    def share(self, embedding: Tensor | None, output: Tensor | None) -> None:
         """Take the target's weights where they are shared, then tabulate the info.
 
         It is that of the weights as they are: call it again once they have changed.

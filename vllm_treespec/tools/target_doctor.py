@@ -23,7 +23,7 @@ from vllm_treespec.engine.seams import SeamError
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-NO, MAYBE = "[green]no[/]", "[yellow]perhaps[/]"
+NO = "[green]no[/]"
 YES = "[red]yes: refused[/]"
 
 
@@ -54,17 +54,14 @@ def check_target(check: TargetCheck, console: Console) -> bool:
     except (SpecConfigError, SeamError) as error:
         console.print(f"[red]refused:[/] {escape(one_line(error))}")
         return False
-    features = unsupported_features(target, device)
+    features = unsupported_features(target)
     table = Table(title=f"{escape(check.target)} on {device}", title_justify="left")
     table.add_column("what draft trees do not support")
     table.add_column("has it")
     for what, found in features.items():
         table.add_row(what, YES if found else NO)
-    if device == "cuda":
-        kinds = MAYBE if has_several_kinds(target) else NO
-        table.add_row("layers that need several KV cache groups", kinds)
     console.print(table)
-    problem = spec_problem(check, target, device)
+    problem = spec_problem(check, target)
     if problem is not None:
         console.print(f"[red]refused:[/] {escape(problem)}")
     refused = any(features.values()) or problem is not None
@@ -97,12 +94,7 @@ def read_target(check: TargetCheck) -> ModelConfig:
         ) from None
 
 
-def has_several_kinds(target: ModelConfig) -> bool:
-    """Whether layers differ in kind, for instance local and global attention."""
-    return len(set(target.hf_text_config.to_dict().get("layer_types") or ())) > 1
-
-
-def spec_problem(check: TargetCheck, target: ModelConfig, device: str) -> str | None:
+def spec_problem(check: TargetCheck, target: ModelConfig) -> str | None:
     """What would be refused of the spec-config; None: nothing, or there is none."""
     if check.spec is None:
         return None
@@ -112,7 +104,7 @@ def spec_problem(check: TargetCheck, target: ModelConfig, device: str) -> str | 
             return "--speculative-config must be one JSON object"
         config = parse_spec_config(spec)
         check_head_files(config)
-        refuse_drafters(config, target, check.num_ranks, device)
+        refuse_drafters(config, target, check.num_ranks)
     except json.JSONDecodeError as error:
         return f"--speculative-config is not JSON: {error}"
     except SpecConfigError as error:

@@ -22,6 +22,7 @@ _MODEL_CONFIG = Owner("vllm.config.model:ModelConfig")
 _PARALLEL_CONFIG = Owner("vllm.config.parallel:ParallelConfig")
 _SCHEDULER_CONFIG = Owner("vllm.config.scheduler:SchedulerConfig")
 _SPECULATIVE_CONFIG = Owner("vllm.config.speculative:SpeculativeConfig")
+_CACHE_CONFIG = Owner("vllm.config.cache:CacheConfig")
 _ATTENTION_CONFIG = Owner("vllm.config.attention:AttentionConfig")
 _LOGITS_PROCESSOR = Owner("vllm.v1.sample.logits_processor.interface:LogitsProcessor")
 _PLATFORMS = Owner("vllm.platforms")
@@ -34,7 +35,7 @@ ARGUMENTS = (
     ),
     *_ENGINE_ARGS.writes(
         "speculative_config worker_cls scheduler_cls additional_config block_size "
-        "attention_backend",
+        "attention_backend disable_hybrid_kv_cache_manager",
         "the stock arguments that a spec-config stands for",
     ),
     *_ENGINE_ARGS.reads(
@@ -57,19 +58,20 @@ ARGUMENTS = (
     *_CONFIG.reads("VllmConfig", "the config of an engine"),
     *_VLLM_CONFIG.reads(
         "model_config parallel_config scheduler_config speculative_config "
-        "structured_outputs_config device_config load_config quant_config",
+        "structured_outputs_config device_config load_config quant_config "
+        "cache_config",
         "the parts of the config",
     ),
     *_VLLM_CONFIG.reads("additional_config", "our settings travel to every worker"),
     *_VLLM_CONFIG.reads("use_v2_model_runner", "the V2 runner is refused"),
     *_MODEL_CONFIG.reads(
         "is_multimodal_model is_hybrid has_inner_state use_mla is_encoder_decoder "
-        "runner_type attention_chunk_size uses_mrope quantization",
+        "runner_type attention_chunk_size uses_mrope",
         "targets that draft trees cannot serve are refused",
     ),
-    *_MODEL_CONFIG.calls(
-        "get_sliding_window", "targets that draft trees cannot serve are refused"
-    ),
+    *_MODEL_CONFIG.calls("get_sliding_window", "a draft model has a window of its own"),
+    *_CACHE_CONFIG.writes("sliding_window", "a draft model has a window of its own"),
+    *_CACHE_CONFIG.reads("cache_dtype", "whether models may quantise the KV cache"),
     *_MODEL_CONFIG.reads(
         "model hf_text_config max_model_len trust_remote_code",
         "whether target and draft model or head fit",
@@ -359,6 +361,12 @@ LOADING = (
         "VocabParallelEmbedding", "the embedding that a head shares"
     ),
     *Owner(_EMBEDDING).reads("ParallelLMHead", "the output layer that a head shares"),
+    *Owner(_EMBEDDING).reads(
+        "UnquantizedEmbeddingMethod", "whether a layer that a head shares is quantised"
+    ),
+    *Owner(f"{_EMBEDDING}:VocabParallelEmbedding").reads(
+        "quant_method", "whether a layer that a head shares is quantised"
+    ),
     *Owner(f"{_EMBEDDING}:UnquantizedEmbeddingMethod.create_weights").reads(
         "weight", "the rows that a head shares"
     ),

@@ -165,7 +165,6 @@ def refuse_model(option: str, name: str, config: PretrainedConfig) -> None:
         "a hybrid or state-space model": bool(
             set(said.get("layer_types") or ()) - ATTENTION
         ),
-        "quantised weights": bool(said.get("quantization_config")),
     }
     for what, found in unsupported.items():
         if found:
@@ -173,6 +172,11 @@ def refuse_model(option: str, name: str, config: PretrainedConfig) -> None:
                 f"{option}: draft trees do not support {what} yet ({name}); name "
                 f"another model"
             )
+    if said.get("quantization_config"):
+        raise SpecConfigError(
+            f"{option}: treespec plan does not know the sizes of quantised weights yet "
+            f"({name}); name the model before it was quantised"
+        )
 
 
 def config_shapes(

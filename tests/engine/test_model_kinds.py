@@ -1,0 +1,144 @@
+"""Quantised weights and sliding windows: trees answer as plain vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import TINY
+from tests.engine.processes import EngineProcessError
+from tests.engine.quantised_models import write_quantised
+from tests.engine.tiny_models import write_layered, write_windowed
+
+WINDOW = 16
+SUFFIX = {"method": "suffix_tree", "num_drafts": 8, "depth": 4}
+# The two likeliest tokens below each node, so that the target's own are among them.
+OWN_DRAFT = {"method": "rsd_c", "branching_factors": [2, 2, 1]}
+DEPTH = 3
+HEADS = ("redrafter", "eagle_tree", "lyanna")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of target: how it is made of a plain one, and in which type it runs."""
+
+    write: Callable[[str, Path], str]
+    dtype: str = "float32"
+    methods: tuple[str, ...] = ("suffix_tree", "own draft")
+
+
+def quantised(form: str) -> Callable[[str, Path], str]:
+    """Return a function that writes a target in a quantised format."""
+    return lambda source, folder: write_quantised(source, folder, form)
+
+
+KINDS = {
+    "int8": Kind(quantised("int8"), methods=("suffix_tree", "own draft", *HEADS)),
+    "fp8": Kind(quantised("fp8")),
+    # vLLM has no kernel for 4 bit and float32.
+    "int4": Kind(quantised("int4"), "bfloat16"),
+    "gptq": Kind(quantised("gptq"), "bfloat16"),
+    "awq": Kind(quantised("awq"), "bfloat16"),
+    "window": Kind(
+        lambda _, folder: write_windowed(folder, WINDOW),
+        methods=("suffix_tree", "own draft", "full draft", *HEADS),
+    ),
+    "window in some layers": Kind(lambda _, folder: write_layered(folder, WINDOW)),
+}
+CASES = [(kind, method) for kind in KINDS for method in KINDS[kind].methods]
+# Texts that repeat themselves, so that trees of earlier text are drafted.
+PROMPTS = [
+    [(7 * (i % period) + 3 * j) % 500 for i in range(length)]
+    for j, (length, period) in enumerate(((9, 4), (40, 9), (64, 30), (130, 11)))
+]
+PARAMS = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+JOBS = [
+    {"prompts": PROMPTS, "params": PARAMS, "max_in_flight": number} for number in (1, 4)
+]
+
+
+@pytest.fixture(scope="module")
+def targets(
+    tiny: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """Folder of a target of every kind."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return {
+        name: kind.write(tiny["target"], folder / name) for name, kind in KINDS.items()
+    }
+
+
+@pytest.fixture
+def answer(
+    run_engine: Callable[..., dict], targets: dict[str, str], tiny: dict[str, str]
+) -> Callable[..., dict]:
+    """Return a function that runs the jobs on a kind of target."""
+
+    def run(name: str, method: str | None, **target: str) -> dict:
+        options: dict[str, Any] = {"model": targets[name], **TINY, **target}
+        options["dtype"] = KINDS[name].dtype
+        if method is not None:
+            specs: dict[str, dict[str, object]] = {
+                "suffix_tree": SUFFIX,
+                "own draft": {**OWN_DRAFT, "model": targets[name]},
+                "full draft": {**OWN_DRAFT, "model": tiny["draft"]},
+                **{head: {"method": head, "model": tiny[head]} for head in HEADS},
+            }
+            options["speculative_config"] = {**specs[method], "schedule": "fixed"}
+        return run_engine(None, JOBS, **options)
+
+    return run
+
+
+def tokens_of(result: dict) -> list[list[list[int]]]:
+    """Tokens of the answers, by job."""
+    return [[answer["token_ids"] for answer in job] for job in result["jobs"]]
+
+
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_tokens_equal_plain(
+    kind: str, method: str, answer: Callable[..., dict]
+) -> None:
+    """Red when a kind of weights or of attention is read otherwise under a tree."""
+    plain, trees = answer(kind, None), answer(kind, method)
+    assert tokens_of(trees) == tokens_of(plain)
+    assert min(trees["trees"]) > 20, "hardly a tree was drafted"
+    assert trees["nodes"][1] > 2 * trees["trees"][1], "no tree branched"
+
+
+@pytest.mark.parametrize("kind", ["int8", "window"])
+def test_kinds_matter(
+    kind: str, answer: Callable[..., dict], tiny: dict[str, str]
+) -> None:
+    """Red when a target runs as the plain one that it was made of."""
+    assert tokens_of(answer(kind, None)) != tokens_of(
+        answer(kind, None, model=tiny["target"])
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_target_drafts_for_itself(kind: str, answer: Callable[..., dict]) -> None:
+    """Red when a draft model's weights or windows are read otherwise than a target's.
+
+    Then it would not draft what it answers as a target.
+    """
+    stats = answer(kind, "own draft")["stats"]
+    assert stats["accepted"][str(DEPTH)] > 0.9 * stats["trees"]
+
+
+def test_quantised_output_layers_are_named(
+    answer: Callable[..., dict], tiny: dict[str, str], tmp_path: Path
+) -> None:
+    """Red when a head reads packed numbers as an output layer, or no remedy is named.
+
+    A method without a head needs no such layer.
+    """
+    target = write_quantised(tiny["target"], tmp_path / "gptq", "gptq", output=True)
+    with pytest.raises(EngineProcessError, match="output layer, which is quantised"):
+        answer("gptq", "redrafter", model=target)
+    plain, trees = (answer("gptq", m, model=target) for m in (None, "suffix_tree"))
+    assert tokens_of(trees) == tokens_of(plain)
