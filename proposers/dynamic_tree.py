@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,9 @@ def sizes(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
 class DynamicTree(Proposer):
     """Drafts the tree of EAGLE-2 (arXiv 2406.16858, sections 4.1 and 4.2).
 
+    Beyond the paper, candidates of a joint probability below ``min_probability`` are
+    left out, for each node of a tree costs a row of the target's forward.
+
     Expansion: of every level the ``top_k`` nodes of the highest joint probability are
     read, and their ``top_k`` likeliest tokens become candidates. Re-ranking: the
     ``num_drafts`` candidates of the highest joint probability are the tree; among
@@ -55,10 +60,13 @@ class DynamicTree(Proposer):
     samples, so the trees have no ``draws``.
     """
 
-    def __init__(self, top_k: int, depth: int, num_drafts: int) -> None:
+    def __init__(
+        self, top_k: int, depth: int, num_drafts: int, min_probability: float = 0.0
+    ) -> None:
         """Take nodes read a level (and children of each), levels, and draft nodes."""
         self.top_k, self.depth = useful(top_k, depth, num_drafts)
         self.num_drafts = num_drafts
+        self.least = math.log(min_probability) if min_probability else -math.inf
         self.sizes = sizes(top_k, depth, num_drafts)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
@@ -76,6 +84,7 @@ class DynamicTree(Proposer):
             count = min(self.top_k, probs.shape[-1])
             mass, columns = probs.topk(count, dim=-1)
             children = joint[..., None] + mass.double().log()
+            children = children.masked_fill(children < self.least, -torch.inf)
             children = inputs.within_levels(children, level + 1)
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))

@@ -53,7 +53,9 @@ class Hybrid(Proposer):
         self.index = suffix.Suffix(num_drafts, depth, min_probability)
         self.model: dynamic_tree.DynamicTree | None = None
         if model_depth:
-            self.model = dynamic_tree.DynamicTree(top_k, model_depth, num_drafts)
+            self.model = dynamic_tree.DynamicTree(
+                top_k, model_depth, num_drafts, min_probability
+            )
         self.num_draft_models = 0 if self.model is None else 1
         self.sizes = sizes(num_drafts, depth, top_k, model_depth)
 

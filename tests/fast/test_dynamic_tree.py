@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -98,6 +99,22 @@ def test_tree_is_the_references(
             assert bool((tree.parents[unused] == -1).all())
             assert not bool(tree.token_ids[unused].any() | tree.depths[unused].any())
             assert tree.draws is None
+
+
+@pytest.mark.parametrize("least", [0.02, 0.1, 0.4, 0.9])
+def test_unlikely_nodes_are_left_out(least: float) -> None:
+    """Red when a node's own probability decides, or another node falls out, too."""
+    language = language_of("random", 7, 3, 0)
+    law = log_law(language)
+    paths = dynamic_tree_reference(law, 3, 3, 20)
+    expected = [
+        path
+        for path in paths
+        if sum(law(path[:n])[token] for n, token in enumerate(path)) >= math.log(least)
+    ]
+    tree = tree_of(language, DynamicTree(3, 3, 20, least))
+    assert token_paths(tree, 0)[1:] == expected
+    assert len(expected) < len(paths)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 4, 9, 20])

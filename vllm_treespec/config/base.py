@@ -27,6 +27,10 @@ NO_LIMIT = 2**31
 # true and 3.0 are no numbers of tokens
 Count = Annotated[int, Field(strict=True, gt=0)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+MinProbability = Annotated[
+    Number,
+    Field(ge=0, lt=1, description="leave out drafts that are less likely accepted"),
+]
 
 
 class TypicalAcceptanceConfig(BaseModel):

@@ -60,7 +60,9 @@ class EagleTreeConfig(GrownTreeConfig):
         if self.num_drafts is None:
             return RsdS(self.top_k, self.depth)
         if self.tree == "dynamic":
-            return DynamicTree(self.top_k, self.depth, self.num_drafts)
+            return DynamicTree(
+                self.top_k, self.depth, self.num_drafts, self.min_probability or 0.0
+            )
         if self.tree == "static":
             head = read_head_config(self.model)
             assert isinstance(head, EagleHeadConfig)

@@ -6,10 +6,18 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig
+from vllm_treespec.config.base import (
+    MAX_DRAFTS,
+    Count,
+    MethodConfig,
+    MinProbability,
+)
 
 # Smaller trees: children per node, levels, draft tokens.
 SMALLER = ((4, 3, 8), (4, 2, 5), (4, 1, 4), (2, 1, 2))
+
+# Drafts that are less likely are worth no row where many requests run.
+LIKELY = 0.1
 
 
 class HeadMethodConfig(MethodConfig):
@@ -54,6 +62,29 @@ def smaller_trees(**limits: int | None) -> list[dict[str, int]]:
     ]
 
 
+def with_likely(
+    trees: list[dict[str, Any]], least: float | None
+) -> list[dict[str, Any]]:
+    """Put the whole tree with its likely drafts alone before smaller ones.
+
+    Args:
+        trees: smaller ones.
+        least: probability of the drafts of the whole tree; None: all are kept.
+
+    """
+    return [{"min_probability": max(LIKELY, least or 0.0)}, *trees]
+
+
+def for_dynamic_trees(least: float | None, info: ValidationInfo) -> float | None:
+    """Refuse a ``min_probability`` of a tree that is not a dynamic one."""
+    if least is not None and info.data.get("tree") != "dynamic":
+        raise ValueError(
+            "only a dynamic tree leaves drafts out; remove it, or write 'tree' "
+            "'dynamic'"
+        )
+    return least
+
+
 def num_drafts_field(default: int) -> Any:
     """The field ``num_drafts`` of a tree that its head grows."""
     return Field(
@@ -70,7 +101,12 @@ class GrownTreeConfig(HeadMethodConfig):
     A method says which kinds of ``tree`` it has.
     """
 
-    SHAPE: ClassVar[tuple[str, ...]] = ("top_k", "depth", "num_drafts")
+    SHAPE: ClassVar[tuple[str, ...]] = (
+        "top_k",
+        "depth",
+        "num_drafts",
+        "min_probability",
+    )
 
     tree: str = "dynamic"
     top_k: Count = Field(
@@ -80,6 +116,7 @@ class GrownTreeConfig(HeadMethodConfig):
     )
     depth: Count = Field(default=3, le=MAX_DRAFTS, description="levels below the root")
     num_drafts: Count | None = num_drafts_field(8)
+    min_probability: MinProbability | None = None
 
     @property
     def rule(self) -> str:
@@ -87,10 +124,20 @@ class GrownTreeConfig(HeadMethodConfig):
         return "recursive_rejection" if self.tree == "stochastic" else super().rule
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Three levels of eight draft tokens, down to one level of two."""
-        return smaller_trees(
+        """The likely drafts alone; then smaller trees down to one level of two."""
+        trees = smaller_trees(
             top_k=self.top_k, depth=self.depth, num_drafts=self.num_drafts
         )
+        if self.tree != "dynamic":
+            return trees
+        return with_likely(trees, self.min_probability)
+
+    @field_validator("min_probability")
+    @classmethod
+    def _only_dynamic_trees_leave_out(
+        cls, least: float | None, info: ValidationInfo
+    ) -> float | None:
+        return for_dynamic_trees(least, info)
 
     @field_validator("num_drafts")
     @classmethod

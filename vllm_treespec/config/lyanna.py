@@ -26,7 +26,7 @@ from vllm_treespec.sources.chain import Resample
 class LyannaConfig(GrownTreeConfig):
     """Trees over a chain of hidden states."""
 
-    SHAPE = ("top_k", "depth", "num_drafts", "resample_drafts")
+    SHAPE = (*GrownTreeConfig.SHAPE, "resample_drafts")
     HEAD = "lyanna"
 
     method: Literal["lyanna"]
@@ -83,9 +83,10 @@ class LyannaConfig(GrownTreeConfig):
             return Lyanna(RsdS(width, depth))
         if self.tree == "stochastic":
             return Lyanna(StochasticTree(width, depth, self.num_drafts))
-        tree = DynamicTree(width, depth, self.num_drafts)
+        least = self.min_probability or 0.0
+        tree = DynamicTree(width, depth, self.num_drafts, least)
         left = self._leftover_shape(tree.depth)
-        return Lyanna(tree, None if left is None else DynamicTree(*left))
+        return Lyanna(tree, None if left is None else DynamicTree(*left, least))
 
     @field_validator("resample")
     @classmethod

@@ -6,8 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import HeadMethodConfig, smaller_trees
+from vllm_treespec.config.base import MAX_DRAFTS, Count, MinProbability
+from vllm_treespec.config.heads import (
+    HeadMethodConfig,
+    for_dynamic_trees,
+    smaller_trees,
+    with_likely,
+)
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
@@ -26,7 +31,7 @@ NUM_DRAFTS = 5
 class ReDrafterConfig(HeadMethodConfig):
     """Beam search over a recurrent head."""
 
-    SHAPE = ("beam_width", "length", "num_drafts")
+    SHAPE = ("beam_width", "length", "num_drafts", "min_probability")
     HEAD = "redrafter"
 
     method: Literal["redrafter"]
@@ -55,6 +60,7 @@ class ReDrafterConfig(HeadMethodConfig):
         description="draft tokens at most, the likeliest are kept; null: "
         f"{NUM_DRAFTS}, and all of a stochastic beam",
     )
+    min_probability: MinProbability | None = None
 
     @property
     def rule(self) -> str:
@@ -77,14 +83,29 @@ class ReDrafterConfig(HeadMethodConfig):
         if self.num_drafts is None:  # all of a stochastic beam
             return RsdS(self.beam_width, self.length)
         if self.tree == "dynamic":
-            return DynamicTree(self.beam_width, self.length, self.num_drafts)
+            return DynamicTree(
+                self.beam_width,
+                self.length,
+                self.num_drafts,
+                self.min_probability or 0.0,
+            )
         return super().proposer()
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Three levels of eight draft tokens, down to one level of two."""
-        return smaller_trees(
+        """The likely drafts alone; then smaller trees down to one level of two."""
+        trees = smaller_trees(
             beam_width=self.beam_width, length=self.length, num_drafts=self.num_drafts
         )
+        if self.tree != "dynamic":
+            return trees
+        return with_likely(trees, self.min_probability)
+
+    @field_validator("min_probability")
+    @classmethod
+    def _only_dynamic_trees_leave_out(
+        cls, least: float | None, info: ValidationInfo
+    ) -> float | None:
+        return for_dynamic_trees(least, info)
 
     @field_validator("tree")
     @classmethod

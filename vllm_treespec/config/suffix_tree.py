@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig, Number
+from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig, MinProbability
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import suffix
 from vllm_treespec.sources.suffix_index import SuffixIndex
@@ -26,12 +26,7 @@ class IndexConfig(MethodConfig, ABC):
     depth: Count = Field(
         default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
     )
-    min_probability: Number = Field(
-        default=MIN_PROBABILITY,
-        ge=0,
-        lt=1,
-        description="leave out drafts that are less likely accepted",
-    )
+    min_probability: MinProbability = MIN_PROBABILITY
     max_match: Count = Field(
         default=16, le=256, description="last tokens to look up at most"
     )
