@@ -12,6 +12,7 @@ from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head, check_head_files, check_weights
+from vllm_treespec.config.heads import LIKELY
 from vllm_treespec.plugin import expand_file, with_trees
 from vllm_treespec.proposers import DynamicTree, ReDrafter
 
