@@ -55,7 +55,10 @@ def trees_of(text: str, option: str, keys: Sequence[str]) -> list[dict[str, int]
 
 def trees_by_kind(eagle: str, redrafter: str) -> dict[str, list[dict[str, int]]]:
     """Trees of each kind; Medusa's have as many draft tokens as EAGLE's."""
-    eagle_keys, beam_keys = METHODS["eagle_tree"].SHAPE, METHODS["redrafter"].SHAPE
+    eagle_keys, beam_keys = (
+        METHODS["eagle_tree"].SHAPE[:3],
+        METHODS["redrafter"].SHAPE[:3],
+    )
     trees = trees_of(eagle, "--trees", eagle_keys)
     return {
         MEDUSA: [{"num_drafts": tree["num_drafts"]} for tree in trees],

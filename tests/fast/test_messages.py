@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, LlamaConfig, MistralConfig
+from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from tests.heads import write_head
@@ -218,29 +218,3 @@ def test_folder_of_assets_is_named(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert f"{folder} cannot be made" in done.stderr
     assert "--dir" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("device", "window", "refused"),
-    [("cpu", 64, True), ("cpu", None, False), ("cuda", 64, False)],
-)
-def test_sliding_window_of_a_draft_model(
-    device: str, window: int | None, refused: bool, draft: Path
-) -> None:
-    """Red when a draft model starts on a CPU with a window that trees do not know."""
-    pytest.importorskip("vllm", reason="needs vLLM")
-    from tests.fast.small_engine import engine_config
-    from vllm_treespec.engine.refusals import refuse_models
-
-    config = MistralConfig(
-        architectures=["MistralForCausalLM"], sliding_window=window, **SIZES
-    )
-    config.save_pretrained(draft)
-    engine = engine_config({"method": "suffix_tree"})
-    spec = parse_spec_config({"method": "sd", "model": str(draft)})
-    if not refused:
-        refuse_models(spec, engine, device)
-        return
-    with pytest.raises(SpecConfigError) as error:
-        refuse_models(spec, engine, device)
-    assert f"{draft} has sliding-window attention" in str(error.value)

@@ -201,7 +201,7 @@ class MethodConfig(BaseModel, ABC):
         if num_drafts > MAX_DRAFTS:
             raise ValueError(
                 f"the tree has {num_drafts} draft tokens and at most {MAX_DRAFTS} fit; "
-                f"lower {', '.join(self.SHAPE)}"
+                f"lower {', '.join(k for k in self.SHAPE if k != 'min_probability')}"
             )
         if self.schedule == ():
             raise ValueError("'schedule' is empty; remove it, or write 'fixed'")
