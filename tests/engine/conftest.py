@@ -74,7 +74,13 @@ SPECS: dict[str, dict[str, object]] = {
         "resample": "merge",
         "resample_drafts": 5,
     },
-    "hybrid": {"method": "hybrid", "num_drafts": 10, "depth": 6, "sure_match": 4},
+    "hybrid": {
+        "method": "hybrid",
+        "num_drafts": 10,
+        "depth": 6,
+        "sure_match": 4,
+        "min_probability": 0.0,
+    },
     "hybrid-eagle": {
         "method": "hybrid",
         "drafter": "eagle",

@@ -185,6 +185,11 @@ def test_hot_tokens_of_draft_models(tmp_path: Path) -> None:
     assert named.hot_token_files == (Path("other.json"),)
     both = {"method": "specinfer", "drafts": [{"model": str(tmp_path)}] * 2}
     assert parse_spec_config(both).hot_token_files == (own, own)
+    two = {"method": "specinfer", "drafts": [{"model": str(tmp_path)}, {"model": "b"}]}
+    assert parse_spec_config(two).hot_token_files == (None, None)
+    assert (
+        parse_spec_config({**two, "hot_tokens": str(own)}).hot_token_files == (own,) * 2
+    )
     every = parse_spec_config({**both, "hot_tokens": "all"})
     assert every.hot_token_files == (None, None)
     hybrid = {"method": "hybrid", "model": str(tmp_path)}

@@ -77,16 +77,6 @@ def test_odd_hot_tokens_of_a_draft_model(
         check_hot_tokens(named, 32)
 
 
-def test_draft_models_with_different_hot_tokens(draft: Path) -> None:
-    """Red when draws over different tokens would be verified as one distribution."""
-    (draft / "hot_tokens.json").write_text("[1, 2]")
-    drafts = [{"model": str(draft)}, {"model": "another"}]
-    spec = {"method": "specinfer", "drafts": drafts}
-    with pytest.raises(SpecConfigError, match="different tokens"):
-        check_hot_tokens(parse_spec_config(spec), 32)
-    check_hot_tokens(parse_spec_config({**spec, "hot_tokens": "all"}), 32)
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [

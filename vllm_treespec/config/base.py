@@ -252,7 +252,8 @@ HotTokens = Annotated[
     Field(
         min_length=1,
         description="JSON file of the token ids to draft; left out: hot_tokens.json "
-        "in the draft model's folder, if there; all: every token",
+        "in the draft model's folder, if there (in every one's, and equal, if there "
+        "are several); all: every token",
     ),
 ]
 
@@ -260,11 +261,18 @@ HotTokens = Annotated[
 def hot_token_files(
     models: Sequence[str], hot_tokens: str | None
 ) -> tuple[Path | None, ...]:
-    """For each draft model the JSON file of the tokens it drafts; None: all."""
+    """For each draft model the JSON file of the tokens it drafts; None: all.
+
+    One tree draws from one draft vocabulary: files of the models' own are for nothing
+    unless they are equal.
+    """
     if hot_tokens is not None:
         return (None if hot_tokens == "all" else Path(hot_tokens),) * len(models)
     own = [Path(model) / "hot_tokens.json" for model in models]
-    return tuple(file if file.is_file() else None for file in own)
+    equal = (
+        all(file.is_file() for file in own) and len({f.read_bytes() for f in own}) == 1
+    )
+    return tuple(own) if equal else (None,) * len(own)
 
 
 class DraftModelConfig(MethodConfig):
