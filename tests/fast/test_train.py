@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from dataclasses import dataclass
@@ -347,6 +348,9 @@ def test_text_file_cut_in_a_line_reads_to_the_last_whole_row(tmp_path: Path) -> 
     # Text made by hand may lack the last newline.
     path.write_text(f"{whole}\n{whole}")
     assert read_rows(path, 3) == [Row([1, 2], 1)] * 2
+    packed = tmp_path / "text.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_rows(packed, 3) == [Row([1, 2], 1)] * 2
 
 
 WRONG_ROWS = {

@@ -57,15 +57,20 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         ValueError: a line is no JSON object, or has none of ``PROMPT_KEYS``.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
     prompts = []
-    with opener(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            prompt = _prompt_of(_json_object(line, f"{path}:{number}"))
-            if prompt is None:
-                raise ValueError(f"{path}:{number}: no key {PROMPT_KEYS}; add one")
-            prompts.append(prompt)
+    for number, line in enumerate(lines_of(path), 1):
+        prompt = _prompt_of(_json_object(line, f"{path}:{number}"))
+        if prompt is None:
+            raise ValueError(f"{path}:{number}: no key {PROMPT_KEYS}; add one")
+        prompts.append(prompt)
     return prompts
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file; ``.gz`` is unpacked."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file:
+        yield from file
 
 
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
@@ -103,16 +108,15 @@ def read_rows(path: Path, vocab_size: int) -> list[Row]:
             whose ids are none of the target's ``vocab_size`` tokens.
     """
     rows = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith((b"\n", b"}")):
-                break
-            where = f"{path}:{number}"
-            row = _json_object(line, where)
-            wrong = _wrong_with(row, vocab_size)
-            if wrong:
-                raise ValueError(f"{where}: {wrong}")
-            rows.append(Row(row["token_ids"], row["prompt_len"]))
+    for number, line in enumerate(lines_of(path), 1):
+        if not line.endswith((b"\n", b"}")):
+            break
+        where = f"{path}:{number}"
+        row = _json_object(line, where)
+        wrong = _wrong_with(row, vocab_size)
+        if wrong:
+            raise ValueError(f"{where}: {wrong}")
+        rows.append(Row(row["token_ids"], row["prompt_len"]))
     return rows
 
 
