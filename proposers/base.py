@@ -41,6 +41,17 @@ class ProposerInputs:
     num_drafts: Tensor | None = None
     # int64 [num_reqs], the deepest level that each tree may have; None: all levels
     levels: Tensor | None = None
+    # whether the host may wait for a value, to leave out levels without a draft
+    host_may_wait: bool = False
+
+    def has_ended(self, drafts: Tensor) -> bool:
+        """Whether no tree has a draft in a level, and so none below it.
+
+        Args:
+            drafts: bool, which candidates of the level are drafts, of all requests.
+
+        """
+        return self.host_may_wait and not bool(drafts.any())
 
     def within_levels(self, values: Tensor, level: int) -> Tensor:
         """Leave out the candidates of a level where trees are not that deep.

@@ -89,11 +89,13 @@ class DynamicTree(Proposer):
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))
             log_probs.append(children.flatten(1))
-            if level + 1 < self.depth:
-                place = frontier(log_probs[-1], self.top_k)
-                joint = log_probs[-1].gather(1, place)
-                read = tokens[-1].gather(1, place)
-                logits = draft_model.extend(read, place // count)
+            is_last = level + 1 == self.depth
+            if is_last or inputs.has_ended(log_probs[-1] > -torch.inf):
+                break
+            place = frontier(log_probs[-1], self.top_k)
+            joint = log_probs[-1].gather(1, place)
+            read = tokens[-1].gather(1, place)
+            logits = draft_model.extend(read, place // count)
         return from_candidates(
             inputs.root_token_ids,
             tokens,

@@ -18,6 +18,7 @@ from vllm_treespec.proposers.base import (
     register_proposer,
     tokens_of,
 )
+from vllm_treespec.proposers.confidence import Confidence
 
 
 def level_widths(branching_factors: Sequence[int]) -> list[int]:
@@ -46,12 +47,16 @@ class RsdC(Proposer):
 
     A node at depth l gets ``branching_factors[l]`` children, drawn without
     replacement from the draft model's distribution after that node. At temperature
-    0 they are its most likely tokens.
+    0 they are its most likely tokens. Beyond the paper, drafts below
+    ``min_probability`` are left out (``confidence.py``).
     """
 
-    def __init__(self, branching_factors: Sequence[int]) -> None:
+    def __init__(
+        self, branching_factors: Sequence[int], min_probability: float = 0.0
+    ) -> None:
         """Take the children per node of each level, for example ``(2, 2, 1)``."""
         self.branching_factors = tuple(branching_factors)
+        self.min_probability = min_probability
         self.widths = level_widths(self.branching_factors)
         self.sizes = sizes(self.branching_factors)
 
@@ -61,6 +66,7 @@ class RsdC(Proposer):
         num_reqs, device = inputs.root_token_ids.shape[0], inputs.root_token_ids.device
         logits = draft_model.root_logits()[:, None]
         uniforms = inputs.uniforms.split(self.widths[1:], dim=1)
+        confidence = Confidence(self.min_probability, inputs)
         reached = torch.ones((num_reqs, 1), dtype=torch.bool, device=device)
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
@@ -68,17 +74,20 @@ class RsdC(Proposer):
         level_probs: list[Tensor] = []
         for level, count in enumerate(self.branching_factors):
             probs = inputs.sampling.probs(logits)
-            level_probs.append(probs)
             drawn, exists = draw_children(
                 probs, count, uniforms[level], inputs.sampling
             )
-            reached = (exists & reached[..., None]).flatten(1)
+            confidence.nodes = confidence.of_children(probs, drawn).flatten(1)
+            exists = (exists & reached[..., None]).flatten(1)
+            reached = exists & (confidence.nodes > -torch.inf)
+            level_probs.append(probs)
             tokens.append(tokens_of(drawn.flatten(1), draft_model.vocabulary))
             valid.append(reached)
             parent = torch.arange(self.widths[level], device=device)
             parents.append(parent.repeat_interleave(count).expand(num_reqs, -1))
-            if level + 1 < self.sizes.max_depth:
-                logits = draft_model.extend(tokens[-1], parents[-1])
+            if level + 1 == self.sizes.max_depth or inputs.has_ended(reached):
+                break
+            logits = draft_model.extend(tokens[-1], parents[-1])
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )

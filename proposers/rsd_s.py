@@ -15,6 +15,7 @@ from vllm_treespec.proposers.base import (
     register_proposer,
     tokens_of,
 )
+from vllm_treespec.proposers.confidence import Confidence
 from vllm_treespec.proposers.rsd_c import draw_children
 
 
@@ -41,13 +42,17 @@ class RsdS(Proposer):
     highest equals the node's own, each further one is a Gumbel around the log of the
     mass that is left, truncated at the one before. That is the law of perturbing the
     whole vocabulary (eq. 9 and 10), for a few numbers a node. At temperature 0 this
-    becomes beam search.
+    becomes beam search. Beyond the paper, drafts below ``min_probability`` are left
+    out (``confidence.py``).
     """
 
-    def __init__(self, beam_width: int, depth: int) -> None:
+    def __init__(
+        self, beam_width: int, depth: int, min_probability: float = 0.0
+    ) -> None:
         """Take the nodes per level and the number of levels."""
         self.beam_width = beam_width
         self.depth = depth
+        self.min_probability = min_probability
         self.sizes = sizes(beam_width, depth)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
@@ -58,6 +63,7 @@ class RsdS(Proposer):
         uniforms = inputs.uniforms.unflatten(1, (2, -1, self.beam_width))
         log_probs = torch.zeros((num_reqs, 1), dtype=torch.float64, device=device)
         perturbed = torch.zeros_like(log_probs)
+        confidence = Confidence(self.min_probability, inputs)
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         valid: list[Tensor] = []
@@ -66,8 +72,7 @@ class RsdS(Proposer):
         for level in range(self.depth):
             width = logits.shape[1]
             probs = inputs.sampling.probs(logits)
-            level_probs.append(probs)
-            beam = expand_beam(
+            columns, log_probs, perturbed = expand_beam(
                 probs,
                 log_probs,
                 perturbed,
@@ -75,13 +80,19 @@ class RsdS(Proposer):
                 inputs.sampling,
             )
             used += width
-            parent, column, log_probs, perturbed = select_beam(*beam, self.beam_width)
+            sure = confidence.of_children(probs, columns)
+            perturbed = perturbed.masked_fill(sure == -torch.inf, -torch.inf)
+            parent, perturbed, column, log_probs, confidence.nodes = select_beam(
+                perturbed, self.beam_width, columns, log_probs, sure
+            )
             perturbed = inputs.within_levels(perturbed, level + 1)
+            level_probs.append(probs)
             parents.append(parent)
             tokens.append(tokens_of(column, draft_model.vocabulary))
             valid.append(perturbed > -torch.inf)
-            if level + 1 < self.depth:
-                logits = draft_model.extend(tokens[-1], parent)
+            if level + 1 == self.depth or inputs.has_ended(valid[-1]):
+                break
+            logits = draft_model.extend(tokens[-1], parent)
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )
@@ -175,22 +186,21 @@ def perturb_children(
 
 
 def select_beam(
-    tokens: Tensor, log_probs: Tensor, perturbed: Tensor, beam_width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    perturbed: Tensor, beam_width: int, *values: Tensor
+) -> tuple[Tensor, ...]:
     """Keep the ``beam_width`` best children, siblings side by side and best first.
 
     Args:
-        tokens: int64 [num_reqs, width, count], and alike the two others.
-        log_probs: of the child sequences.
-        perturbed: the values that select, and order siblings.
+        perturbed: [num_reqs, width, count], what selects, and orders siblings.
         beam_width: how many to keep.
+        values: of the same shape, what else is known of the children.
 
     Returns:
-        parents (index within the level above), token ids, log probabilities and
-        perturbed log probabilities, each [num_reqs, beam_width].
+        parents (index within the level above), perturbed log probabilities and other
+        values of the children that are kept, each [num_reqs, beam_width].
 
     """
-    count = tokens.shape[-1]
+    width, count = perturbed.shape[1:]
     num_children = perturbed[0].numel()
     best = perturbed.flatten(1).topk(min(beam_width, num_children), dim=1).indices
     # Children of one node lie in draw order, so ascending places keep siblings
@@ -202,8 +212,7 @@ def select_beam(
     best = best.clamp(min=0)
     chosen_perturbed = perturbed.flatten(1).gather(1, best)
     return (
-        torch.where(absent, tokens.shape[1] - 1, best // count),
-        tokens.flatten(1).gather(1, best),
-        log_probs.flatten(1).gather(1, best),
+        torch.where(absent, width - 1, best // count),
         chosen_perturbed.masked_fill(absent, -torch.inf),
+        *(value.flatten(1).gather(1, best) for value in values),
     )

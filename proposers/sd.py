@@ -16,6 +16,6 @@ def sizes(depth: int) -> TreeSizes:
 class Sd(rsd_c.RsdC):
     """Draws a chain (arXiv 2211.17192): RSD-C with one child per node."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, min_probability: float = 0.0) -> None:
         """Take the number of draft tokens."""
-        super().__init__((1,) * depth)
+        super().__init__((1,) * depth, min_probability)

@@ -130,10 +130,10 @@ def test_siblings_are_draws_without_replacement(
 
 
 def select_likeliest(
-    tokens: Tensor, log_probs: Tensor, perturbed: Tensor, beam_width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    perturbed: Tensor, beam_width: int, columns: Tensor, log_probs: Tensor, sure: Tensor
+) -> tuple[Tensor, ...]:
     """``select_beam`` by log probability: looks at the tokens it selects."""
-    return select_beam(tokens, log_probs, log_probs, beam_width)
+    return select_beam(log_probs, beam_width, columns, log_probs, sure)
 
 
 WRONG_PROPOSERS: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -7,7 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
+from vllm_treespec.config.base import (
+    MAX_DRAFTS,
+    Count,
+    DraftModelConfig,
+    MinProbability,
+)
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_c
 
@@ -17,7 +22,7 @@ BRANCHING_FACTORS = (2, 1, 1)
 class RsdCConfig(DraftModelConfig):
     """A tree with constant branching factors."""
 
-    SHAPE = ("branching_factors",)
+    SHAPE = ("branching_factors", "min_probability")
 
     method: Literal["rsd_c"]
     branching_factors: tuple[Count, ...] = Field(
@@ -26,6 +31,7 @@ class RsdCConfig(DraftModelConfig):
         max_length=MAX_DRAFTS,
         description="children per node, by level",
     )
+    min_probability: MinProbability | None = None
 
     @property
     def sizes(self) -> TreeSizes:

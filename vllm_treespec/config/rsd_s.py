@@ -7,7 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
+from vllm_treespec.config.base import (
+    MAX_DRAFTS,
+    Count,
+    DraftModelConfig,
+    MinProbability,
+)
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_s
 
@@ -18,7 +23,7 @@ DEPTH = 3
 class RsdSConfig(DraftModelConfig):
     """A tree drawn by stochastic beam search."""
 
-    SHAPE = ("beam_width", "depth")
+    SHAPE = ("beam_width", "depth", "min_probability")
 
     method: Literal["rsd_s"]
     beam_width: Count = Field(
@@ -27,6 +32,7 @@ class RsdSConfig(DraftModelConfig):
     depth: Count = Field(
         default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
     )
+    min_probability: MinProbability | None = None
 
     @property
     def sizes(self) -> TreeSizes:

@@ -7,7 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
+from vllm_treespec.config.base import (
+    MAX_DRAFTS,
+    Count,
+    DraftModelConfig,
+    MinProbability,
+)
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import sd
 
@@ -17,10 +22,11 @@ DEPTH = 3
 class SdConfig(DraftModelConfig):
     """A chain of draft tokens: ordinary speculative decoding."""
 
-    SHAPE = ("depth",)
+    SHAPE = ("depth", "min_probability")
 
     method: Literal["sd"]
     depth: Count = Field(default=DEPTH, le=MAX_DRAFTS, description="draft tokens")
+    min_probability: MinProbability | None = None
 
     @property
     def sizes(self) -> TreeSizes:

@@ -339,6 +339,7 @@ class TreeDecoder:
                 first_shares=None
                 if shares is None
                 else shares.first(roots.slots, found[0].matches()),
+                host_may_wait=not self.method.batched,
             )
         )
         limits = self._node_limits(batch, drafting, tree)

@@ -1,0 +1,52 @@
+"""Confidence: below which paths a draft model draws nothing more."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.proposers.base import ProposerInputs
+
+
+class Confidence:
+    """Leaves out drafts that are hardly accepted, level by level.
+
+    A greedy request's draft counts with the probability of its path. A sampled one's
+    counts with that of the likeliest path beside it: the product, along the path, of
+    the highest draft probability at each node above. So its own token does not decide
+    whether a draft is there, and verification stays exact.
+    """
+
+    def __init__(self, min_probability: float, inputs: ProposerInputs) -> None:
+        """Begin at the roots; ``min_probability`` 0 leaves nothing out."""
+        self.least = math.log(min_probability) if min_probability else -math.inf
+        self.sampling = inputs.sampling
+        # float64 [num_reqs, width], log confidence of the level's nodes
+        self.nodes = torch.zeros_like(
+            inputs.root_token_ids[:, None], dtype=torch.float64
+        )
+
+    def of_children(self, probs: Tensor, columns: Tensor) -> Tensor:
+        """Log confidence of the children of each node.
+
+        Args:
+            probs: float32 [num_reqs, width, vocab_size], after each node.
+            columns: int64 [num_reqs, width, count], the children's.
+
+        Returns:
+            float64 [num_reqs, width, count], -inf for those to leave out.
+
+        """
+        if self.least == -math.inf:
+            return torch.zeros_like(columns, dtype=torch.float64)
+        if self.sampling.all_greedy:
+            mass = probs.gather(-1, columns)
+        else:
+            mass = probs.amax(-1, keepdim=True).expand(columns.shape)
+            if not self.sampling.all_random:
+                greedy = self.sampling.greedy[:, None, None]
+                mass = torch.where(greedy, probs.gather(-1, columns), mass)
+        values = self.nodes[..., None] + mass.double().log()
+        return values.masked_fill(values < self.least, -torch.inf)

@@ -1,0 +1,174 @@
+"""Drafts that are hardly accepted are left out, and the law stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.beam_trees import all_beam_trees, rand
+from tests.fast.enumeration import Weighted, all_trees, law_error
+from tests.fast.languages import KINDS, LanguageDraft, plain_sampling, random_tables
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.proposers import (
+    DynamicTree,
+    Proposer,
+    ProposerInputs,
+    RsdC,
+    RsdS,
+    Sd,
+)
+from vllm_treespec.proposers.confidence import Confidence
+from vllm_treespec.scorers import recursive_rejection
+
+EXACT = 1e-12
+NOTICEABLE = 1e-3
+
+PROPOSERS: dict[str, Any] = {
+    "sd": Sd(3, 0.1),
+    "rsd_c 2x1": RsdC((2, 1), 0.19),
+    "rsd_c 2x2": RsdC((2, 2), 0.3),
+    "rsd_s": RsdS(2, 2, 0.19),
+}
+
+
+def drawn_trees(proposer: Any, draft: Any, seed: int = 0) -> Weighted:
+    """Every tree that a proposer can draw, RSD-S for some Gumbel uniforms."""
+    if isinstance(proposer, RsdS):
+        return all_beam_trees(proposer, draft, proposer.beam_width, seed)
+    return all_trees(draft, proposer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_emitted_law_is_the_targets(name: str, kind: str) -> None:
+    """Red when what was drawn decides whether it is a draft."""
+    proposer = PROPOSERS[name]
+    draft, target = random_tables(kind, 4 if "2x2" not in name else 3, 3)
+    drawn = drawn_trees(proposer, draft)
+    assert law_error(recursive_rejection, drawn, target) < EXACT
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_trees_become_smaller(name: str) -> None:
+    """Red when the test above draws whole trees only."""
+    proposer = PROPOSERS[name]
+    draft, _ = random_tables("random", 4 if "2x2" not in name else 3, 3)
+    drawn = drawn_trees(proposer, draft)
+    assert len(drawn.tree.num_nodes.unique()) > 1
+
+
+class OwnProbability(Confidence):
+    """Looks at the token that was drawn, also of sampled requests."""
+
+    def of_children(self, probs: Tensor, columns: Tensor) -> Tensor:
+        """Log probability of each child's path."""
+        values = self.nodes[..., None] + probs.gather(-1, columns).double().log()
+        return values.masked_fill(values < self.least, -torch.inf)
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_draft_must_not_decide_for_itself(name: str) -> None:
+    """Red when the check above could no longer see a lossy choice."""
+    proposer = PROPOSERS[name]
+    draft, target = random_tables("random", 4 if "2x2" not in name else 3, 3)
+    module = "rsd_s" if isinstance(proposer, RsdS) else "rsd_c"
+    with patch(f"vllm_treespec.proposers.{module}.Confidence", OwnProbability):
+        drawn = drawn_trees(proposer, draft)
+    assert law_error(recursive_rejection, drawn, target) > NOTICEABLE
+
+
+class CountingDraft(LanguageDraft):
+    """Counts the levels that it reads."""
+
+    num_read = 0
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level, and count it."""
+        self.num_read += 1
+        return super().extend(token_ids, parents)
+
+
+def draft_tree(
+    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, may_wait: bool
+) -> tuple[TreeBatch, int]:
+    """Trees of one random language, and how many levels were read for them."""
+    language, _ = random_tables("random", 5, 6)
+    draft = CountingDraft(language, num_reqs)
+    inputs = ProposerInputs(
+        torch.zeros(num_reqs, dtype=torch.int64),
+        sampling,
+        rand(num_reqs, proposer.sizes.num_uniforms),
+        [draft],
+        host_may_wait=may_wait,
+    )
+    return proposer.propose(inputs), draft.num_read
+
+
+ALL: dict[str, Proposer] = {
+    "sd": Sd(6, 0.2),
+    "rsd_c": RsdC((2, 2, 1, 1, 1, 1), 0.2),
+    "rsd_s": RsdS(3, 6, 0.2),
+    "dynamic": DynamicTree(3, 6, 12, 0.2),
+}
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("name", ALL)
+def test_no_level_is_read_in_vain(name: str, greedy: bool) -> None:
+    """Red when levels without a draft are read, or leaving them out changes a tree."""
+    sampling = plain_sampling(3)
+    if greedy:
+        zeros = torch.zeros(3)
+        sampling = SamplingTensors(zeros, all_greedy=True)
+    short, few = draft_tree(ALL[name], sampling, 3, may_wait=True)
+    whole, all_levels = draft_tree(ALL[name], sampling, 3, may_wait=False)
+    assert few == int(whole.depths.max()) < all_levels == 5
+    width = short.max_nodes
+    assert bool((whole.num_nodes <= width).all())
+    for one, other in zip(
+        (short.token_ids, short.parents, short.depths),
+        (whole.token_ids, whole.parents, whole.depths),
+        strict=True,
+    ):
+        assert one.equal(other[:, :width])
+
+
+WHOLE: dict[str, Proposer] = {
+    "sd": Sd(6),
+    "rsd_c": RsdC((2, 2, 1, 1, 1, 1)),
+    "rsd_s": RsdS(3, 6),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_drafts_of_greedy_requests_are_likely(name: str) -> None:
+    """Red when a greedy tree holds an unlikely draft, or lacks a likely one."""
+    sampling = SamplingTensors(torch.zeros(1), all_greedy=True)
+    tree, _ = draft_tree(ALL[name], sampling, 1, may_wait=False)
+    whole, _ = draft_tree(WHOLE[name], sampling, 1, may_wait=False)
+    language, _ = random_tables("random", 5, 6)
+    probs = path_probabilities(whole, language)
+    likely = {path for path, p in probs.items() if p >= 0.2}
+    assert set(path_probabilities(tree, language)) == likely
+    assert 1 < len(likely) < len(probs)
+
+
+def path_probabilities(tree: TreeBatch, language: Any) -> dict[tuple[int, ...], float]:
+    """Draft probability of every path of the first tree, by its tokens."""
+    tree = replace(tree, draws=None)
+    prefixes = language.prefixes(tree)[0].tolist()
+    found: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 1.0)}
+    for node in range(1, int(tree.num_nodes[0])):
+        parent, token = int(tree.parents[0, node]), int(tree.token_ids[0, node])
+        path, p = found[parent]
+        found[node] = (
+            (*path, token),
+            p * float(language.table[prefixes[parent], token]),
+        )
+    return dict(found.values())
