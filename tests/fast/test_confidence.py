@@ -122,7 +122,7 @@ ALL: dict[str, Proposer] = {
 @pytest.mark.parametrize("name", ALL)
 def test_no_level_is_read_in_vain(name: str, greedy: bool) -> None:
     """Red when levels without a draft are read, or leaving them out changes a tree."""
-    sampling = plain_sampling(3)
+    sampling: SamplingTensors = plain_sampling(3)
     if greedy:
         zeros = torch.zeros(3)
         sampling = SamplingTensors(zeros, all_greedy=True)
