@@ -22,6 +22,8 @@ from vllm_treespec.tools.sides import PLAIN, Cell, Side
 from vllm_treespec.tools.store import settings_of
 
 SUFFIX = "suffix_tree"
+# methods that draft from an index
+INDEXES = (SUFFIX, "hybrid")
 DRAFT_METHODS = ("sd", "rsd_c", "rsd_s")
 HEAD_METHODS = {
     "redrafter": "redrafter",
@@ -121,7 +123,7 @@ def sides_of(
     Prompts repeat between cells: suffix trees do not get earlier answers.
     """
     own_text = [
-        {**spec, "max_cached_tokens": 0} if spec.get("method") == SUFFIX else spec
+        {**spec, "max_cached_tokens": 0} if spec.get("method") in INDEXES else spec
         for spec in specs
     ]
     return [
