@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import prod
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from vllm_treespec.config.base import (
     Count,
     DraftModelConfig,
     MinProbability,
+    likely_drafts,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_c
@@ -39,9 +40,9 @@ class RsdCConfig(DraftModelConfig):
         return rsd_c.sizes(self.branching_factors)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Half the depth, then one level of four draft tokens, of two, of one."""
-        width, depth = prod(self.branching_factors), len(self.branching_factors)
+        """The likely drafts alone; then one level of two draft tokens, of one."""
+        width = prod(self.branching_factors)
         return [
-            {"branching_factors": self.branching_factors[: ceil(depth / 2)]},
-            *({"branching_factors": (min(n, width),)} for n in (4, 2, 1)),
+            *likely_drafts(self.min_probability),
+            *({"branching_factors": (min(n, width),)} for n in (2, 1)),
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,6 +11,7 @@ from vllm_treespec.config.base import (
     Count,
     DraftModelConfig,
     MinProbability,
+    likely_drafts,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_s
@@ -40,8 +40,8 @@ class RsdSConfig(DraftModelConfig):
         return rsd_s.sizes(self.beam_width, self.depth)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Half the depth, then one level of four draft tokens, of two, of one."""
+        """The likely drafts alone; then one level of two draft tokens, of one."""
         return [
-            {"depth": ceil(self.depth / 2)},
-            *({"beam_width": min(n, self.beam_width), "depth": 1} for n in (4, 2, 1)),
+            *likely_drafts(self.min_probability),
+            *({"beam_width": min(n, self.beam_width), "depth": 1} for n in (2, 1)),
         ]

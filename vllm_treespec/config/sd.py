@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,6 +11,7 @@ from vllm_treespec.config.base import (
     Count,
     DraftModelConfig,
     MinProbability,
+    likely_drafts,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import sd
@@ -34,5 +34,5 @@ class SdConfig(DraftModelConfig):
         return sd.sizes(self.depth)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Half the depth, then one draft token."""
-        return [{"depth": ceil(self.depth / 2)}, {"depth": 1}]
+        """The likely drafts alone; then one draft token."""
+        return [*likely_drafts(self.min_probability), {"depth": 1}]
