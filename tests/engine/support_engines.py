@@ -162,7 +162,8 @@ ENGINE = (
             {"disable_hybrid_kv_cache_manager": False},
             "disable_hybrid_kv_cache_manager=False",
         ),
-        "trees keep all layers in one group",
+        "leave the argument out: we set it. "
+        "[What one group costs](layouts.md#one-group-of-layers)",
     ),
     Row(
         "other keys in speculative_config",
@@ -246,23 +247,19 @@ MODELS = (
         "sliding windows in some layers (Gemma 3)",
         TREE,
         Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "the KV cache keeps all tokens of every layer: vLLM runs with "
-        "`disable_hybrid_kv_cache_manager`",
+        "[every layer keeps all tokens](layouts.md#one-group-of-layers)",
     ),
     Row(
-        "chunked local attention",
-        REFUSED,
-        Model(
-            small(
-                "llama4_text",
-                "Llama4ForCausalLM",
-                head_dim=16,
-                intermediate_size_mlp=64,
-                num_local_experts=2,
-                attention_chunk_size=64,
-            ),
-            "chunked local attention",
-        ),
+        "attention sinks (GPT-OSS)",
+        TREE,
+        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+        "with windows in some layers, as above; the GPU's kernel on a CPU only",
+    ),
+    Row(
+        "chunked local attention (Llama 4, text only)",
+        TREE,
+        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+        "on a CPU; refused at start-up on a GPU",
     ),
     Row(
         "multimodal models",

@@ -10,7 +10,7 @@ from tests.engine.eagle_models import (
     write_known_language,
     write_lyanna_head,
 )
-from tests.engine.tiny_models import write_pair, write_windowed
+from tests.engine.tiny_models import write_pair, write_windowed, write_with_sinks
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.plugin import stock_arguments
 
@@ -104,15 +104,20 @@ def test_gpu_path_equals_plain_and_cpu_path(
         assert masks["stats"]["replays"] >= 3, "no batch of whole trees came again"
 
 
-def test_window_goes_by_position(
-    run_engine: Callable[..., dict], interpreted: Callable[..., dict], tmp_path: Path
+@pytest.mark.parametrize("write", [write_windowed, write_with_sinks])
+def test_windows_and_sinks(
+    write: Callable[..., str],
+    run_engine: Callable[..., dict],
+    interpreted: Callable[..., dict],
+    tmp_path: Path,
 ) -> None:
     """Red when a node's window is counted in slots, or keys before it are read.
 
+    Or when sinks do not reach the kernel. They come with windows in some layers.
     Prompts repeat themselves, so that a tree of earlier text is drafted at once.
     """
     sizes = {**HEADS, "vocab_size": 64}
-    target = write_windowed(tmp_path / "target", window=12, **sizes)
+    target = write(tmp_path / "target", window=12, **sizes)
     prompts = [[(3 * i * i + j) % 11 for i in range(n)] for j, n in enumerate((20, 45))]
     job = {"prompts": prompts, "params": GREEDY, "max_in_flight": 2}
     spec = {"method": "suffix_tree", "num_drafts": 8, "depth": 4, "schedule": "fixed"}

@@ -1,4 +1,4 @@
-"""Quantised weights and sliding windows: trees answer as plain vLLM does."""
+"""Quantised weights and kinds of attention: trees answer as plain vLLM does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ import pytest
 from tests.engine.conftest import TINY
 from tests.engine.processes import EngineProcessError
 from tests.engine.quantised_models import write_quantised
-from tests.engine.tiny_models import write_layered, write_windowed
+from tests.engine.tiny_models import (
+    write_chunked,
+    write_layered,
+    write_windowed,
+    write_with_sinks,
+)
 
 WINDOW = 16
+# A whole number of KV blocks.
+CHUNK = 32
+# No request is so long.
+WHOLE = 512
+NO_SINK = -1e4
 SUFFIX = {"method": "suffix_tree", "num_drafts": 8, "depth": 4}
 # The two likeliest tokens below each node, so that the target's own are among them.
 OWN_DRAFT = {"method": "rsd_c", "branching_factors": [2, 2, 1]}
@@ -29,6 +39,8 @@ class Kind:
     write: Callable[[str, Path], str]
     dtype: str = "float32"
     methods: tuple[str, ...] = ("suffix_tree", "own draft")
+    # Targets of the same weights without the kind's properties, one by one.
+    without: tuple[Callable[[Path], str], ...] = ()
 
 
 def quantised(form: str) -> Callable[[str, Path], str]:
@@ -47,7 +59,23 @@ KINDS = {
         lambda _, folder: write_windowed(folder, WINDOW),
         methods=("suffix_tree", "own draft", "full draft", *HEADS),
     ),
-    "window in some layers": Kind(lambda _, folder: write_layered(folder, WINDOW)),
+    "window in some layers": Kind(
+        lambda _, folder: write_layered(folder, WINDOW),
+        without=(lambda folder: write_layered(folder, WHOLE),),
+    ),
+    "sinks": Kind(
+        lambda _, folder: write_with_sinks(folder, WINDOW),
+        methods=("suffix_tree", "own draft", "full draft", "eagle_tree"),
+        without=(
+            lambda folder: write_with_sinks(folder, WHOLE),
+            lambda folder: write_with_sinks(folder, WINDOW, NO_SINK),
+        ),
+    ),
+    "chunks": Kind(
+        lambda _, folder: write_chunked(folder, CHUNK),
+        methods=("suffix_tree", "own draft", "full draft", "eagle_tree"),
+        without=(lambda folder: write_chunked(folder, WHOLE),),
+    ),
 }
 CASES = [(kind, method) for kind in KINDS for method in KINDS[kind].methods]
 # Texts that repeat themselves, so that trees of earlier text are drafted.
@@ -118,6 +146,20 @@ def test_kinds_matter(
     assert tokens_of(answer(kind, None)) != tokens_of(
         answer(kind, None, model=tiny["target"])
     )
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if KINDS[name].without])
+def test_attention_matters(
+    kind: str, answer: Callable[..., dict], tmp_path: Path
+) -> None:
+    """Red when windows, sinks or chunks do not count in plain vLLM's answers."""
+    found = tokens_of(answer(kind, None))
+    for number, write in enumerate(KINDS[kind].without):
+        without = write(tmp_path / str(number))
+        for job, other in zip(
+            found, tokens_of(answer(kind, None, model=without)), strict=True
+        ):
+            assert job[-1] != other[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -83,12 +87,50 @@ def write_layered(folder: Path, window: int, **sizes: Any) -> str:
     return str(folder)
 
 
+def write_with_sinks(folder: Path, window: int, sink: float = 2.0, **sizes: Any) -> str:
+    """Write a small GPT-OSS: sinks in all layers, a window in every second one.
+
+    Args:
+        folder: gets the model.
+        window: in tokens.
+        sink: mean of the heads' sinks.
+        sizes: other sizes than ``SIZES``.
+
+    Returns:
+        its folder.
+
+    """
+    config = GptOssConfig(
+        **{**SIZES, **sizes}, sliding_window=window, num_local_experts=4
+    )
+    model = GptOssForCausalLM(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(mean=sink)
+    write_random(model, folder)
+    return str(folder)
+
+
+def write_chunked(folder: Path, chunk: int, **sizes: Any) -> str:
+    """Write a small Llama 4 of which every second layer sees a chunk; its folder."""
+    config = Llama4TextConfig(
+        **{**SIZES, **sizes},
+        attention_chunk_size=chunk,
+        no_rope_layers=[1, 0],
+        intermediate_size_mlp=SIZES["intermediate_size"],
+        num_local_experts=4,
+    )
+    write_random(Llama4ForCausalLM(config), folder)
+    return str(folder)
+
+
 def write_random(model: PreTrainedModel, folder: Path, sharpness: float = 1.0) -> None:
     """Give a model random weights under which tokens depend on tokens; write it."""
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() == 2:
+            if weight.dim() >= 2:
                 weight.normal_(std=2 * weight.shape[1] ** -0.5)
         model.lm_head.weight *= sharpness
     model.save_pretrained(folder)

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_treespec.cli import app
+from vllm_treespec.tools import target_doctor
 
 pytest.importorskip("vllm", reason="it reads models with vLLM")
 
@@ -47,12 +48,24 @@ def test_a_target_that_works(target: Path) -> None:
 
 def test_what_is_in_the_way_is_named(target: Path) -> None:
     """Red when a model that would be refused at the start is not refused here."""
-    change(target, attention_chunk_size=64)
+    change(target, model_type="mamba", architectures=["MambaForCausalLM"])
     code, text = doctor("--target", target)
     assert code == 1
-    assert "chunked local attention │ yes: refused" in text
+    assert "a hybrid or state-space model │ yes: refused" in text
     assert text.count("yes: refused") == 1
     assert "draft trees do not work here" in text
+
+
+@pytest.mark.parametrize(("device", "refused"), [("cpu", False), ("cuda", True)])
+def test_chunks_are_read_on_a_cpu_only(
+    device: str, refused: bool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when the check says another thing than the engine's start on this device."""
+    monkeypatch.setattr(target_doctor, "check_platform", lambda: device)
+    change(target, attention_chunk_size=64)
+    code, text = doctor("--target", target)
+    assert code == refused
+    assert ("chunked local attention on a GPU │ yes: refused" in text) == refused
 
 
 def test_a_spec_config_is_checked_too(target: Path) -> None:

@@ -42,7 +42,11 @@ def interpreter() -> Iterator[None]:
 
 
 def run(
-    batch: Batch, num_splits: int = 1, window: int = 0, soft_cap: float = 0.0
+    batch: Batch,
+    num_splits: int = 1,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The kernel's output for a batch."""
     output = torch.full_like(batch.query, UNTOUCHED)
@@ -59,18 +63,23 @@ def run(
         soft_cap=soft_cap,
         key_scale=batch.key_scale,
         value_scale=batch.value_scale,
+        sinks=sinks,
         workspace=Workspace(num_tokens, num_heads, head_size, "cpu", num_splits),
     )
     return output
 
 
 def error(
-    batch: Batch, num_splits: int = 1, window: int = 0, soft_cap: float = 0.0
+    batch: Batch,
+    num_splits: int = 1,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> float:
     """Largest difference from the reference."""
     scale = batch.query.shape[2] ** -0.5
-    wanted = reference(batch, scale, window, soft_cap)
-    found = run(batch, num_splits, window, soft_cap)[: wanted.shape[0]]
+    wanted = reference(batch, scale, window, soft_cap, sinks)
+    found = run(batch, num_splits, window, soft_cap, sinks)[: wanted.shape[0]]
     return float((found.double() - wanted).abs().max())
 
 
@@ -192,6 +201,30 @@ def test_soft_cap() -> None:
     assert error(batch, 2, window=12, soft_cap=30.0) < 2e-5
 
 
+# Of six heads: far below, among and far above the scores.
+SINKS = torch.tensor([-30.0, 0.0, 1.0, 2.0, 4.0, 60.0])
+
+
+@pytest.mark.parametrize(("window", "num_splits"), [(0, 1), (9, 3)])
+def test_sinks(window: int, num_splits: int) -> None:
+    """Red when a sink is another head's, or counts in several splits or in none."""
+    batch = make_batch(MIXED, Layout(2, 3, dtype=torch.float16))
+    found = error(batch, num_splits, window, sinks=SINKS)
+    assert found < TOLERANCE[torch.float16]
+
+
+def test_sinks_matter() -> None:
+    """Red when scale or cap apply to a sink, or the comparison would not see one."""
+    requests = (Request(70, parents=SMALL_TREE), Request(0, 9))
+    batch = make_batch(requests, Layout(2, 3))
+    assert error(batch, 2, 0, 2.0, SINKS) < TOLERANCE[torch.float32]
+    plain = run(batch, 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        under = run(batch, 2, sinks=SINKS.to(dtype))
+        torch.testing.assert_close(under[:, 0], plain[:, 0])
+        assert float((under[:, 1:] - plain[:, 1:]).abs().amax((0, 2)).min()) > 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_fp8(dtype: torch.dtype, num_splits: int) -> None:
@@ -222,6 +255,7 @@ def test_rows_without_keys_are_zero(num_splits: int) -> None:
     batch.metadata["seq_lens"].fill_(1)
     output = run(batch, num_splits)
     assert bool((output[:3] == 0).all())
+    assert bool((run(batch, num_splits, sinks=torch.ones(2))[:3] == 0).all())
     value = batch.value_cache[batch.metadata["block_table"][0, 0], 0]
     torch.testing.assert_close(output[3:], value.expand(1, 2, -1))
 
@@ -282,6 +316,7 @@ def _inputs(batch: Batch, **changes: object) -> kernel.Inputs:
         "soft_cap": 0.0,
         "key_scale": None,
         "value_scale": None,
+        "sinks": None,
         "workspace": Workspace(16, 2, 64, "cpu"),
     }
     return kernel.Inputs(**(fields | changes))
@@ -299,6 +334,7 @@ def _inputs(batch: Batch, **changes: object) -> kernel.Inputs:
         ({"output": torch.zeros(4, 2, 128)[..., ::2]}, "heads with gaps"),
         ({"value_cache": torch.zeros(4, 16, 2, 64)}, "differ in dtype or strides"),
         ({"key_cache": torch.zeros(4, 16, 2, 64).char().byte()}, "without key_scale"),
+        ({"sinks": torch.zeros(4)}, "for 2 query heads; give one number a head"),
     ],
 )
 def test_refusals(changes: dict[str, Tensor], message: str) -> None:

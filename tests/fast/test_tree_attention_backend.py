@@ -14,7 +14,7 @@ from vllm_treespec.engine.tree_attention import (
     TreeAttentionMetadata,
     TreeAttentionMetadataBuilder,
 )
-from vllm_treespec.engine.v1.warm_up import batches
+from vllm_treespec.engine.v1.warm_up import batches, form
 from vllm_treespec.layouts.node_masks import NodeMasks
 
 NOTHING: Any = None
@@ -98,12 +98,25 @@ def test_layers_that_are_taken(head_size: int) -> None:
     assert not impl.fused_output_quant_supported(NOTHING)
 
 
+def test_forms_of_layers() -> None:
+    """Red when layers of other kernels are not warmed up, or windows one by one."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"sliding_window": 1},
+        {"sliding_window": 512},
+        {"sinks": torch.zeros(4)},
+        {"sinks": torch.zeros(4), "sliding_window": 128},
+    )
+    forms = [form(TreeAttentionImpl(**{**LAYER, **kind})) for kind in kinds]
+    assert forms[1] == forms[2]
+    assert len(set(forms)) == 4
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
         ({"head_size": 72}, "head size 72"),
         ({"alibi_slopes": [0.5] * 4}, "ALiBi"),
-        ({"sinks": torch.zeros(4)}, "attention sinks"),
         ({"attn_type": "encoder_only"}, "attention of type encoder_only"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
         ({"chunk_lookback": 2}, "chunked local attention"),

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
+pytest.importorskip("vllm", reason="it reads layers of vLLM")
+
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from vllm_treespec.engine.kv_cache import cost_of_one_group
 from vllm_treespec.engine.v1.worker import TreeWorkerMixin
 
 AVAILABLE = 1_000_000
@@ -44,14 +55,26 @@ class Drafter:
 
 
 @dataclass
+class ParallelConfig:
+    """vLLM's."""
+
+    rank: int = 0
+
+
+@dataclass
 class Runner:
     """Stands for the runner."""
 
     drafter: Drafter
     decoder: Decoder = field(default_factory=Decoder)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    max_model_len: int = 1000
+    specs: dict[str, Any] = field(
+        default_factory=lambda: {str(layer): Part() for layer in range(NUM_LAYERS)}
+    )
 
-    def get_kv_cache_spec(self) -> dict[str, Part]:
-        return {str(layer): Part() for layer in range(NUM_LAYERS)}
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return self.specs
 
 
 @dataclass
@@ -93,3 +116,51 @@ def test_too_little_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StockWorker, "determine_available_memory", lambda self: 9_000)
     with pytest.raises(ValueError, match="fork blocks of draft trees need"):
         Worker(0).determine_available_memory()
+
+
+def layers(*windows: int | None) -> dict[str, KVCacheSpec]:
+    """Layers with such windows; None: without."""
+    sizes: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float32,
+    }
+    return {
+        str(number): FullAttentionSpec(**sizes)
+        if window is None
+        else SlidingWindowSpec(**sizes, sliding_window=window)
+        for number, window in enumerate(windows)
+    }
+
+
+def test_cost_of_one_group() -> None:
+    """Red when windows cost nothing, or layers of one kind do."""
+    assert cost_of_one_group(layers(None, None), 1000) == 1
+    assert cost_of_one_group(layers(10, 10), 1000) == 1
+    assert cost_of_one_group(layers(None, 1000), 1000) == 1
+    assert cost_of_one_group(layers(None, 100, 100, 100), 1000) == 4000 / 1300
+
+
+@pytest.mark.parametrize(
+    ("windows", "rank", "says"),
+    [
+        ((None, 100, 100), 0, "1000 tokens takes 2.5 times the KV memory"),
+        ((None, 100, 100), 1, ""),
+        ((None, None), 0, ""),
+    ],
+)
+def test_the_cost_is_said_once(
+    windows: tuple[int | None, ...],
+    rank: int,
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Red when a user's memory is gone without a word, or every rank says it."""
+    worker = Worker(0)
+    runner: Any = worker.model_runner
+    runner.specs, runner.parallel_config.rank = layers(*windows), rank
+    with caplog.at_level(logging.WARNING, "vllm.treespec"):
+        worker.determine_available_memory()
+    assert says in caplog.text
+    assert bool(says) == bool(caplog.records)

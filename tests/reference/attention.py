@@ -83,7 +83,11 @@ def visible_keys(request: Request, row: int, window: int) -> list[int]:
 
 
 def reference(
-    batch: Batch, scale: float, window: int = 0, soft_cap: float = 0.0
+    batch: Batch,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the requests' rows, float64 [num_rows, num_heads, head_size]."""
     query = batch.query.double()
@@ -99,7 +103,10 @@ def reference(
             scores = torch.einsum("hd,khd->hk", query[token], k) * scale
             if soft_cap:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            output[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], 1)
+            weights = scores.softmax(-1)[:, : len(slots)]
+            output[token] = torch.einsum("hk,khd->hd", weights, v)
             token += 1
     return output
 

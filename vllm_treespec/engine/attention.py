@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
 
 from vllm_treespec.layouts.branch_plan import BranchPlan
 from vllm_treespec.layouts.branches import SharedPlan
@@ -42,9 +43,15 @@ def along_branches(
 
 
 class BranchingBuilder:
-    """Mixin for metadata builders."""
+    """Mixin for metadata builders.
+
+    For layers that see one chunk of the context, vLLM subclasses a builder. That one
+    cuts the requests into chunks first; so branches are cut here.
+    """
 
     shared_plan: SharedPlan | None = None
+    # tokens of a chunk; None: the layers see the whole context
+    chunk: int | None = None
 
     def build(
         self,
@@ -57,6 +64,12 @@ class BranchingBuilder:
             common_attn_metadata = along_branches(
                 common_attn_metadata, self.shared_plan.plan
             )
+            if self.chunk is not None:
+                common_attn_metadata, _ = make_local_attention_virtual_batches(
+                    self.chunk,
+                    common_attn_metadata,
+                    self.kv_cache_spec.block_size,  # type: ignore[attr-defined]
+                )
         return super().build(  # type: ignore[misc]
             common_prefix_len, common_attn_metadata, fast_build
         )

@@ -106,15 +106,22 @@ def check_platform() -> str:
     return device
 
 
-def unsupported_features(target: ModelConfig) -> dict[str, bool]:
-    """What draft trees do not support in a target, and whether it has it."""
+def unsupported_features(target: ModelConfig, device: str) -> dict[str, bool]:
+    """What draft trees do not support in a target, and whether it has it.
+
+    Args:
+        target: the target's config.
+        device: ``"cpu"`` or ``"cuda"``, on which less is supported.
+
+    """
     return {
         "a multimodal model": target.is_multimodal_model,
         "a hybrid or state-space model": target.is_hybrid or target.has_inner_state,
         "multi-head latent attention": target.use_mla,
         "an encoder-decoder model": target.is_encoder_decoder,
         "a pooling model": target.runner_type == "pooling",
-        "chunked local attention": target.attention_chunk_size is not None,
+        "chunked local attention on a GPU": device == "cuda"
+        and target.attention_chunk_size is not None,
         "position ids with several axes": target.uses_mrope,
     }
 
@@ -137,7 +144,7 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
             "VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
         )
     target = vllm_config.model_config
-    for what, found in unsupported_features(target).items():
+    for what, found in unsupported_features(target, device).items():
         if found:
             raise SpecConfigError(
                 f"draft trees do not support {what} yet ({target.model}); "

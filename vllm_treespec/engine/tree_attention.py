@@ -98,7 +98,6 @@ class TreeAttentionImpl(TritonAttentionImpl):
         left_out = {
             f"head size {self.head_size}": self.head_size not in HEAD_SIZES,
             "ALiBi": self.alibi_slopes is not None or self.use_alibi_sqrt,
-            "attention sinks": self.sinks is not None,
             f"attention of type {self.attn_type}": self.attn_type
             != AttentionType.DECODER,
             f"KV cache of type {self.kv_cache_dtype}": self._kv_quant_mode
@@ -179,6 +178,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
             soft_cap=self.logits_soft_cap,
             key_scale=layer._k_scale if scaled else None,
             value_scale=layer._v_scale if scaled else None,
+            sinks=self.sinks,
             workspace=workspace,
         )
         return output

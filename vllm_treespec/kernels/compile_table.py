@@ -119,6 +119,7 @@ class Shape:
     cache_dtype: torch.dtype | None = None
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
     num_splits: int = 4
     # beside longer requests: q blocks look for their request
     mixed: bool = False
@@ -129,6 +130,7 @@ class Shape:
         options = {
             f"window {self.window}": self.window,
             f"soft cap {self.soft_cap:g}": self.soft_cap,
+            "sinks": self.sinks,
             "no splits": self.num_splits == 1,
             "mixed batch": self.mixed,
         }
@@ -180,6 +182,9 @@ class Shape:
             self.soft_cap,
             scale,
             scale,
+            torch.empty(num_heads, dtype=self.dtype, device=meta)
+            if self.sinks
+            else None,
             workspace,
         ).launches()
 
@@ -201,6 +206,7 @@ def attention_shapes() -> Iterator[Shape]:
                 yield Shape(head_size, rows, cache_dtype=fp8)
             yield Shape(head_size, rows, window=1024)
             yield Shape(head_size, rows, soft_cap=30.0, num_splits=1)
+            yield Shape(head_size, rows, group=8, window=1024, sinks=True)
         yield Shape(head_size, 128, window=1024, soft_cap=30.0, mixed=True)
 
 
@@ -212,6 +218,7 @@ def heaviest_shapes() -> Iterator[Shape]:
         yield Shape(head_size, 64, group=7, page_size=64)
         yield Shape(head_size, 64, cache_dtype=fp8, num_splits=1)
         yield Shape(head_size, 128, window=1024, soft_cap=30.0, mixed=True)
+        yield Shape(head_size, 128, group=8, window=1024, sinks=True, mixed=True)
         yield Shape(head_size, 32, group=3, dtype=torch.float32)
 
 

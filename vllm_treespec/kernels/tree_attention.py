@@ -39,6 +39,7 @@ def tree_attention(
     soft_cap: float = 0.0,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     workspace: Workspace,
 ) -> None:
     """Write the attention of a batch of tree nodes, chains and prompts to ``output``.
@@ -73,6 +74,8 @@ def tree_attention(
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay.
         key_scale: float32, one element on the device, what fp8 keys are multiplied by.
         value_scale: likewise for values.
+        sinks: floats [num_heads], scores of a key without a value that every row sees
+            besides; neither scale nor cap apply to them.
         workspace: memory for contexts that are split.
 
     Raises:
@@ -95,6 +98,7 @@ def tree_attention(
         soft_cap,
         key_scale,
         value_scale,
+        sinks,
         workspace,
     )
     inputs.check()
@@ -195,6 +199,7 @@ class Inputs:
     soft_cap: float
     key_scale: Tensor | None
     value_scale: Tensor | None
+    sinks: Tensor | None
     workspace: Workspace
 
     def __post_init__(self) -> None:
@@ -233,6 +238,13 @@ class Inputs:
             refuse(
                 f"{self.num_heads} query heads for {self.num_kv_heads} kv heads; "
                 f"give a multiple, at most {MAX_BLOCK_ROWS}-fold"
+            )
+        if self.sinks is not None and (
+            self.sinks.shape != (self.num_heads,) or not self.sinks.is_contiguous()
+        ):
+            refuse(
+                f"sinks of shape {tuple(self.sinks.shape)} for {self.num_heads} query "
+                f"heads; give one number a head, without gaps"
             )
         if self.node_masks.dtype != torch.int64:
             refuse(f"node_masks of {self.node_masks.dtype}; give int64")
@@ -281,6 +293,7 @@ class Inputs:
             "block_table": self.block_table,
             "node_masks": self.node_masks,
             "tree_starts": self.tree_starts,
+            "sinks": self.sinks,
             "key_scale": self.key_scale if self.fp8 else None,
             "value_scale": self.value_scale if self.fp8 else None,
             "scale": float(self.scale),
@@ -306,6 +319,7 @@ class Inputs:
             "SPLIT": split,
             "WINDOW": self.sliding_window > 0,
             "SOFT_CAP": self.soft_cap > 0,
+            "SINKS": self.sinks is not None,
             "FP8": self.fp8,
             "GROUP": self.group,
             "HEAD_SIZE": self.head_size,

@@ -92,8 +92,23 @@ def _places(
 
 
 @triton.jit
+def _without_keys(
+    sinks, head, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr
+):
+    """Maxima and weights of rows that saw no key yet; sinks count in one split."""
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        first = tl.program_id(2) == 0
+        sink = tl.load(sinks + head + tl.arange(0, BLOCK_M) % GROUP)
+        row_max = tl.where(first, sink.to(tl.float32) * LOG2_E, row_max)
+        row_sum += tl.where(first, 1.0, 0.0)
+    return row_max, row_sum
+
+
+@triton.jit
 def _attend(
-    q, first_tile, last_tile, full_tile, full_end,
+    q, row_max, row_sum, first_tile, last_tile, full_tile, full_end,
     key_cache, value_cache, block_table, block_stride, slot_stride,
     masks, prefix, position, tree_start, seq_len, window, scale, soft_cap,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD_SIZE: tl.constexpr,
@@ -108,8 +123,6 @@ def _attend(
     BLOCK_M: tl.constexpr = q.shape[0]
     HEAD_PAD: tl.constexpr = q.shape[1]
     factor = LOG2_E if SOFT_CAP else scale * LOG2_E
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
     dims = tl.arange(0, HEAD_PAD)
     blocks = _blocks(block_table, first_tile, seq_len, PAGE_SIZE, TILE)
@@ -210,14 +223,14 @@ def _store(
 @triton.jit(do_not_specialize=["num_reqs", "window"])
 def tree_attention_kernel(
     query, key_cache, value_cache, output, partials, partial_lse,
-    query_start_loc, seq_lens, block_table, node_masks, tree_starts,
+    query_start_loc, seq_lens, block_table, node_masks, tree_starts, sinks,
     key_scale, value_scale, scale, soft_cap, window, num_reqs,
     query_stride, query_head_stride, output_stride, output_head_stride,
     block_stride, slot_stride, kv_head_stride, table_stride,
     ONE_BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one q block over one split; grid (q blocks, kv heads, splits)."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -264,8 +277,9 @@ def tree_attention_kernel(
     key_cache += kv_head.to(tl.int64) * kv_head_stride
     value_cache += kv_head.to(tl.int64) * kv_head_stride
     block_table += request.to(tl.int64) * table_stride
+    row_max, row_sum = _without_keys(sinks, head, BLOCK_M, GROUP, SINKS)
     acc, row_max, row_sum = _attend(
-        q, first, last, full, full_end,
+        q, row_max, row_sum, first, last, full, full_end,
         key_cache, value_cache, block_table, block_stride, slot_stride,
         masks, prefix, position, tree_start, seq_len, window, scale, soft_cap,
         WINDOW, SOFT_CAP, HEAD_SIZE, PAGE_SIZE, TILE,

@@ -199,6 +199,7 @@ _TRITON_IMPL = Owner(f"{_TRITON}:TritonAttentionImpl", "cuda")
 _TRITON_METADATA = Owner(f"{_TRITON}:TritonAttentionMetadata", "cuda")
 _TRITON_BUILDER = Owner(f"{_TRITON}:TritonAttentionMetadataBuilder", "cuda")
 _LAYER = "vllm.model_executor.layers.attention.attention"
+_CHUNKED = "vllm.model_executor.layers.attention.chunked_local_attention"
 ATTENTION = (
     *_REGISTRY.calls("register_backend", "our attention backend"),
     *_BACKENDS.on("cpu").reads("CPU_ATTN", "our attention backend takes its place"),
@@ -210,6 +211,13 @@ ATTENTION = (
         "batches of branches, of draft models and of the warm-up",
     ),
     *_ATTENTION.reads("AttentionLayer AttentionMetadata", "named in annotations"),
+    *Owner("vllm.v1.attention.backends.utils", "cpu").calls(
+        "make_local_attention_virtual_batches", "chunked local attention of branches"
+    ),
+    *Owner(_CHUNKED, "cpu").reads("ChunkedLocalAttention", "which layers see chunks"),
+    *Owner(f"{_CHUNKED}:ChunkedLocalAttention", "cpu").reads(
+        "attention_chunk_size", "chunked local attention of branches"
+    ),
     *_CPU_BACKEND.extended("attention along branches"),
     *_CPU_BACKEND.overrides("get_impl_cls", "attention along branches"),
     *_CPU_BACKEND.overrides("get_builder_cls", "attention along branches"),
@@ -240,12 +248,12 @@ ATTENTION = (
         "supports_quant_query_input", "the tree kernel takes queries as they are"
     ),
     *_TRITON_IMPL.reads(
-        "alibi_slopes use_alibi_sqrt sinks attn_type kv_cache_dtype chunk_lookback "
+        "alibi_slopes use_alibi_sqrt attn_type kv_cache_dtype chunk_lookback "
         "kv_sharing_target_layer_name",
         "layers that the tree kernel leaves out",
     ),
     *_TRITON_IMPL.reads(
-        "num_heads head_size scale sliding_window logits_soft_cap fp8_dtype "
+        "num_heads head_size scale sliding_window sinks logits_soft_cap fp8_dtype "
         "_kv_quant_mode",
         "arguments of the tree kernel",
     ),
@@ -286,6 +294,12 @@ KV_CACHE = (
     ),
     *Owner(f"{_KV_CACHE}:KVCacheTensor").reads(
         "block_stride", "whether layers or blocks lie side by side"
+    ),
+    *Owner(_KV_CACHE).reads(
+        "FullAttentionSpec SlidingWindowSpec", "what keeping all tokens costs"
+    ),
+    *Owner(f"{_KV_CACHE}:SlidingWindowSpec").reads(
+        "sliding_window", "what keeping all tokens costs"
     ),
     *Owner("vllm.v1.worker.utils").reads("AttentionGroup", "named in annotations"),
     *_GROUP.reads("layer_names", "layers with the same metadata"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
+from vllm.model_executor.layers.attention import ChunkedLocalAttention
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_treespec.engine.attention import BranchingImpl
@@ -44,8 +45,11 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         for name in kv_caches:
             layers[name].impl.shared_plan = self.layout.shared_plan
         for group in self.attn_groups[0]:
+            layer = layers[group.layer_names[0]]
+            chunked = isinstance(layer, ChunkedLocalAttention)
             for builder in group.metadata_builders:
                 builder.shared_plan = self.layout.shared_plan
+                builder.chunk = layer.attention_chunk_size if chunked else None
 
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None

@@ -1,7 +1,7 @@
 """Runs tree attention once in all its forms, so that no request waits for a compiler.
 
-The kernel's form follows from the batch: how many rows its longest request has, and
-whether contexts are split. Graphs compile only what they hold.
+The kernel's form follows from the layer, and from the batch: how many rows its longest
+request has, and whether contexts are split. Graphs compile only what they hold.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 if TYPE_CHECKING:
+    from vllm_treespec.engine.tree_attention import TreeAttentionImpl
     from vllm_treespec.engine.v1.vllm_types import V1Runner
 
 # Rows of a prompt's chunk, more than one block of the kernel holds.
@@ -27,20 +28,26 @@ def warm_up_attention(runner: V1Runner) -> None:
     layers = runner.compilation_config.static_forward_context
     for group in runner.attn_groups[0]:
         builder = group.get_metadata_builder()
-        layer = layers[group.layer_names[0]]
+        one_of_each = {form(layers[n].impl): layers[n] for n in group.layer_names}
         for num_reqs, query_len in batches(
             runner.max_num_reqs, builder.max_tree_nodes, runner.max_num_tokens
         ):
             metadata = builder.build(0, empty_batch(runner, num_reqs, query_len))
             builder.add_masks(metadata)
-            query = torch.zeros(
-                (num_reqs * query_len, layer.impl.num_heads, layer.impl.head_size),
-                dtype=runner.model_config.dtype,
-                device=runner.device,
-            )
-            layer.impl.attend_under_masks(
-                layer, query, layer.kv_cache, metadata, torch.empty_like(query)
-            )
+            for layer in one_of_each.values():
+                query = torch.zeros(
+                    (num_reqs * query_len, layer.impl.num_heads, layer.impl.head_size),
+                    dtype=runner.model_config.dtype,
+                    device=runner.device,
+                )
+                layer.impl.attend_under_masks(
+                    layer, query, layer.kv_cache, metadata, torch.empty_like(query)
+                )
+
+
+def form(impl: TreeAttentionImpl) -> tuple[int, bool, bool]:
+    """What of a layer its kernels are compiled for: heads, window, sinks."""
+    return impl.num_heads, impl.sliding_window[0] >= 0, impl.sinks is not None
 
 
 def batches(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_treespec.core.kv_budget import BlockBytes
+from vllm_treespec.engine.kv_cache import cost_of_one_group
 
 if TYPE_CHECKING:
     from vllm_treespec.engine.v1.vllm_types import V1Worker
 else:
     V1Worker = object
+
+# vLLM prints the lines of loggers below "vllm".
+logger = logging.getLogger("vllm.treespec")
 
 
 class TreeWorkerMixin(V1Worker):
@@ -38,8 +43,18 @@ class TreeWorkerMixin(V1Worker):
         available = super().determine_available_memory()
         runner = self.model_runner
         block_size = self.cache_config.block_size
+        specs = runner.get_kv_cache_spec()
+        cost = cost_of_one_group(specs, runner.max_model_len)
+        if cost > 1 and runner.parallel_config.rank == 0:
+            logger.warning(
+                "Draft trees keep the KV of all tokens, also in layers with a sliding "
+                "window: a request of %d tokens takes %.1f times the KV memory that it "
+                "takes without trees",
+                runner.max_model_len,
+                cost,
+            )
         blocks = BlockBytes(
-            kv=sum(s.page_size_bytes for s in runner.get_kv_cache_spec().values()),
+            kv=sum(spec.page_size_bytes for spec in specs.values()),
             features=sum(s.feature_bytes(block_size) for s in runner.drafter.paged),
             num_fork_blocks=runner.decoder.layout.num_fork_blocks(block_size),
         )
