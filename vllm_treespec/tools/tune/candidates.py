@@ -11,7 +11,7 @@ from vllm_treespec.heads import read_head_config
 from vllm_treespec.tools.sides import PLAIN, Side, plain_side, side_of_trees
 
 
-def _trees(method: str, *sizes: tuple[int, ...]) -> list[dict[str, int]]:
+def _trees(method: str, *sizes: tuple[float, ...]) -> list[dict[str, float]]:
     """Trees from the sizes that the method's keys of a tree stand for, in order."""
     keys = METHODS[method].SHAPE
     return [dict(zip(keys, own, strict=False)) for own in sizes]
@@ -19,10 +19,10 @@ def _trees(method: str, *sizes: tuple[int, ...]) -> list[dict[str, int]]:
 
 # Of one level for larger batches, up to more draft tokens than pay on a CPU.
 GROWN = ((4, 1, 4), (4, 2, 5), (4, 3, 8), (8, 4, 16))
-TREES: dict[str, list[dict[str, int]]] = {
-    "suffix_tree": _trees("suffix_tree", (8, 6), (16, 12), (32, 16)),
-    "sd": _trees("sd", (2,), (4,)),
-    "rsd_s": _trees("rsd_s", (2, 2), (2, 3), (4, 4)),
+TREES: dict[str, list[dict[str, float]]] = {
+    "suffix_tree": _trees("suffix_tree", (8, 6), (16, 12), (16, 12, 0.4)),
+    "sd": _trees("sd", (2,), (3,), (5, 0.05)),
+    "rsd_s": _trees("rsd_s", (2, 2), (2, 4, 0.05), (4, 4)),
     "medusa_tree": _trees("medusa_tree", (3,), (5,), (8,), (16,)),
     "redrafter": _trees("redrafter", (4, 1, 4), (5, 2, 5), (8, 3, 8), (16, 4, 16)),
     "eagle_tree": _trees("eagle_tree", *GROWN),
