@@ -54,7 +54,7 @@ def check_target(check: TargetCheck, console: Console) -> bool:
     except (SpecConfigError, SeamError) as error:
         console.print(f"[red]refused:[/] {escape(one_line(error))}")
         return False
-    features = unsupported_features(target)
+    features = unsupported_features(target, device)
     table = Table(title=f"{escape(check.target)} on {device}", title_justify="left")
     table.add_column("what draft trees do not support")
     table.add_column("has it")
