@@ -220,7 +220,7 @@ def expand_file(
     from transformers import AutoConfig
 
     read = AutoConfig.from_pretrained
-    target_config = read_config("--target", target, read)
+    target_config = read_config("--target", target, read).get_text_config()
     size = target_config.vocab_size
     for model in config.models:
         draft = read_config("speculative_config 'model'", model, read)

@@ -3,8 +3,9 @@
 ``main`` is called in a process of the engine's own. A job holds prompts (token ids),
 sampling parameters (one dict, or one per prompt) and how many run at once. It may
 also say, per prompt: ``priorities``, ``lora`` (whether the adapter of the request file
-is on), ``embeds`` (whether the prompt goes in as embeddings of its tokens) and
-``abort_after`` (tokens after which the request is aborted, or null); and
+is on), ``embeds`` (whether the prompt goes in as embeddings of its tokens), ``images``
+(numbers of its pictures, see ``image_models.py``) and ``abort_after`` (tokens after
+which the request is aborted, or null); and
 how its prompts run: ``"run": "generate"`` (the default), ``"stream"``, ``"beams"`` or
 ``"refused"`` (the answer is the error's message).
 """
@@ -28,6 +29,8 @@ from vllm.sampling_params import (
     StructuredOutputsParams,
 )
 from vllm.v1.metrics.reader import Counter
+
+from tests.engine.image_models import do_without_torchvision, picture
 
 # Parameters that JSON cannot hold as they are.
 FROM_JSON: dict[str, Callable[[dict], object]] = {
@@ -108,10 +111,19 @@ def per_prompt(job: dict, key: str, default: Any) -> list:
 
 
 def prompts_of(llm: LLM, job: dict) -> list[Any]:
-    """The job's prompts, as token ids or as embeddings."""
+    """The job's prompts, as token ids with images or without, or as embeddings."""
     prompts: list[Any] = []
     embeds = per_prompt(job, "embeds", False)
-    for token_ids, as_embeddings in zip(job["prompts"], embeds, strict=True):
+    images_of = per_prompt(job, "images", ())
+    for token_ids, as_embeddings, pictures in zip(
+        job["prompts"], embeds, images_of, strict=True
+    ):
+        if pictures:
+            images = {"image": [picture(number) for number in pictures]}
+            prompts.append(
+                TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=images)
+            )
+            continue
         if not as_embeddings:
             prompts.append(TokensPrompt(prompt_token_ids=token_ids))
             continue
@@ -216,6 +228,8 @@ def main(request_file: str, result_file: str) -> None:
     arguments = request["llm"]
     if "reasoning_config" in arguments:
         arguments["reasoning_config"] = ReasoningConfig(**arguments["reasoning_config"])
+    if any("images" in job for job in request["jobs"]):
+        do_without_torchvision()
     start = time.perf_counter()
     llm = LLM(**arguments, disable_log_stats=False)
     adapter = None

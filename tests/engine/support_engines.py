@@ -17,6 +17,8 @@ from tests.engine.support_checks import (
 
 TREE, REFUSED = Outcome.TREE, Outcome.REFUSED
 KINDS = "tests/engine/test_model_kinds.py"
+IMAGES = "tests/engine/test_images.py"
+READABLE = "tests/fast/test_images.py"
 ENGINE = (
     Row(
         "prefix caching",
@@ -94,6 +96,19 @@ ENGINE = (
                 }
             },
             "kv_transfer_config=",
+        ),
+    ),
+    Row(
+        "encoder cache connectors",
+        REFUSED,
+        Arguments(
+            {
+                "ec_transfer_config": {
+                    "ec_connector": "ECExampleConnector",
+                    "ec_role": "ec_consumer",
+                }
+            },
+            "ec_transfer_config=",
         ),
     ),
     Row(
@@ -262,17 +277,46 @@ MODELS = (
         "on a CPU; refused at start-up on a GPU",
     ),
     Row(
-        "multimodal models",
-        REFUSED,
-        Model(
-            {
-                "model_type": "whisper",
-                "architectures": ["WhisperForConditionalGeneration"],
-                "d_model": 64,
-                "vocab_size": 49152,
-            },
-            "a multimodal model",
+        "images in prompts (Qwen2.5-VL with M-RoPE, Gemma 3)",
+        TREE,
+        Own(f"{IMAGES}::test_tokens_equal_plain", Same.how),
+        "[with every method](images.md); seen on a CPU only",
+    ),
+    Row(
+        "video, audio and other inputs in prompts",
+        Outcome.PLAIN,
+        Own(
+            f"{READABLE}::test_other_inputs_than_images_get_no_drafts",
+            "only requests that have them get no drafts",
         ),
+        "not seen with an engine",
+    ),
+    Row(
+        "images whose tokens see each other in both directions, on a GPU (Gemma 3)",
+        REFUSED,
+        Own(
+            f"{READABLE}::test_what_a_gpu_would_read_otherwise_is_refused",
+            "error at start-up",
+        ),
+        "the kernel for trees reads prompts causally; so does stock vLLM on a CPU",
+    ),
+    Row(
+        "multimodal draft models",
+        REFUSED,
+        Own(
+            f"{IMAGES}::test_draft_models_with_images_are_named",
+            "error at start-up",
+        ),
+        "a draft model reads token ids alone",
+    ),
+    Row(
+        "pruning of videos (`video_pruning_rate`)",
+        REFUSED,
+        Own(
+            f"{READABLE}::test_pruning_is_refused",
+            "error at start-up",
+        ),
+        "vLLM moves positions after the trees have theirs",
     ),
     Row(
         "encoder-decoder models",

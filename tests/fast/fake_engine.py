@@ -155,8 +155,9 @@ class FakeEngine:
         texts = self.now.texts
         tokens = inputs.input_ids[: len(texts)].tolist()
         assert tokens == [text[-1] for text in texts]
-        positions = inputs.positions[: len(texts)].tolist()
-        assert positions == [len(text) - 1 for text in texts]
+        positions = [len(text) - 1 for text in texts]
+        assert inputs.positions[0][: len(texts)].tolist() == positions
+        assert inputs.positions[1].equal(self.now.axes(positions))
         kv = [texts_so_far(text) for text in texts]
         own = np.array([row[-1] for row in kv])
         layout, batch = self.decoder.layout, inputs.batch

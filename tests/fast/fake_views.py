@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_models import BLOCK_SIZE, kv_slots
@@ -74,7 +75,7 @@ class Step:
         context_lens = torch.tensor([r.num_computed for r in self.requests])
         return TargetInputs(
             input_ids=torch.tensor(tokens + SPARE).int(),
-            positions=torch.tensor(positions + SPARE),
+            positions=(torch.tensor(positions + SPARE), self.axes(positions)),
             logits_indices=torch.tensor(logits_indices).int(),
             batch=PagedBatch(
                 query_start_loc=starts.int(),
@@ -83,6 +84,17 @@ class Step:
                 slot_mapping=torch.tensor(slots),
             ),
         )
+
+    def axes(self, positions: list[int]) -> Tensor:
+        """Positions with three axes, other ones than the tokens before have.
+
+        Returns:
+            int64 [3, num_tokens].
+
+        """
+        first_blocks = [request.blocks[0] for request in self.requests]
+        shifts = np.repeat(first_blocks, self.num_tokens)
+        return (torch.tensor(positions) - torch.from_numpy(shifts)).repeat(3, 1)
 
     def block_table(self, max_blocks: int) -> np.ndarray:
         """Blocks of the batch, int32 [num_reqs, max_blocks]."""

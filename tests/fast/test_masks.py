@@ -44,12 +44,14 @@ def two_trees(
     limits = LayoutLimits(sizes, max_trees=4, has_own_kv=False)
     layout = MaskLayout(limits, NodeMasks(16, 4, device))
     positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9])
+    # behind an image the axes of M-RoPE run from another number than the tokens before
+    axes = (positions - 6).repeat(3, 1)
     inputs = TargetInputs(
         input_ids=NOTHING,
-        positions=positions.to(device),
+        positions=(positions.to(device), axes.to(device)),
         logits_indices=NOTHING,
         batch=PagedBatch(
-            query_start_loc=NOTHING,
+            query_start_loc=torch.tensor([0, 3, 7, 9, 11], device=device),
             context_lens=torch.tensor([0, 20, 4, 31], device=device),
             block_table=torch.arange(8, device=device).view(4, 2),
             slot_mapping=NOTHING,
@@ -82,7 +84,8 @@ def test_place() -> None:
     assert layout.root_positions.tolist() == [20, 31]
     assert layout.block_table.tolist() == [[2, 3], [6, 7]]
     positions = [0, 1, 2, 20, 21, 21, 22, 4, 5, 31, 32, -9]
-    assert inputs.positions.tolist() == positions
+    assert inputs.positions[0].tolist() == positions
+    assert (inputs.positions[1] == inputs.positions[0] - 6).all()
     assert layout.query_rows(trees)[0].tolist() == [3, 4, 5, 6]
     assert layout.query_rows(trees)[1, :2].tolist() == [9, 10]
     layout.clear()

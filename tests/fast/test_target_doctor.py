@@ -65,7 +65,7 @@ def test_chunks_are_read_on_a_cpu_only(
     change(target, attention_chunk_size=64)
     code, text = doctor("--target", target)
     assert code == refused
-    assert ("chunked local attention on a GPU │ yes: refused" in text) == refused
+    assert ("chunked local attention (on a GPU) │ yes: refused" in text) == refused
 
 
 def test_a_spec_config_is_checked_too(target: Path) -> None:

@@ -194,6 +194,21 @@ def read_config(
         ) from None
 
 
+def check_text_only(model: str, draft: PretrainedConfig) -> None:
+    """Check that a draft model reads text alone: images are shown to the target only.
+
+    Raises:
+        SpecConfigError: it takes images or the like.
+
+    """
+    if draft.get_text_config() is not draft:
+        raise SpecConfigError(
+            f"speculative_config 'model': {model} is a multimodal model "
+            f"({draft.model_type}); name a text model with the target's vocabulary, or "
+            f"train one (treespec train draft)"
+        )
+
+
 def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
     """Check that target and draft model speak of the same tokens.
 

@@ -65,16 +65,37 @@ class PagedBatch:
 class TargetInputs:
     """The inputs of the target's forward, as if all drafts were chains.
 
-    A layout brings nodes into place by changing the first three tensors.
+    A layout brings nodes into place by changing ``input_ids``, ``logits_indices`` and
+    positions.
     """
 
     # int [num_tokens]
     input_ids: Tensor
-    # int64 [num_tokens]
-    positions: Tensor
+    # int64 [..., at least num_tokens] each. A target whose positions have several axes
+    # (M-RoPE) has a second tensor, with the axes in front: behind an image they run
+    # from another number than the tokens before.
+    positions: tuple[Tensor, ...]
     # int [num_rows], the query row that each row of the logits is taken from
     logits_indices: Tensor
     batch: PagedBatch
+
+    def place_nodes(
+        self, rows: Tensor, nodes: Tensor, reqs: Tensor, depths: Tensor
+    ) -> None:
+        """Give the nodes of trees the positions of their depths, on every axis.
+
+        Args:
+            rows: int64 [num_nodes], query rows of the nodes.
+            nodes: int64 [num_nodes], their places in the flattened ``depths``.
+            reqs: int64 [num_trees], places in the batch of the trees' requests, whose
+                first query token is the root.
+            depths: int [num_trees, max_nodes].
+
+        """
+        roots = self.batch.query_start_loc[reqs].long()
+        for positions in self.positions:
+            of_trees = positions[..., roots, None] + depths
+            positions[..., rows] = of_trees.flatten(-2)[..., nodes]
 
 
 @dataclass(frozen=True)

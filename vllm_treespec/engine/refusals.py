@@ -12,6 +12,7 @@ from vllm_treespec.config.checks import (
     check_kv_cache,
     check_positions,
     check_shards,
+    check_text_only,
     check_vocabulary,
     check_weights,
     read_config,
@@ -56,6 +57,7 @@ def refuse_arguments(args: EngineArgs) -> str:
         "decode_context_parallel_size": args.decode_context_parallel_size > 1,
         "enable_dbo": args.enable_dbo,
         "kv_transfer_config": args.kv_transfer_config is not None,
+        "ec_transfer_config": args.ec_transfer_config is not None,
         "kv_offloading_size": args.kv_offloading_size is not None,
         "async_scheduling": bool(args.async_scheduling),
         "kv_cache_dtype": args.kv_cache_dtype not in KV_CACHE_DTYPES[device],
@@ -110,19 +112,23 @@ def unsupported_features(target: ModelConfig, device: str) -> dict[str, bool]:
     """What draft trees do not support in a target, and whether it has it.
 
     Args:
-        target: the target's config.
+        target: vLLM's config of it.
         device: ``"cpu"`` or ``"cuda"``, on which less is supported.
 
     """
+    multimodal = target.multimodal_config
     return {
-        "a multimodal model": target.is_multimodal_model,
+        # Stock vLLM reads images causally on a CPU. On a GPU our kernel would do so.
+        "attention to later tokens of an image (on a GPU)": device == "cuda"
+        and target.is_mm_prefix_lm,
+        "pruning of videos (video_pruning_rate)": multimodal is not None
+        and multimodal.is_multimodal_pruning_enabled(),
         "a hybrid or state-space model": target.is_hybrid or target.has_inner_state,
         "multi-head latent attention": target.use_mla,
         "an encoder-decoder model": target.is_encoder_decoder,
         "a pooling model": target.runner_type == "pooling",
-        "chunked local attention on a GPU": device == "cuda"
+        "chunked local attention (on a GPU)": device == "cuda"
         and target.attention_chunk_size is not None,
-        "position ids with several axes": target.uses_mrope,
     }
 
 
@@ -185,6 +191,7 @@ def refuse_drafters(
         draft = read_config(
             "speculative_config 'model'", model, get_config, trust_remote_code=trust
         )
+        check_text_only(model, draft)
         check_kv_cache(model, draft, cache_dtype)
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
         check_shards(model, draft, num_ranks)

@@ -77,8 +77,9 @@ class BranchLayout:
         self.target_blocks.copy_disjoint(plan.copy_from, plan.copy_to)
         is_node = trees.tree.is_node()
         rows = plan.node_rows[is_node]
-        context = batch.context_lens[trees.reqs]
-        inputs.positions[rows] = (context[:, None] + trees.tree.depths)[is_node]
+        inputs.place_nodes(
+            rows, is_node.flatten().nonzero()[:, 0], trees.reqs, trees.tree.depths
+        )
         ids = inputs.input_ids[: len(plan.row_order)]
         ids.copy_(ids[plan.row_order])
         nodes = torch.arange(trees.tree.max_nodes, device=rows.device)

@@ -66,8 +66,7 @@ class MaskLayout:
         self.block_table = batch.block_table[trees.reqs]
         masks = ancestor_bits(tree, self.limits.sizes.max_depth)
         self.masks.set_masks(index[0], masks.flatten()[index[1]], trees.reqs, roots)
-        positions = roots[:, None] + tree.depths
-        inputs.positions[index[0]] = positions.flatten()[index[1]]
+        inputs.place_nodes(index[0], index[1], trees.reqs, tree.depths)
 
     def query_rows(self, trees: RunningTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]."""

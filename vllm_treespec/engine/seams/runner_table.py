@@ -54,6 +54,8 @@ RUNNER_READ = (
     *_RUNNER.writes(
         "input_ids positions", "node order and tree positions: their contents"
     ),
+    *_RUNNER.reads("uses_mrope", "positions with several axes"),
+    *_RUNNER.writes("mrope_positions", "tree positions on every axis: contents"),
     *_RUNNER.reads(
         "query_start_loc num_computed_tokens", "where the rows of a request are"
     ),
@@ -101,7 +103,11 @@ BATCH = (
     *_BLOCK_TABLE.calls("get_device_tensor", "the KV blocks of the requests"),
     *Owner("vllm.v1.utils:CpuGpuBuffer").reads("np gpu", "arrays of the batch"),
     *Owner("vllm.v1.worker.gpu_input_batch:CachedRequestState").reads(
-        "sampling_params prompt_embeds", "which requests draft trees"
+        "sampling_params prompt_embeds prompt_token_ids mm_features",
+        "which requests draft trees",
+    ),
+    *Owner("vllm.multimodal.inputs:MultiModalFeatureSpec").reads(
+        "modality", "which requests draft trees"
     ),
 )
 

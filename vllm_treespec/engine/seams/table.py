@@ -41,7 +41,7 @@ ARGUMENTS = (
     *_ENGINE_ARGS.reads(
         "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
         "decode_context_parallel_size enable_dbo kv_transfer_config "
-        "kv_offloading_size async_scheduling kv_cache_dtype "
+        "ec_transfer_config kv_offloading_size async_scheduling kv_cache_dtype "
         "return_sampling_mask attention_config",
         "arguments under which draft trees were not tested are refused",
     ),
@@ -65,8 +65,12 @@ ARGUMENTS = (
     *_VLLM_CONFIG.reads("additional_config", "our settings travel to every worker"),
     *_VLLM_CONFIG.reads("use_v2_model_runner", "the V2 runner is refused"),
     *_MODEL_CONFIG.reads(
-        "is_multimodal_model is_hybrid has_inner_state use_mla is_encoder_decoder "
-        "runner_type attention_chunk_size uses_mrope",
+        "is_hybrid has_inner_state use_mla is_encoder_decoder runner_type "
+        "attention_chunk_size is_mm_prefix_lm multimodal_config",
+        "targets that draft trees cannot serve are refused",
+    ),
+    *Owner("vllm.config.multimodal:MultiModalConfig").calls(
+        "is_multimodal_pruning_enabled",
         "targets that draft trees cannot serve are refused",
     ),
     *_MODEL_CONFIG.calls("get_sliding_window", "a draft model has a window of its own"),

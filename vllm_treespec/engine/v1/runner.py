@@ -25,6 +25,7 @@ from vllm_treespec.engine.v1.sampler_output import (
     sampler_output,
 )
 from vllm_treespec.engine.v1.views import (
+    drafters_can_read,
     emitted_batch,
     may_draft_trees,
     sampling_view,
@@ -155,7 +156,7 @@ class TreeRunnerMixin(V1Runner):
         request = self.requests[req_id]
         row = self.input_batch.req_id_to_index[req_id]
         return (
-            request.prompt_embeds is None
+            drafters_can_read(request, self.model_config.get_vocab_size())
             and not may_change(self.custom_processors, row)
             and may_draft_trees(
                 request.sampling_params,

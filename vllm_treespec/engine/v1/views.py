@@ -24,6 +24,7 @@ from vllm_treespec.core.views import (
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     from vllm_treespec.engine.v1.vllm_types import InputBatch, V1Runner
 
@@ -60,6 +61,24 @@ def may_draft_trees(
         or params.thinking_token_budget is not None
         or (grammar_after_reasoning and params.structured_outputs)
         or (processed_logprobs and params.logprobs is not None)
+    )
+
+
+def drafters_can_read(request: CachedRequestState, vocab_size: int) -> bool:
+    """Whether what drafts can read a request's prompt; else it decodes plainly.
+
+    What drafts reads token ids. An image has ids of its own there, in some models
+    outside of the vocabulary. Other inputs than images were not tested.
+    """
+    if request.prompt_embeds is not None:
+        return False
+    if not request.mm_features:
+        return True
+    ids = request.prompt_token_ids or []
+    return (
+        all(feature.modality == "image" for feature in request.mm_features)
+        and min(ids) >= 0
+        and max(ids) < vocab_size
     )
 
 
@@ -102,9 +121,12 @@ def target_inputs(runner: V1Runner, logits_indices: Tensor) -> TargetInputs:
     num_reqs = runner.input_batch.num_reqs
     num_tokens = int(runner.query_start_loc.np[num_reqs])
     table = runner.input_batch.block_table[0]
+    positions: tuple[Tensor, ...] = (runner.positions,)
+    if runner.uses_mrope:
+        positions += (runner.mrope_positions.gpu,)
     return TargetInputs(
         input_ids=runner.input_ids.gpu,
-        positions=runner.positions,
+        positions=positions,
         logits_indices=logits_indices,
         batch=PagedBatch(
             query_start_loc=runner.query_start_loc.gpu[: num_reqs + 1],

@@ -87,6 +87,8 @@ class V1Runner:
     input_batch: InputBatch
     input_ids: Buffer
     positions: Tensor
+    uses_mrope: bool
+    mrope_positions: Buffer
     query_start_loc: Buffer
     num_computed_tokens: Tensor
     attn_groups: Sequence[Sequence[AttentionGroup]]

@@ -159,7 +159,6 @@ def refuse_model(option: str, name: str, config: PretrainedConfig) -> None:
     """
     said = config.to_dict()
     unsupported = {
-        "a multimodal model": config.get_text_config() is not config,
         "an encoder-decoder model": config.is_encoder_decoder,
         "multi-head latent attention": bool(said.get("kv_lora_rank")),
         "a hybrid or state-space model": bool(
@@ -172,6 +171,11 @@ def refuse_model(option: str, name: str, config: PretrainedConfig) -> None:
                 f"{option}: draft trees do not support {what} yet ({name}); name "
                 f"another model"
             )
+    if config.get_text_config() is not config:
+        raise SpecConfigError(
+            f"{option}: treespec plan does not know the sizes of multimodal models yet "
+            f"({name}); name the config.json of its language model"
+        )
     if said.get("quantization_config"):
         raise SpecConfigError(
             f"{option}: treespec plan does not know the sizes of quantised weights yet "
