@@ -40,6 +40,7 @@ class Runner:
 
     def __init__(self, spec: dict[str, Any], device: str) -> None:
         self.vllm_config = engine_config(spec)
+        self.max_model_len = self.vllm_config.model_config.max_model_len
         self.drafter = TreeDrafter(self.vllm_config)
         cpu = torch.device("cpu")
         limits = EngineLimits(cpu, 0, 0, 64, 64)
