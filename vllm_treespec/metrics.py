@@ -89,20 +89,32 @@ def multiprocess_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
-def counter_file(vllm_config: VllmConfig) -> Path:
+def counter_file(vllm_config: VllmConfig, engine_index: int = 0) -> Path:
     """File in which an engine's scheduler counts for the front-end.
 
     vLLM gives each launch an ``instance_id``, which its processes receive with the
-    config.
+    config, and each engine of a data-parallel launch an index.
 
     Raises:
         OSError: there is no temporary folder.
 
     """
+    name = f"{vllm_config.instance_id}-{engine_index}"
     folder = multiprocess_folder()
     if folder is not None:
-        return folder / f"counter_treespec-{vllm_config.instance_id}.db"
-    return Path(tempfile.gettempdir()) / f"treespec_{vllm_config.instance_id}"
+        return folder / f"counter_treespec-{name}.db"
+    return Path(tempfile.gettempdir()) / f"treespec_{name}"
+
+
+def counter_files(vllm_config: VllmConfig) -> list[Path]:
+    """Files of all engines of a launch, also of those that other machines start.
+
+    Raises:
+        OSError: there is no temporary folder.
+
+    """
+    num_engines = vllm_config.parallel_config.data_parallel_size
+    return [counter_file(vllm_config, index) for index in range(num_engines)]
 
 
 def make_counter_file(file: Path) -> BinaryIO:
@@ -190,7 +202,7 @@ def open_counters(vllm_config: VllmConfig) -> SharedCounters | None:
     parallel = vllm_config.parallel_config
     model_name = str(vllm_config.model_config.served_model_name)
     try:
-        file = counter_file(vllm_config)
+        file = counter_file(vllm_config, parallel.data_parallel_index)
         if parallel.rank != 0 or not file.exists():
             return None
         counters = SharedCounters(file, model_name, parallel.data_parallel_index)
@@ -205,33 +217,38 @@ def open_counters(vllm_config: VllmConfig) -> SharedCounters | None:
 
 
 class TreeCollector(Collector):
-    """Shows the counters of the engine with draft trees that this process made last."""
+    """Shows the counters of the engines with draft trees that this process made last.
+
+    They are one engine, or those of a data-parallel launch.
+    """
 
     def __init__(self) -> None:
         """Show nothing yet."""
-        self._file: BinaryIO | None = None
+        self._files: list[BinaryIO] = []
         self._remove: Finalize | None = None
 
-    def show_engine(self, vllm_config: VllmConfig) -> None:
-        """Make the file of an engine that will start, and show it from now on.
+    def show_engines(self, vllm_config: VllmConfig) -> None:
+        """Make the files of engines that will start, and show them from now on.
 
         Raises:
-            OSError: the file cannot be made.
+            OSError: a file cannot be made.
 
         """
         if self._remove is not None:
-            self._file = None
             self._remove()
-        path = counter_file(vllm_config)
-        file = make_counter_file(path)
+        paths = counter_files(vllm_config)
+        files = self._files = []
 
         def remove() -> None:
-            file.close()
-            # The scheduler has removed it already, if one was started.
-            path.unlink(missing_ok=True)
+            # The schedulers have removed those of engines that were started.
+            for file, path in zip(files, paths, strict=False):
+                file.close()
+                path.unlink(missing_ok=True)
+            files.clear()
 
-        self._file = file
         self._remove = Finalize(self, remove, exitpriority=0)
+        for path in paths:
+            files.append(make_counter_file(path))
 
     def describe(self) -> Iterator[CounterMetricFamily]:
         """Name the counters, without values."""
@@ -240,16 +257,15 @@ class TreeCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Read the counters; there are none before the scheduler has started."""
-        if self._file is None:
-            return
         families: dict[str, CounterMetricFamily] = {}
-        # By its descriptor: the file has lost its name.
-        path = f"/proc/self/fd/{self._file.fileno()}"
-        for key, value, _, _ in MmapedDict.read_all_values_from_file(path):
-            name, _, labels, text = json.loads(key)
-            if name not in families:
-                families[name] = CounterMetricFamily(name, text, labels=[*labels])
-            families[name].add_metric([*labels.values()], value)
+        for file in self._files:
+            # By its descriptor: the file has lost its name.
+            path = f"/proc/self/fd/{file.fileno()}"
+            for key, value, _, _ in MmapedDict.read_all_values_from_file(path):
+                name, _, labels, text = json.loads(key)
+                if name not in families:
+                    families[name] = CounterMetricFamily(name, text, labels=[*labels])
+                families[name].add_metric([*labels.values()], value)
         yield from families.values()
 
 
@@ -268,9 +284,10 @@ def show_counters(vllm_config: VllmConfig) -> None:
     """
     try:
         if multiprocess_folder() is None:
-            registered_collector().show_engine(vllm_config)
+            registered_collector().show_engines(vllm_config)
         else:
             # Whoever answers /metrics reads all files of that folder.
-            make_counter_file(counter_file(vllm_config)).close()
+            for file in counter_files(vllm_config):
+                make_counter_file(file).close()
     except OSError as error:
         logger.warning("No metrics of draft trees: %s", error)

@@ -132,8 +132,22 @@ ENGINE = (
     ),
     Row(
         "data parallel",
+        TREE,
+        Own(
+            "tests/engine/test_data_parallel.py::test_two_engines_answer_as_one",
+            "the same answers from two engines as from one",
+        ),
+        "seen on a CPU with one front-end; each engine has an index and a schedule of "
+        "its own",
+    ),
+    Row(
+        "data parallel for mixtures of experts",
         REFUSED,
-        Arguments({"data_parallel_size": 2}, "data_parallel_size=2"),
+        Own(
+            "tests/engine/test_refusals.py::test_experts_in_several_engines_are_refused",
+            "error at start-up",
+        ),
+        "their engines step together",
     ),
     Row(
         "prefill context parallel",

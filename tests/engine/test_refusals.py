@@ -156,3 +156,28 @@ def test_others_notice_nothing(target: str) -> None:
         assert config.additional_config == {}
         assert "treespec" not in str(config.parallel_config.worker_cls)
         assert config.scheduler_config.scheduler_cls is None
+
+
+def test_experts_in_several_engines_are_refused(tmp_path: Path) -> None:
+    """Red when engines that must step together start with trees."""
+    from transformers import MixtralConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    register()
+    config = MixtralConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=64,
+        architectures=["MixtralForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    arguments = EngineArgs(
+        model=str(tmp_path),
+        speculative_config={"method": "suffix_tree"},
+        data_parallel_size=2,
+        skip_tokenizer_init=True,
+    )
+    with pytest.raises(SpecConfigError, match="mixtures of experts"):
+        arguments.create_engine_config()

@@ -148,7 +148,7 @@ def test_no_file_stays(tmp_path: Path, end: str) -> None:
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     if end == "no scheduler":
-        registered_collector().show_engine(config())
+        registered_collector().show_engines(config())
         (other,) = tmp_path.iterdir()
         assert other != file
         # As at the end of the process.
@@ -160,7 +160,7 @@ def test_no_file_stays(tmp_path: Path, end: str) -> None:
         # Without a name it goes when nobody has it open, also after a SIGKILL.
         assert list(tmp_path.iterdir()) == []
         if end == "front-end first":
-            registered_collector()._file.close()  # type: ignore[union-attr]
+            registered_collector()._files[0].close()
             engine.run("plain")
         else:
             del engine

@@ -52,7 +52,6 @@ def refuse_arguments(args: EngineArgs) -> str:
     device = check_platform()
     untested = {
         "pipeline_parallel_size": args.pipeline_parallel_size > 1,
-        "data_parallel_size": args.data_parallel_size > 1,
         "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
         "decode_context_parallel_size": args.decode_context_parallel_size > 1,
         "enable_dbo": args.enable_dbo,
@@ -150,6 +149,12 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
             "VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
         )
     target = vllm_config.model_config
+    if target.is_moe and vllm_config.parallel_config.data_parallel_size > 1:
+        raise SpecConfigError(
+            "draft trees do not support data_parallel_size above 1 for mixtures of "
+            "experts yet, whose engines step together; run an engine for each "
+            "replica, or remove speculative_config"
+        )
     for what, found in unsupported_features(target, device).items():
         if found:
             raise SpecConfigError(

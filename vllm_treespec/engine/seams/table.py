@@ -39,7 +39,7 @@ ARGUMENTS = (
         "the stock arguments that a spec-config stands for",
     ),
     *_ENGINE_ARGS.reads(
-        "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
+        "pipeline_parallel_size prefill_context_parallel_size "
         "decode_context_parallel_size enable_dbo kv_transfer_config "
         "ec_transfer_config kv_offloading_size async_scheduling kv_cache_dtype "
         "return_sampling_mask attention_config",
@@ -98,6 +98,8 @@ ARGUMENTS = (
     *_PARALLEL_CONFIG.reads(
         "tensor_parallel_size", "whether a draft model can be divided like the target"
     ),
+    *_PARALLEL_CONFIG.reads("data_parallel_size", "how many engines count"),
+    *_MODEL_CONFIG.reads("is_moe", "whether engines step together"),
     *_SCHEDULER_CONFIG.reads(
         "long_prefill_token_threshold", "chunks that would cut trees are refused"
     ),

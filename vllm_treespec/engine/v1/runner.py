@@ -73,7 +73,8 @@ class TreeRunnerMixin(V1Runner):
         limits = EngineLimits(
             device=self.device,
             rank=self.parallel_config.rank,
-            seed=self.model_config.seed,
+            # Engines of a data-parallel launch must not draw alike.
+            seed=self.model_config.seed + self.parallel_config.data_parallel_index,
             max_model_len=self.max_model_len,
             max_num_tokens=self.max_num_tokens,
         )

@@ -1,0 +1,126 @@
+"""Two data-parallel engines answer as one does, and count for one front-end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.processes import call
+from tests.engine.tiny_models import write_pair
+
+NUM_REQUESTS = 8
+PLAIN = "plain"
+SPECS: dict[str, dict[str, Any]] = {
+    "suffix_tree": {"min_probability": 0.0},
+    "rsd_s": {"beam_width": 3, "depth": 3},
+}
+
+
+async def answer(arguments: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Tokens of some requests at once, greedy and sampled, and our counters."""
+    from prometheus_client import REGISTRY, generate_latest
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.inputs import TokensPrompt
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def one(number: int, temperature: float) -> list[int]:
+        prompt = [(7 * (number % NUM_REQUESTS) * j + 3) % 90 for j in range(1, 9)]
+        params = SamplingParams(
+            temperature=temperature, max_tokens=24, ignore_eos=True, detokenize=False
+        )
+        tokens: list[int] = []
+        inputs = TokensPrompt(prompt_token_ids=prompt)
+        async for output in engine.generate(inputs, params, str(number)):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    numbers = range(1, NUM_REQUESTS + 1)
+    greedy = await asyncio.gather(*(one(n, 0.0) for n in numbers))
+    # The same prompt for both engines, so that both would draw alike.
+    same = [NUM_REQUESTS * n for n in (2, 3)]
+    sampled = await asyncio.gather(*(one(n, 1.0) for n in same))
+    text = generate_latest(REGISTRY).decode()
+    engine.shutdown()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:treespec")]
+    return {"greedy": greedy, "sampled": sampled, "lines": lines}
+
+
+def run_engines(name: str, folder: Path, engines: int) -> None:
+    """Run the requests through engines; write what they answered."""
+    spec = None
+    if name != PLAIN:
+        spec = {"method": name, **SPECS[name], "schedule": "fixed"}
+        if name == "rsd_s":
+            spec["model"] = str(folder / "draft")
+    arguments = {
+        "model": str(folder / "target"),
+        "speculative_config": spec,
+        "data_parallel_size": engines,
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 2**28,
+    }
+    result = asyncio.run(answer(arguments, folder))
+    (folder / f"{name}-{engines}.json").write_text(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Any]:
+    """Return a function that runs engines once for a name and a number of them."""
+    folder = tmp_path_factory.mktemp("data_parallel")
+    write_pair(folder, vocab_size=100)
+
+    @cache
+    def run(name: str, engines: int) -> Any:
+        if len(os.sched_getaffinity(0)) < engines:
+            pytest.skip(f"{engines} engines need {engines} cores")
+        call(
+            f"{__name__}:{run_engines.__name__}",
+            *(name, folder, engines),
+            log=folder / f"{name}-{engines}.log",
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+            engines=engines,
+        )
+        return json.loads((folder / f"{name}-{engines}.json").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_two_engines_answer_as_one(method: str, run: Callable[[str, int], Any]) -> None:
+    """Red when an answer depends on which engine gives it."""
+    assert run(method, 2)["greedy"] == run(PLAIN, 1)["greedy"]
+
+
+@pytest.mark.parametrize("method", SPECS)
+def test_both_engines_count(method: str, run: Callable[[str, int], Any]) -> None:
+    """Red when an engine draws no trees, or the front-end misses its counters."""
+    lines = run(method, 2)["lines"]
+    for engine in (0, 1):
+        (line,) = (
+            line
+            for line in lines
+            if line.startswith("vllm:treespec_num_nodes_verified_total{")
+            and f'engine="{engine}"' in line
+        )
+        assert float(line.rpartition(" ")[2]) > 20
+
+
+def test_engines_draw_different_numbers(run: Callable[[str, int], Any]) -> None:
+    """Red when engines draw alike, so that the same prompt has one answer in both."""
+    one, other = run("rsd_s", 2)["sampled"]
+    assert one != other
