@@ -358,7 +358,9 @@ MODELS = (
         "quantised target weights: compressed-tensors int8, fp8 and int4, GPTQ, AWQ",
         TREE,
         Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "4 bit in bfloat16, for which alone vLLM has CPU kernels; not seen on a GPU",
+        "4 bit in bfloat16, for which alone vLLM has CPU kernels; not seen on a GPU; "
+        "with int8 activations [plain vLLM, too, depends on the batch]"
+        "(lossless.md#quantised-targets)",
     ),
     Row(
         "quantised draft models",

@@ -1,5 +1,7 @@
 """The soak in its short form: every check of the long one on 48 requests."""
 
+import json
+import shutil
 import time
 from pathlib import Path
 
@@ -9,25 +11,52 @@ from tests.engine.processes import Usage, note
 from vllm_treespec.tools.assets import shipped_drafter
 from vllm_treespec.tools.prompts import SHIPPED, load_prompts
 from vllm_treespec.tools.soak import run
-from vllm_treespec.tools.soak.cli import DEFAULT_TREE
 from vllm_treespec.tools.soak.requests import make_requests
+
+# Tokens that the target's attention sees; half of the prompts are longer.
+WINDOW = 96
+TREE = {
+    "method": "hybrid",
+    "num_drafts": 10,
+    "depth": 6,
+    "sure_match": 4,
+    "schedule": "fixed",
+}
+
+
+def write_windowed(source: str, folder: Path) -> str:
+    """Copy a Llama and give it a sliding window; its folder."""
+    shutil.copytree(source, folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config |= {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": WINDOW,
+    }
+    file.write_text(json.dumps(config))
+    return str(folder)
 
 
 def test_short_soak_passes(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red when trees lose a request, change a greedy answer or keep a KV block, or do
-    so with as many threads as vLLM takes by itself: the other engines have one."""
+    """Red when trees lose a request, change a greedy answer or keep a KV block.
+
+    The target has a sliding window; two sources draft its trees, which some requests
+    limit. Red, too, when this is so only with as many threads as vLLM takes by itself:
+    the other engines have one.
+    """
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name)
     settings = run.Settings(
-        target=target,
-        spec={**DEFAULT_TREE, "model": shipped_drafter()},
+        target=write_windowed(target, tmp_path / "target"),
+        spec={**TREE, "model": shipped_drafter()},
         requests=48,
         kv_blocks=16,
     )
     length = settings.max_model_len
-    material = run.material(target, load_prompts(SHIPPED), length)
+    material = run.material(settings.target, load_prompts(SHIPPED), length)
     requests = make_requests(settings.requests, settings.seed, material, length)
     start = time.perf_counter()
     report = run.soak(settings, requests, tmp_path, lambda side, event: None)

@@ -84,8 +84,13 @@ def test_requests_carry_everything() -> None:
         *("ignore_eos", "stop", "include_stop_str_in_output", "stop_token_ids"),
         *("logprobs", "prompt_logprobs", "bad_words", "allowed_token_ids"),
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-        "structured_outputs",
+        *("structured_outputs", "extra_args"),
     }
+    said = [
+        r.params["extra_args"]["treespec"] for r in requests if "extra_args" in r.params
+    ]
+    assert {type(options) for options in said} == {dict, str}
+    assert 0.1 < len(said) / 2000 < 0.3
     lengths = {len(request.prompt) for request in requests}
     assert min(lengths) == 1
     assert {MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1} <= lengths

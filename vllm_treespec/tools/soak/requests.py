@@ -28,6 +28,13 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
     },
     {"grammar": 'root ::= ("left" | "right") (" " root)?'},
 )
+# What requests say of their trees; over HTTP it comes as text.
+SAID: tuple[Any, ...] = (
+    {"enabled": False},
+    {"max_drafts": 1},
+    {"max_drafts": 3},
+    '{"max_drafts": 5}',
+)
 
 
 class SoakRequest(BaseModel):
@@ -146,6 +153,7 @@ def _params(rng: random.Random, material: Material) -> dict[str, Any]:
         (0.05, {"repetition_penalty": round(rng.uniform(0.9, 1.5), 2)}),
         (0.05, {"bad_words": rng.sample(BAD_WORDS, 2)}),
         (0.05, {"allowed_token_ids": sorted(set(rng.sample(tokens, 60)))}),
+        (0.2, {"extra_args": {"treespec": rng.choice(SAID)}}),
     ]
     for share, option in drawn:
         if rng.random() < share:
