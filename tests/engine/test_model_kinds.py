@@ -106,7 +106,7 @@ def answer(
 ) -> Callable[..., dict]:
     """Return a function that runs the jobs on a kind of target."""
 
-    def run(name: str, method: str | None, **target: str) -> dict:
+    def run(name: str, method: str | dict | None, **target: str) -> dict:
         options: dict[str, Any] = {"model": targets[name], **TINY, **target}
         options["dtype"] = KINDS[name].dtype
         if method is not None:
@@ -116,7 +116,8 @@ def answer(
                 "full draft": {**OWN_DRAFT, "model": tiny["draft"]},
                 **{head: {"method": head, "model": tiny[head]} for head in HEADS},
             }
-            options["speculative_config"] = {**specs[method], "schedule": "fixed"}
+            spec = specs[method] if isinstance(method, str) else method
+            options["speculative_config"] = {**spec, "schedule": "fixed"}
         return run_engine(None, JOBS, **options)
 
     return run
@@ -183,4 +184,19 @@ def test_quantised_output_layers_are_named(
     with pytest.raises(EngineProcessError, match="output layer, which is quantised"):
         answer("gptq", "redrafter", model=target)
     plain, trees = (answer("gptq", m, model=target) for m in (None, "suffix_tree"))
+    assert tokens_of(trees) == tokens_of(plain)
+
+
+def test_hot_tokens_need_an_output_layer(
+    answer: Callable[..., dict], tiny: dict[str, str], tmp_path: Path
+) -> None:
+    """Red when packed numbers are read as a draft model's output layer."""
+    draft = write_quantised(tiny["draft"], tmp_path / "draft", "gptq", output=True)
+    spec = {**OWN_DRAFT, "model": draft}
+    hot = tmp_path / "hot.json"
+    hot.write_text("[1, 2, 3]")
+    remedy = "is quantised, which is not supported with hot tokens; write"
+    with pytest.raises(EngineProcessError, match=remedy):
+        answer("gptq", {**spec, "hot_tokens": str(hot)})
+    plain, trees = answer("gptq", None), answer("gptq", {**spec, "hot_tokens": "all"})
     assert tokens_of(trees) == tokens_of(plain)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from vllm_treespec.cli import app
@@ -35,6 +36,13 @@ def change(target: Path, **keys: Any) -> None:
     """Change keys of the configuration."""
     file = target / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+
+
+def write_draft(folder: Path) -> Path:
+    """Write a draft model's configuration, and a file of no weights; the folder."""
+    model_config().save_pretrained(folder)
+    save_file({}, folder / "model.safetensors")
+    return folder
 
 
 def test_a_target_that_works(target: Path) -> None:
@@ -68,6 +76,24 @@ def test_chunks_are_read_on_a_cpu_only(
     assert ("chunked local attention (on a GPU) │ yes: refused" in text) == refused
 
 
+@pytest.mark.parametrize(("device", "refused"), [("cpu", False), ("cuda", True)])
+def test_chunks_of_a_draft_model_are_read_on_a_cpu_only(
+    device: str,
+    refused: bool,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when a draft model gets trees of a kind that no kernel of ours reads."""
+    monkeypatch.setattr(target_doctor, "check_platform", lambda: device)
+    draft = write_draft(tmp_path / "draft")
+    change(draft, attention_chunk_size=64)
+    spec = json.dumps({"method": "sd", "model": str(draft), "depth": 2})
+    code, text = doctor("--target", target, "--speculative-config", spec)
+    assert code == refused
+    assert ("has chunks of 64 tokens); name another draft model" in text) == refused
+
+
 def test_a_spec_config_is_checked_too(target: Path) -> None:
     """Red when a spec-config that would be refused passes, or a good one does not."""
     spec = {"method": "suffix_tree", "num_drafts": 8}
@@ -87,13 +113,8 @@ def test_a_spec_config_is_checked_too(target: Path) -> None:
 
 def test_lengths_are_those_of_the_engine(target: Path, tmp_path: Path) -> None:
     """Red when a draft model is refused that ``--max-model-len`` makes fit."""
-    draft = tmp_path / "draft"
-    config = model_config()
-    config.max_position_embeddings = 32
-    config.save_pretrained(draft)
-    from safetensors.torch import save_file
-
-    save_file({}, draft / "model.safetensors")
+    draft = write_draft(tmp_path / "draft")
+    change(draft, max_position_embeddings=32)
     spec = json.dumps({"method": "sd", "model": str(draft), "depth": 2})
     check = ("--target", target, "--speculative-config", spec)
     code, text = doctor(*check)

@@ -209,6 +209,22 @@ def check_text_only(model: str, draft: PretrainedConfig) -> None:
         )
 
 
+def check_attention(model: str, draft: PretrainedConfig, device: str) -> None:
+    """Check that trees of a draft model can be drafted on a device.
+
+    Raises:
+        SpecConfigError: its layers see one chunk of the context, on a GPU.
+
+    """
+    chunk = draft.to_dict().get("attention_chunk_size")
+    if device == "cuda" and chunk is not None:
+        raise SpecConfigError(
+            f"speculative_config 'model': draft trees do not support chunked local "
+            f"attention on a GPU yet ({model} has chunks of {chunk} tokens); name "
+            f"another draft model"
+        )
+
+
 def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
     """Check that target and draft model speak of the same tokens.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
+    check_attention,
     check_head,
     check_hot_tokens,
     check_kv_cache,
@@ -165,13 +166,14 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
     if device == "cpu":
         check_kv_cache(target.model, target.hf_text_config, cache_dtype)
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    refuse_drafters(config, target, num_ranks, cache_dtype)
+    refuse_drafters(config, target, num_ranks, device, cache_dtype)
 
 
 def refuse_drafters(
     config: MethodConfig,
     target: ModelConfig,
     num_ranks: int,
+    device: str,
     cache_dtype: str = "auto",
 ) -> None:
     """Refuse draft models and heads that do not fit a target.
@@ -180,6 +182,7 @@ def refuse_drafters(
         config: validated.
         target: the target's.
         num_ranks: tensor-parallel ranks.
+        device: ``"cpu"`` or ``"cuda"``.
         cache_dtype: of the KV cache, as the user asked for it.
 
     Raises:
@@ -197,6 +200,7 @@ def refuse_drafters(
             "speculative_config 'model'", model, get_config, trust_remote_code=trust
         )
         check_text_only(model, draft)
+        check_attention(model, draft, device)
         check_kv_cache(model, draft, cache_dtype)
         check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
         check_shards(model, draft, num_ranks)

@@ -61,7 +61,7 @@ def check_target(check: TargetCheck, console: Console) -> bool:
     for what, found in features.items():
         table.add_row(what, YES if found else NO)
     console.print(table)
-    problem = spec_problem(check, target)
+    problem = spec_problem(check, target, device)
     if problem is not None:
         console.print(f"[red]refused:[/] {escape(problem)}")
     refused = any(features.values()) or problem is not None
@@ -94,7 +94,7 @@ def read_target(check: TargetCheck) -> ModelConfig:
         ) from None
 
 
-def spec_problem(check: TargetCheck, target: ModelConfig) -> str | None:
+def spec_problem(check: TargetCheck, target: ModelConfig, device: str) -> str | None:
     """What would be refused of the spec-config; None: nothing, or there is none."""
     if check.spec is None:
         return None
@@ -104,7 +104,7 @@ def spec_problem(check: TargetCheck, target: ModelConfig) -> str | None:
             return "--speculative-config must be one JSON object"
         config = parse_spec_config(spec)
         check_head_files(config)
-        refuse_drafters(config, target, check.num_ranks)
+        refuse_drafters(config, target, check.num_ranks, device)
     except json.JSONDecodeError as error:
         return f"--speculative-config is not JSON: {error}"
     except SpecConfigError as error:
