@@ -3,12 +3,14 @@
 import ast
 import builtins
 import copy
+import hashlib
 import importlib
 import inspect
 import itertools
 import json
 import logging
 import os
+import platform
 import sys
 import tempfile
 import textwrap
@@ -61,10 +63,13 @@ LIBRARIES = (
     *(
         builtins,
         copy,
+        hashlib,
+        hashlib.sha256(),
         itertools.chain,
         json,
         logging,
         os,
+        platform,
         tempfile,
         textwrap,
         time,
@@ -77,7 +82,8 @@ LIBRARIES = (
 )
 # Parameters of their functions, and a key of models' config files.
 FOREIGN = {
-    *("break_long_words", "break_on_hyphens", "exitpriority", "missing_ok", "strict"),
+    *("break_long_words", "break_on_hyphens", "exist_ok", "exitpriority", "missing_ok"),
+    "strict",
     "max_position_embeddings",
 }
 

@@ -81,6 +81,10 @@ class MethodConfig(BaseModel, ABC):
         description="measured: the tree, or none, that brings most tokens a second; "
         "fixed: always the same; or a list of trees by batch size",
     )
+    schedule_cache: bool = Field(
+        default=True,
+        description="keep what the measured schedule learned for the next start",
+    )
     lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
         default=None, description="give up the target's distribution for speed"
     )

@@ -6,9 +6,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
-from vllm_treespec.core.learned import FadingMean, RequestHistory, StepTimes
+from vllm_treespec.core.learned import (
+    FEW_TIMES,
+    FadingMean,
+    RequestHistory,
+    StepTimes,
+)
 from vllm_treespec.core.schedule import (
     RunningRequests,
     Schedule,
@@ -29,6 +35,8 @@ GUESSED_TEXT = 3.0
 HOPE = 0.5
 # Rounds without any measured time, lately, after which an option is left out.
 FRUITLESS_ROUNDS = 2.5
+# Times of an earlier start are another machine's where new ones differ by more.
+SAME_MACHINE = 1.5
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,9 @@ class MeasuredSchedule(Schedule):
         self.step = 0
         # batch size -> option's index -> times
         self.times: dict[int, dict[int | None, StepTimes]] = {}
+        # batch size, option's index -> seconds of an earlier start, not yet checked
+        self.recalled: dict[tuple[int, int | None], float] = {}
+        self.is_other_machine = False
         # batch size, option's index -> rounds in which no step could be timed
         self.fruitless: dict[tuple[int, int | None], FadingMean] = {}
         # option's index, sampled -> accepted tokens of a tree
@@ -227,7 +238,23 @@ class MeasuredSchedule(Schedule):
                 whole = math.sqrt(step.num_reqs / step.num_trees)
                 seconds = plain + (seconds - plain) * whole
             known.setdefault(step.index, StepTimes()).add(self.step, seconds)
+            self._check_recalled(step.batch_size, step.index)
         self.new_steps, self.new_seconds = [], []
+
+    def _check_recalled(self, batch_size: int, index: int | None) -> None:
+        """Forget all recalled times once new ones are far from one of them."""
+        recalled = self.recalled.get((batch_size, index))
+        times = self.times[batch_size][index]
+        if recalled is None or len(times.latest) <= FEW_TIMES:
+            return
+        ratio = median(list(times.latest)[1:]) / recalled
+        if 1 / SAME_MACHINE < ratio < SAME_MACHINE:
+            del self.recalled[batch_size, index]
+            return
+        self.is_other_machine = True
+        for size, option in self.recalled:
+            del self.times[size][option]
+        self.recalled = {}
 
     def _best(
         self, batch_size: int, requests: RunningRequests

@@ -55,6 +55,9 @@ ARGUMENTS = (
     ),
     *_PLATFORMS.reads("current_platform", "whether this is a CPU or a GPU"),
     *_PLATFORM.reads("device_name", "whether this is a CPU or a GPU"),
+    *_PLATFORM.calls("get_device_name", "what kept times belong to"),
+    *Owner("vllm.envs").reads("VLLM_CACHE_ROOT", "where times are kept"),
+    *_MODEL_CONFIG.reads("dtype enforce_eager", "what kept times belong to"),
     *_CONFIG.reads("VllmConfig", "the config of an engine"),
     *_VLLM_CONFIG.reads(
         "model_config parallel_config scheduler_config speculative_config "
@@ -399,6 +402,9 @@ LOADING = (
     ),
     *Owner("vllm.distributed.parallel_state:GroupCoordinator").calls(
         "broadcast_object", "all ranks choose trees by rank 0's times"
+    ),
+    *Owner("vllm.distributed.parallel_state:GroupCoordinator").reads(
+        "is_first_rank", "rank 0's times are kept"
     ),
     *Owner("vllm.distributed").calls(
         "tensor_model_parallel_all_gather", "the parts of all ranks"

@@ -24,6 +24,7 @@ from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.head_source import EngineHeadSource
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.engine.paged_source import PagedSource
+from vllm_treespec.engine.schedule_cache import ScheduleCache, cache_folder, origin_of
 from vllm_treespec.heads import LyannaHeadConfig, read_head_config
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.scorers import RULES, Rule, TypicalAcceptance
@@ -45,6 +46,8 @@ class TreeDrafter:
         # draft models, or a head with context
         self.paged: list[PagedSource] = []
         self.head: EngineHeadSource | EngineChainSource | None = None
+        # None: nothing is kept for the next start
+        self.cache: ScheduleCache | None = None
         grammars = vllm_config.structured_outputs_config
         # whether a grammar begins at the end of some reasoning only
         self.grammar_after_reasoning = bool(grammars.reasoning_parser)
@@ -67,6 +70,10 @@ class TreeDrafter:
 
         """
         method = self.make_method(batched_rules)
+        if self.config.schedule_cache and isinstance(method.schedule, MeasuredSchedule):
+            origin = origin_of(self.vllm_config, method.schedule)
+            self.cache = ScheduleCache(cache_folder(), origin, method.schedule)
+            self.cache.load()
         sources = self._sources(draft_model_class)
         layout = make_layout(layout_limits(method, bool(self.paged)))
         self.decoder = self.decoder_class(method, sources, layout, limits, self.stats)
@@ -139,6 +146,8 @@ class TreeDrafter:
 
     def propose(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees at the end of a step."""
+        if self.cache is not None:
+            self.cache.save_if_due()
         return self.decoder.draft(batch)
 
 

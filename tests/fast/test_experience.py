@@ -1,0 +1,113 @@
+"""What a measured schedule keeps from one start to the next."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fast.test_measured_schedule import HEAD, INDEX, Machine, Run, median
+from vllm_treespec.core.experience import Experience, experience_of, recall
+from vllm_treespec.core.measured import MeasuredSchedule
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def start(seed: int, experience: Experience | None = None) -> Run:
+    """A machine that just started, with what an earlier start learned."""
+    trees = HEAD if seed % 2 else INDEX
+    run = Run(Machine(seed, trees), MeasuredSchedule(trees, 64))
+    if experience is not None:
+        as_text = experience.model_dump_json()
+        recall(run.schedule, Experience.model_validate_json(as_text))
+    return run
+
+
+def learned(seed: int) -> Experience:
+    """What a schedule knows of a machine after 1,000 steps."""
+    run = start(seed)
+    run.steps(1000, BATCH_SIZES[seed % 6])
+    return experience_of(run.schedule)
+
+
+def test_the_second_start_knows_the_best_tree() -> None:
+    """Red when a start looks again at trees that the one before has measured."""
+    first: list[float] = []
+    second: list[float] = []
+    for seed in range(48):
+        for runs, experience in ((first, None), (second, learned(seed))):
+            run = start(seed, experience)
+            run.steps(60, BATCH_SIZES[seed % 6])
+            runs.append(run.share)
+    assert median(second) > 0.95
+    assert sum(second) / 48 > sum(first) / 48 + 0.03
+
+
+def test_what_is_kept_is_what_was_learned() -> None:
+    """Red when a time or an acceptance is kept of another tree or kind."""
+    run = start(1)
+    run.steps(500, 4)
+    experience = experience_of(run.schedule)
+    machine, schedule = run.machine, run.schedule
+    assert experience.seconds[4]["plain"] == schedule.times[4][None].seconds
+    for index, tree in enumerate(HEAD):
+        if tree.name in experience.seconds[4]:
+            exact = machine.seconds(index, 4)
+            assert experience.seconds[4][tree.name] == pytest.approx(exact, rel=0.2)
+    assert experience.accepted["sampled"] == {}
+    assert set(experience.text) == {"greedy"}
+    assert experience == experience_of(start(1, experience).schedule)
+
+
+def test_nothing_learned_is_nothing_kept() -> None:
+    """Red when a start without steps makes a mean of nothing."""
+    assert experience_of(start(0).schedule) == Experience(
+        seconds={}, accepted={"greedy": {}, "sampled": {}}, text={}
+    )
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_times_of_another_machine_are_noticed(factor: float) -> None:
+    """Red when a cache from another machine decides which trees are drawn."""
+    experience = learned(3)
+    other = {
+        size: {name: factor * seconds for name, seconds in by_name.items()}
+        for size, by_name in experience.seconds.items()
+    }
+    run = start(3, experience.model_copy(update={"seconds": other}))
+    size = BATCH_SIZES[3]
+    run.steps(40, size)
+    assert run.schedule.is_other_machine
+    exact = run.machine.seconds(None, size)
+    assert run.schedule.times[size][None].seconds == pytest.approx(exact, rel=0.2)
+    same = start(3, experience)
+    same.steps(40, size)
+    assert not same.schedule.is_other_machine
+
+
+def test_only_the_tree_s_own_time_was_wrong() -> None:
+    """Red when trees whose recalled times are too long are never drawn again."""
+    shares = []
+    for seed in range(12):
+        experience = learned(seed)
+        wrong = {
+            size: {
+                name: seconds * (1.0 if name == "plain" else 2.5)
+                for name, seconds in by_name.items()
+            }
+            for size, by_name in experience.seconds.items()
+        }
+        run = start(seed, experience.model_copy(update={"seconds": wrong}))
+        run.steps(3000, BATCH_SIZES[seed % 6])
+        run.seconds = run.best_seconds = 0.0
+        run.steps(500, BATCH_SIZES[seed % 6])
+        shares.append(run.share)
+    assert min(shares) > 0.93
+
+
+def test_another_text_is_learned_again() -> None:
+    """Red when what was accepted of an earlier text decides for long."""
+    for seed in range(12):
+        experience = learned(seed)
+        run = start(seed, experience)
+        run.machine.level_accepted = 1 - run.machine.level_accepted
+        run.steps(600, BATCH_SIZES[seed % 6])
+        assert run.share > 0.9

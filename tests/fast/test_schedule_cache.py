@@ -1,0 +1,175 @@
+"""The file that keeps what a measured schedule learned."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the file lies in vLLM's cache")
+
+from tests.fast.small_engine import engine_config
+from tests.fast.test_measured_schedule import HEAD, Machine, Run
+from vllm_treespec.core.experience import Experience, experience_of
+from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.engine import schedule_cache
+from vllm_treespec.engine.schedule_cache import (
+    FIRST_SECONDS,
+    MOST_SECONDS,
+    ScheduleCache,
+    origin_of,
+)
+
+ORIGIN = {"target": "t", "device": "cpu"}
+
+
+class Rank:
+    """A tensor-parallel rank; what rank 0 hands out stands in a list."""
+
+    def __init__(self, is_first_rank: bool, told: list[Any]) -> None:
+        """Take the list that the ranks share."""
+        self.is_first_rank = is_first_rank
+        self.told = told
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Hand out, or take."""
+        if self.is_first_rank:
+            self.told.append(value)
+        return self.told[-1]
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """The only rank, until a test says otherwise."""
+    only = Rank(True, [])
+    monkeypatch.setattr(schedule_cache, "get_tp_group", lambda: only)
+    return only
+
+
+def start(
+    folder: Path, origin: dict[str, str] | None = None, seed: int = 1
+) -> tuple[Run, ScheduleCache, Clock]:
+    """A machine that just started, its cache and its clock."""
+    run, clock = Run(Machine(seed, HEAD), MeasuredSchedule(HEAD, 64)), Clock()
+    cache = ScheduleCache(folder, origin or ORIGIN, run.schedule, clock)
+    cache.load()
+    cache.save_if_due()
+    return run, cache, clock
+
+
+def kept(folder: Path) -> Experience:
+    """Let an engine run, and keep what it learned."""
+    run, cache, clock = start(folder)
+    run.steps(300, 4)
+    clock.now = FIRST_SECONDS
+    cache.save_if_due()
+    return experience_of(run.schedule)
+
+
+def test_the_next_start_knows_what_the_last_one_learned(tmp_path: Path) -> None:
+    """Red when something is lost on the way, or what belongs elsewhere is read."""
+    learned = kept(tmp_path)
+    assert learned.seconds[4]
+    assert experience_of(start(tmp_path)[0].schedule) == learned
+    for origin in ({**ORIGIN, "target": "other"}, {**ORIGIN, "threads": "8"}):
+        assert not start(tmp_path, origin)[0].schedule.times
+
+
+def test_all_ranks_begin_alike(
+    tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a rank reads a file of its own, or more than one of them write."""
+    learned = kept(tmp_path)
+    first = start(tmp_path)[0]
+    second_rank = Rank(False, rank.told)
+    monkeypatch.setattr(schedule_cache, "get_tp_group", lambda: second_rank)
+    second, cache, clock = start(tmp_path / "elsewhere")
+    assert experience_of(second.schedule) == experience_of(first.schedule) == learned
+    clock.now = MOST_SECONDS
+    cache.save_if_due()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_it_is_written_now_and_then(tmp_path: Path) -> None:
+    """Red when each step writes, or nothing is written for long."""
+    run, cache, clock = start(tmp_path)
+    written = []
+    for second in range(2000):
+        clock.now = float(second)
+        run.steps(1, 4)
+        cache.save_if_due()
+        if cache.file.exists():
+            written.append(second)
+            cache.file.unlink()
+    assert written[:4] == [10, 30, 70, 150]
+    assert written[-1] - written[-2] == MOST_SECONDS
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"origin": {}, "experience": 3}', "\x00"])
+def test_a_broken_file_is_measured_anew(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when an engine does not start for a broken file."""
+    _, cache, _ = start(tmp_path)
+    cache.file.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert not start(tmp_path)[0].schedule.times
+    assert "cannot be read, so the schedule measures anew" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when an engine stops for its cache, or says nothing, or says it each time."""
+    (tmp_path / "file").write_text("")
+    run, cache, clock = start(tmp_path / "file" / "folder")
+    run.steps(20, 4)
+    for clock.now in (20.0, 100.0, 1000.0):
+        cache.save_if_due()
+    assert caplog.text.count('set "schedule_cache" to false') == 1
+
+
+def test_another_machine_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when times of another machine are dropped without a word."""
+    kept(tmp_path)
+    run, cache, clock = start(tmp_path)
+    run.machine.factors = dict.fromkeys((None, *range(len(HEAD))), 4.0)
+    run.steps(40, 4)
+    for clock.now in (20.0, 100.0, 1000.0):
+        cache.save_if_due()
+    assert caplog.text.count("are another machine's") == 1
+    assert start(tmp_path)[0].schedule.times[4][None].seconds > 3
+
+
+def test_an_origin_holds_what_times_depend_on() -> None:
+    """Red when engines of different speed share a file."""
+    trees = SimpleNamespace(trees=HEAD)
+
+    def origin(**changes: Any) -> dict[str, str]:
+        spec = {"method": "suffix_tree", "num_drafts": changes.pop("num_drafts", 8)}
+        config = engine_config(spec)
+        for name, value in changes.items():
+            setattr(config.model_config, name, value)
+        return origin_of(config, trees)  # type: ignore[arg-type]
+
+    plain = origin()
+    assert plain == origin()
+    eager = engine_config({"method": "suffix_tree"}).model_config.enforce_eager
+    assert plain != origin(num_drafts=4)
+    assert plain != origin(model="other")
+    assert plain != origin(enforce_eager=not eager)

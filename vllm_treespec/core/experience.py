@@ -1,0 +1,84 @@
+"""What a measured schedule learned, kept from one start to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
+
+from vllm_treespec.core.learned import FadingMean, StepTimes
+from vllm_treespec.core.measured import MeasuredSchedule
+
+PLAIN = "plain"
+Kind = Literal["greedy", "sampled"]
+KINDS: tuple[tuple[Kind, bool], ...] = (("greedy", False), ("sampled", True))
+# Trees that recalled accepted tokens count for: the text may be another one now.
+RECALLED_TREES = 8.0
+
+
+class Experience(BaseModel):
+    """What a schedule learned of a machine and of the text it serves."""
+
+    # batch size -> name of a tree, or "plain" -> seconds of a step
+    seconds: dict[int, dict[str, PositiveFloat]]
+    # name of a tree -> accepted tokens of one
+    accepted: dict[Kind, dict[str, NonNegativeFloat]]
+    # accepted tokens over those that were guessed
+    text: dict[Kind, NonNegativeFloat]
+
+
+def experience_of(schedule: MeasuredSchedule) -> Experience:
+    """Write down what a schedule knows by now."""
+    names = _names(schedule)
+    known = {
+        size: {
+            names[index]: times.seconds
+            for index, times in by_index.items()
+            if times.is_known(schedule.step)
+        }
+        for size, by_index in schedule.times.items()
+    }
+    return Experience(
+        seconds={size: by_name for size, by_name in known.items() if PLAIN in by_name},
+        accepted={
+            kind: {
+                names[index]: mean.total / mean.weight
+                for (index, is_sampled), mean in schedule.accepted.items()
+                if is_sampled is sampled and mean.weight > 0
+            }
+            for kind, sampled in KINDS
+        },
+        text={
+            kind: schedule.text[sampled].total / schedule.text[sampled].weight
+            for kind, sampled in KINDS
+            if schedule.text[sampled].weight > 0
+        },
+    )
+
+
+def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
+    """Let a schedule that has measured nothing begin with what another one knew.
+
+    Times count as one measured step each, until they turn out to be another machine's.
+    """
+    indices = {name: index for index, name in _names(schedule).items()}
+    for size, by_name in experience.seconds.items():
+        for name, seconds in by_name.items():
+            times = StepTimes()
+            times.add(schedule.step, seconds)
+            schedule.times.setdefault(size, {})[indices[name]] = times
+            schedule.recalled[size, indices[name]] = seconds
+    for kind, sampled in KINDS:
+        for name, accepted in experience.accepted.get(kind, {}).items():
+            schedule.accepted[indices[name], sampled] = _recalled_mean(accepted)
+        if kind in experience.text:
+            schedule.text[sampled] = _recalled_mean(experience.text[kind])
+
+
+def _names(schedule: MeasuredSchedule) -> Mapping[int | None, str]:
+    return {None: PLAIN, **{i: tree.name for i, tree in enumerate(schedule.trees)}}
+
+
+def _recalled_mean(mean: float) -> FadingMean:
+    return FadingMean(weight=RECALLED_TREES, total=mean * RECALLED_TREES)
