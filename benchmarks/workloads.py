@@ -62,6 +62,7 @@ def workloads(
     max_tokens: options.MaxTokens = 64,
     stock_depth: options.StockDepth = 6,
     engines: options.Engines = "eager",
+    dtype: options.Dtype = "bfloat16",
     target: options.Target = "",
     draft: options.Draft = "",
     head: options.Heads = None,
@@ -93,7 +94,7 @@ def workloads(
         ]
         all_sides = sides_of(specs or usual_specs(models), models, stock_depth, modes)
         chosen = kinds.choose_sides(all_sides, options.words(sides))
-        job = base_job(models.target, [], max_tokens, workloads=found)
+        job = base_job(models.target, [], max_tokens, workloads=found, dtype=dtype)
         side_engines = engines_of(chosen, cells, rounds)
         plan = make_plan(job, side_engines, out, models.named(), fresh)
     counts = ", ".join(f"{len(prompts)} {name}" for name, prompts in found.items())

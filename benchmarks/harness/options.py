@@ -23,6 +23,9 @@ NumPrompts = Annotated[int, typer.Option(min=1, help="Taken at even distances.")
 MaxTokens = Annotated[int, typer.Option(min=2, help="Per answer.")]
 BatchSizes = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated.")]
+Dtype = Annotated[
+    str, typer.Option(help="Of weights and KV, as in vllm serve: bfloat16, float32.")
+]
 Rounds = Annotated[int, typer.Option(min=1, help="Runs of every engine, in turn.")]
 Names = Annotated[
     str, typer.Option(help="Only these names or methods, comma-separated.")
