@@ -140,3 +140,11 @@ def test_a_spec_config_needs_a_target() -> None:
     code, text = doctor("--speculative-config", "{}")
     assert code == 1
     assert "--speculative-config needs --target" in text
+
+
+def test_slow_arithmetic_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when doctor does not say that a processor lacks the target's arithmetic."""
+    monkeypatch.setattr(target_doctor, "slow_arithmetic", lambda dtype: "no arithmetic")
+    code, text = doctor("--target", target)
+    assert code == 0, text
+    assert "slow: no arithmetic" in text

@@ -65,6 +65,26 @@ def suffix_pays(method: str, size: int, cell: Cell) -> float:
     return alone if cell.batch_size == 1 else max(alone - 0.0375 * size, 0.1)
 
 
+def test_models_are_tried_alone_and_beside_the_index(tmp_path: Path) -> None:
+    """Red when tune leaves a method out that has its model, or tries one it cannot."""
+    heads = [
+        write_head(tmp_path / kind, kind) for kind in ("redrafter", "medusa", "eagle")
+    ]
+    sides, specs = candidates(["draft"], heads, eager=False)
+    assert [side.name for side in sides] == [PLAIN, *specs]
+    beside = {
+        name: spec["drafter"] for name, spec in specs.items() if "drafter" in spec
+    }
+    assert beside == {
+        "hybrid redrafter": "redrafter",
+        "hybrid eagle": "eagle",
+        "hybrid draft": "draft_model",
+    }
+    assert {spec["method"] for spec in specs.values() if "drafter" not in spec} == {
+        "suffix_tree", "redrafter", "medusa_tree", "eagle_tree", "sd", "rsd_s"
+    }  # fmt: skip
+
+
 def search(out: Path, engines: Engines, seconds: float = 1e9, **more: Any) -> Search:
     """Make a search over suffix trees and a head."""
     head = more.pop("head", None) or write_head(out / "head", "redrafter")

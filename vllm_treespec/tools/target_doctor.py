@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.checks import check_head_files
+from vllm_treespec.engine.processor import slow_arithmetic
 from vllm_treespec.engine.refusals import (
     check_platform,
     refuse_drafters,
@@ -64,6 +65,9 @@ def check_target(check: TargetCheck, console: Console) -> bool:
     problem = spec_problem(check, target, device)
     if problem is not None:
         console.print(f"[red]refused:[/] {escape(problem)}")
+    slow = slow_arithmetic(target.dtype) if device == "cpu" else None
+    if slow is not None:
+        console.print(f"[yellow]slow:[/] {escape(slow)}")
     refused = any(features.values()) or problem is not None
     if refused:
         console.print("[red]draft trees do not work here[/]")

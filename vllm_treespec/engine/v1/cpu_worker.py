@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_treespec.engine.processor import slow_arithmetic
 from vllm_treespec.engine.v1.cpu_runner import TreeCPUModelRunner
 from vllm_treespec.engine.v1.worker import TreeWorkerMixin
+
+# vLLM prints the lines of loggers below "vllm".
+logger = logging.getLogger("vllm.treespec")
 
 
 class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
@@ -25,3 +31,6 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
             super().init_device()
         self.model_runner.__class__ = TreeCPUModelRunner
         self.model_runner.init_trees()
+        slow = slow_arithmetic(self.model_config.dtype)
+        if slow is not None and self.rank == 0:
+            logger.warning("Draft trees: %s", slow)

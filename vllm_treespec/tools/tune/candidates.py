@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_treespec.config import HEAD_METHODS, METHODS
+from vllm_treespec.config.hybrid import HEAD_KINDS
 from vllm_treespec.heads import read_head_config
 from vllm_treespec.tools.sides import PLAIN, Side, plain_side, side_of_trees
 
@@ -27,10 +28,13 @@ TREES: dict[str, list[dict[str, float]]] = {
     "redrafter": _trees("redrafter", (4, 1, 4), (5, 2, 5), (8, 3, 8), (16, 4, 16)),
     "eagle_tree": _trees("eagle_tree", *GROWN),
     "lyanna": _trees("lyanna", *GROWN),
+    "hybrid": _trees(
+        "hybrid", (8, 6, 0.1, 4, 2), (16, 12, 0.1, 4, 3), (16, 12, 0.4, 4, 2)
+    ),
 }
 DRAFT_METHODS = ("sd", "rsd_s")
 # Prompts come again in later cells: an answer is not to be drafted from an earlier one.
-SUFFIX: dict[str, Any] = {"method": "suffix_tree", "max_cached_tokens": 0}
+OWN_TEXT: dict[str, Any] = {"max_cached_tokens": 0}
 
 
 def candidates(
@@ -50,19 +54,30 @@ def candidates(
         ValueError: a folder holds no head, or a spec-config cannot work.
 
     """
-    specs: dict[str, dict[str, Any]] = {"suffix_tree": SUFFIX}
+    specs: dict[str, dict[str, Any]] = {
+        "suffix_tree": {"method": "suffix_tree", **OWN_TEXT}
+    }
+    models = [*heads, *drafts]
     for head in heads:
-        config = read_head_config(head)
-        method = HEAD_METHODS[config.method]
+        kind = read_head_config(head).method
+        method = HEAD_METHODS[kind]
         specs[_name(method, head, heads)] = {"method": method, "model": head}
+        if kind in HEAD_KINDS:
+            specs[_name("hybrid", head, models)] = _hybrid(head, kind)
     for draft in drafts:
         for method in DRAFT_METHODS:
             specs[_name(method, draft, drafts)] = {"method": method, "model": draft}
+        specs[_name("hybrid", draft, models)] = _hybrid(draft, "draft_model")
     sides = [plain_side(PLAIN, eager)]
     for name, spec in specs.items():
         trees = TREES[spec["method"]]
         sides.append(side_of_trees(name, spec, trees, enforce_eager=eager))
     return sides, specs
+
+
+def _hybrid(model: str, drafter: str) -> dict[str, Any]:
+    """The index, from own text alone, and a draft model or a head in one tree."""
+    return {"method": "hybrid", "model": model, "drafter": drafter, **OWN_TEXT}
 
 
 def _name(method: str, model: str, models: Sequence[str]) -> str:
