@@ -126,6 +126,24 @@ def test_from_where_nothing_pays_there_is_no_tree(tmp_path: Path) -> None:
     assert choose(slow, {"suffix_tree": {}}).spec is None
 
 
+def test_where_some_work_loses_the_schedule_measures(tmp_path: Path) -> None:
+    """Red when trees are fixed under a load for which they are slower than plain."""
+    engines = Engines(lambda method, size, cell: 2.0 - 0.5 * (cell.batch_size == 4))
+    rows = search(tmp_path, engines).run()
+    cells = [row.cell.model_copy(update={"workload": "code"}) for row in rows]
+    slow = [
+        row.model_copy(update={"cell": cell, "speedup": 0.9})
+        for row, cell in zip(rows, cells, strict=True)
+    ]
+    spec = {"method": "suffix_tree", "max_cached_tokens": 0}
+    choice = choose([*rows, *slow], {"suffix_tree": spec})
+    assert choice.slower
+    assert choice.spec is not None
+    assert "schedule" not in choice.spec
+    assert parse_spec_config(choice.spec).shape["num_drafts"] in (8, 16)
+    assert not choose(rows, {"suffix_tree": spec}).slower
+
+
 def test_far_behind_is_measured_once(tmp_path: Path) -> None:
     """Red when slow trees take the time of fast ones."""
     engines = Engines(suffix_pays)

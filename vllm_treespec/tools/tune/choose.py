@@ -12,8 +12,12 @@ from vllm_treespec.tools.tune.search import TreeRow
 
 # A speed-up below this is noise.
 LEAST = 1.02
+# Below this a tree loses.
+LOSES = 0.98
 # Keys that are for measuring only.
 NOT_FOR_USE = ("max_cached_tokens",)
+# Keys of a schedule's entry beside those of its tree.
+OF_SCHEDULE = ("batch_size", "min_acceptance_length")
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,19 @@ class Choice:
     side: str
     # None: no speculative_config
     spec: dict[str, Any] | None
-    # geometric mean of the speed-ups over all loads
+    # geometric mean of the speed-ups over all loads, as measured with fixed trees
     speedup: float
+    # loads under which the chosen trees lose; with any the schedule measures
+    slower: tuple[str, ...] = ()
 
 
 def choose(rows: Sequence[TreeRow], specs: Mapping[str, dict[str, Any]]) -> Choice:
     """Choose the method and its trees by batch size that are fastest over all loads.
 
     A method has one tree for each batch size, whatever the work and the temperature;
-    loads for which it has none count as plain.
+    loads for which it has none count as plain. Where one of these trees loses under
+    some load, the spec-config names no schedule but the first tree, which is that of
+    the smallest batch: the measured schedule tells such requests apart.
 
     Args:
         rows: of all trees under all loads.
@@ -45,8 +53,30 @@ def choose(rows: Sequence[TreeRow], specs: Mapping[str, dict[str, Any]]) -> Choi
         entries, speedup = schedule_of(own)
         if entries and speedup > max(best.speedup, LEAST):
             used = {k: v for k, v in spec.items() if k not in NOT_FOR_USE}
-            best = Choice(side, {**used, "schedule": entries}, speedup)
+            slower = losing_loads(own, entries)
+            added = tree_of(entries[0]) if slower else {"schedule": entries}
+            best = Choice(side, {**used, **added}, speedup, slower)
     return best
+
+
+def losing_loads(
+    rows: Sequence[TreeRow], entries: Sequence[dict[str, Any]]
+) -> tuple[str, ...]:
+    """Names of the loads under which the schedule's own tree is slower than plain."""
+    chosen = {entry["batch_size"]: tree_of(entry) for entry in entries}
+    return tuple(
+        row.cell.name
+        for row in rows
+        if row.cell.batch_size in chosen
+        and (row.tree or {}) == chosen[row.cell.batch_size]
+        and row.speedup is not None
+        and row.speedup < LOSES
+    )
+
+
+def tree_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a schedule's entry that shape its tree."""
+    return {key: value for key, value in entry.items() if key not in OF_SCHEDULE}
 
 
 def schedule_of(rows: Sequence[TreeRow]) -> tuple[list[dict[str, Any]], float]:

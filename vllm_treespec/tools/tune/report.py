@@ -69,11 +69,16 @@ def sentences(rows: Sequence[TreeRow], choice: Choice) -> list[str]:
             )
     if choice.spec is None:
         return [*lines, "Over all loads plain vLLM is best: use no speculative_config."]
-    return [
-        *lines,
+    lines.append(
         f"Over all loads {choice.side} is best: {choice.speedup:.2f}x on the "
-        "geometric mean.",
-    ]
+        "geometric mean."
+    )
+    if choice.slower:
+        lines.append(
+            "Some work is slower with these trees, so the choice is left "
+            "to the measured schedule, which tells requests apart while it serves."
+        )
+    return lines
 
 
 def write_files(
