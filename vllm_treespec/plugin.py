@@ -42,6 +42,7 @@ from vllm_treespec.engine.refusals import (
     WORKERS,
     refuse_arguments,
     refuse_models,
+    refuse_several_groups,
     refuse_short_chunks,
 )
 
@@ -92,6 +93,7 @@ def with_trees(
     config = parse_spec_config(spec)
     check_head_files(config)
     device = refuse_arguments(args)
+    refuse_several_groups(args, config)
     expanded = copy.deepcopy(args)
     for name, value in stock_arguments(config, args.block_size, device).items():
         if name == "additional_config":
@@ -190,9 +192,10 @@ def stock_arguments(
         "worker_cls": WORKERS[device],
         "scheduler_cls": SCHEDULER,
         "additional_config": {"treespec": config.model_dump(mode="json")},
-        # all layers in one KV cache group, also those with a window
-        "disable_hybrid_kv_cache_manager": True,
     }
+    if config.needs_one_group:
+        # all layers in one KV cache group, also those with a window
+        arguments["disable_hybrid_kv_cache_manager"] = True
     if device == "cuda":
         arguments["attention_backend"] = GPU_ATTENTION
     else:

@@ -64,8 +64,6 @@ def refuse_arguments(args: EngineArgs) -> str:
         "return_sampling_mask": args.return_sampling_mask,
         "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
         "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
-        "disable_hybrid_kv_cache_manager": args.disable_hybrid_kv_cache_manager
-        is False,
         "attention_backend": device == "cuda"
         and AttentionConfig.validate_backend_before(args.attention_backend)
         not in (None, AttentionBackendEnum[GPU_ATTENTION]),
@@ -81,6 +79,21 @@ def refuse_arguments(args: EngineArgs) -> str:
                 f"leave it at its default, or remove speculative_config"
             )
     return device
+
+
+def refuse_several_groups(args: EngineArgs, config: MethodConfig) -> None:
+    """Refuse several KV cache groups for methods that need all layers in one.
+
+    Raises:
+        SpecConfigError: naming the argument and the remedy.
+
+    """
+    if config.needs_one_group and args.disable_hybrid_kv_cache_manager is False:
+        raise SpecConfigError(
+            f"method '{config.name}' does not support "
+            f"disable_hybrid_kv_cache_manager=False yet, for its drafter keeps KV of "
+            f"its own; leave it at its default, or remove speculative_config"
+        )
 
 
 def check_platform() -> str:
