@@ -82,6 +82,7 @@ class StockWorker:
 
     model_runner: Any
     cache_config: Any
+    vllm_config: Any
 
     def determine_available_memory(self) -> int:
         return AVAILABLE
@@ -115,7 +116,8 @@ def test_blocks_are_the_workers(
     spec = drafting_specs(tmp_path)[kind] | SPEC
     runner = Runner(spec, device)
     page = sum(s.page_size_bytes for s in runner.get_kv_cache_spec().values())
-    worker = Worker(runner, runner.vllm_config.cache_config)
+    config = runner.vllm_config
+    worker = Worker(runner, config.cache_config, config)
     assert worker.cache_config.block_size == BLOCK_SIZE
     num_blocks = worker.determine_available_memory() // page
 
