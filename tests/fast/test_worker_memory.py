@@ -8,20 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="it reads layers of vLLM")
 
-from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
-    SlidingWindowSpec,
 )
 
-from tests.fast.small_engine import engine_config
+from tests.fast.small_engine import BLOCK_SIZE
+from tests.fast.window_layers import GEMMA, WITH_HEAD, grouping_config, layers
 from vllm_treespec.engine.kv_cache import (
     cost_of_one_group,
     own_group_first,
@@ -30,7 +27,7 @@ from vllm_treespec.engine.kv_cache import (
 from vllm_treespec.engine.v1.worker import TreeWorkerMixin
 
 AVAILABLE = 1_000_000
-BLOCK_SIZE, PAGE_BYTES, NUM_LAYERS = 16, 1024, 3
+PAGE_BYTES, NUM_LAYERS = 1024, 3
 NUM_FORK_BLOCKS = 10
 
 
@@ -105,20 +102,10 @@ class Worker(TreeWorkerMixin, StockWorker):
 
     def __init__(self, feature_size: int, several_groups: bool = False) -> None:
         runner: Any = Runner(Drafter([Part(feature_size)]))
-        self.vllm_config = vllm_config(several_groups)
+        self.vllm_config = grouping_config(several_groups)
         self.model_runner = runner
         cache_config: Any = CacheConfig()
         self.cache_config = cache_config
-
-
-def vllm_config(several_groups: bool) -> VllmConfig:
-    """An engine's config, for layers in several groups or in one."""
-    config = copy.copy(engine_config({"method": "suffix_tree"}))
-    config.scheduler_config = copy.copy(config.scheduler_config)
-    config.scheduler_config.disable_hybrid_kv_cache_manager = not several_groups
-    config.cache_config = copy.copy(config.cache_config)
-    config.cache_config.kv_cache_layout = "LBHNC"
-    return config
 
 
 @pytest.mark.parametrize("feature_size", [0, 7, 1000])
@@ -138,22 +125,6 @@ def test_too_little_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Worker(0).determine_available_memory()
 
 
-def layers(*windows: int | None) -> dict[str, KVCacheSpec]:
-    """Layers with such windows; None: without."""
-    sizes: dict[str, Any] = {
-        "block_size": BLOCK_SIZE,
-        "num_kv_heads": 1,
-        "head_size": 8,
-        "dtype": torch.float32,
-    }
-    return {
-        str(number): FullAttentionSpec(**sizes)
-        if window is None
-        else SlidingWindowSpec(**sizes, sliding_window=window)
-        for number, window in enumerate(windows)
-    }
-
-
 def test_cost_of_one_group() -> None:
     """Red when windows cost nothing, or layers of one kind do."""
     assert cost_of_one_group(layers(None, None), 1000) == 1
@@ -162,16 +133,7 @@ def test_cost_of_one_group() -> None:
     assert cost_of_one_group(layers(None, 100, 100, 100), 1000) == 4000 / 1300
 
 
-@pytest.mark.parametrize(
-    "windows",
-    [
-        # 7 groups of 4 layers, the last two with 3 layers: as Gemma-3-1B
-        (*[100] * 5, None) * 4 + (100, 100),
-        # 2 groups, as GPT-OSS with the layer of a head
-        (*(100, None) * 6, None),
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize("windows", [GEMMA, WITH_HEAD, (None, None)])
 def test_forks_of_all_groups_fit(windows: tuple[int | None, ...]) -> None:
     """Red when a block's bytes or the forks of several groups are counted otherwise.
 

@@ -18,6 +18,7 @@ from vllm_treespec.layouts.base import ForkSpace, LayoutLimits
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.plan.drafters import Drafter, DraftModel, read_drafters
+from vllm_treespec.tools.plan.groups import Group, Pool, group_layers
 from vllm_treespec.tools.plan.models import DTYPES, Model, read_model
 
 # vLLM's for attention in Triton.
@@ -150,18 +151,36 @@ def kv_block_bytes(
     return sum(2 * block_size * n * size * dtype.itemsize for n, size in heads)
 
 
+def kv_pool(parts: Parts, settings: Settings) -> Pool:
+    """The KV cache groups on one rank."""
+    target, num_ranks = parts.target, settings.num_ranks
+    own = [heads for d in parts.drafters for heads in d.kv_heads(num_ranks)]
+    if parts.config.needs_one_group:
+        groups = [Group(target.num_layers + len(own), None)]
+    else:
+        groups = group_layers(target.windows)
+    return Pool(groups, parts.block_size, settings.num_batched_tokens)
+
+
 def rank_blocks(parts: Parts, settings: Settings) -> BlockBytes:
     """What KV blocks take on one rank."""
     size, dtype = parts.block_size, parts.dtype
+    groups = kv_pool(parts, settings).groups
     layers = parts.target.kv_heads(settings.num_ranks)
     for drafter in parts.drafters:
         layers = layers + drafter.kv_heads(settings.num_ranks)
+    if len(groups) > 1:
+        layers = layers[: max(group.num_layers for group in groups)]
     limits = layout_limits(parts)
-    forks = ForkSpace.of_masks if settings.device == "cuda" else ForkSpace.of_branches
+    if settings.device == "cuda":
+        forks = ForkSpace.of_masks(limits, size).num_blocks(limits.max_trees)
+    else:
+        forks = ForkSpace.of_branches(limits, size).num_blocks(limits.max_trees)
+        forks *= len(groups)
     return BlockBytes(
         kv=kv_block_bytes(layers, size, dtype),
         features=sum(block_bytes(size, d.feature_size, dtype) for d in parts.drafters),
-        num_fork_blocks=forks(limits, size).num_blocks(limits.max_trees),
+        num_fork_blocks=forks,
     )
 
 
