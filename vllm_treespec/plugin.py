@@ -40,9 +40,9 @@ from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
     SCHEDULER,
     WORKERS,
+    choose_groups,
     refuse_arguments,
     refuse_models,
-    refuse_several_groups,
     refuse_short_chunks,
 )
 
@@ -93,7 +93,6 @@ def with_trees(
     config = parse_spec_config(spec)
     check_head_files(config)
     device = refuse_arguments(args)
-    refuse_several_groups(args, config)
     expanded = copy.deepcopy(args)
     for name, value in stock_arguments(config, args.block_size, device).items():
         if name == "additional_config":
@@ -101,6 +100,7 @@ def with_trees(
         setattr(expanded, name, value)
     vllm_config = make(expanded)
     refuse_models(config, vllm_config, device)
+    choose_groups(args.disable_hybrid_kv_cache_manager, config, vllm_config)
     from vllm_treespec.engine.request_check import REQUEST_CHECK
 
     custom = vllm_config.model_config.logits_processors or []

@@ -122,7 +122,10 @@ class MethodConfig(BaseModel, ABC):
 
     @property
     def needs_one_group(self) -> bool:
-        """Whether all layers must be in one KV cache group: what drafts keeps KV."""
+        """Whether all layers must be in one KV cache group: what drafts keeps KV.
+
+        For the exception see ``checks.head_joins_groups``.
+        """
         return bool(self.models) or self.head_kind in ("eagle", "lyanna")
 
     @property

@@ -298,8 +298,11 @@ KV_CACHE = (
     *Owner("vllm.v1.core.kv_cache_utils").calls(
         "get_kv_cache_groups", "room for fork blocks of every group"
     ),
-    *_SCHEDULER_CONFIG.reads(
+    *_SCHEDULER_CONFIG.writes(
         "disable_hybrid_kv_cache_manager", "whether there are several groups"
+    ),
+    *_MODEL_CONFIG.calls(
+        "get_num_kv_heads get_head_size", "whether a head's layer joins a group"
     ),
     *Owner(f"{_KV_CACHE}:KVCacheSpec").reads(
         "block_size page_size_bytes", "room for fork blocks"

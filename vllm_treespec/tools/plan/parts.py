@@ -9,7 +9,11 @@ import torch
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import check_head_files, check_positions
+from vllm_treespec.config.checks import (
+    check_head_files,
+    check_positions,
+    head_joins_groups,
+)
 from vllm_treespec.core.feature_store import block_bytes
 from vllm_treespec.core.kv_budget import BlockBytes
 from vllm_treespec.core.sizes import TreeSizes
@@ -155,10 +159,13 @@ def kv_pool(parts: Parts, settings: Settings) -> Pool:
     """The KV cache groups on one rank."""
     target, num_ranks = parts.target, settings.num_ranks
     own = [heads for d in parts.drafters for heads in d.kv_heads(num_ranks)]
-    if parts.config.needs_one_group:
+    kinds = target.config.to_dict().get("layer_types") or ()
+    if parts.config.needs_one_group and not head_joins_groups(
+        parts.config, kinds, target.kv_heads(num_ranks)[0]
+    ):
         groups = [Group(target.num_layers + len(own), None)]
     else:
-        groups = group_layers(target.windows)
+        groups = group_layers([*target.windows, *[None] * len(own)])
     return Pool(groups, parts.block_size, settings.num_batched_tokens)
 
 
