@@ -51,7 +51,7 @@ MIXED = {
     "prompts": [*PROMPTS, *PROMPTS],
     "params": [
         GREEDY,
-        {**SAMPLED, "seed": 5},
+        SAMPLED,
         {**GREEDY, "extra_args": {"treespec": {"max_drafts": 2}}},
         GREEDY,
         {**GREEDY, "repetition_penalty": 1.3},
