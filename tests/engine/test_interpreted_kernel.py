@@ -156,13 +156,12 @@ def test_heads_in_groups(
     """
     sizes = {**HEADS, "vocab_size": 64}
     target = write_with_sinks(tmp_path / "target", window=12, **sizes)
-    sizes = {"hidden_size": 128, "vocab_size": 64}
-    kinds = {"eagle_tree": "eagle", "lyanna": "lyanna"}
-    head = write_head(tmp_path / "head", kinds[method], **sizes)
+    kind = {"eagle_tree": "eagle", "lyanna": "lyanna"}[method]
+    head = write_head(tmp_path / "head", kind, hidden_size=128, vocab_size=64)
     prompts = [[(3 * i * i + j) % 64 for i in range(n)] for j, n in enumerate((20, 45))]
     job = {"prompts": prompts, "params": GREEDY, "max_in_flight": 2}
     # so wide that a head of random weights is right now and then
-    spec = {"method": method, "model": head, "schedule": "fixed"}
+    spec: dict[str, object] = {"method": method, "model": head, "schedule": "fixed"}
     spec |= {"top_k": 15, "depth": 2, "num_drafts": 15}
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
     plain = run_engine(None, [job], model=target, **ENGINE)

@@ -34,8 +34,8 @@ PROMPTS = [
     [(7 * (i % period) + 3 * j) % 500 for i in range(length)]
     for j, (length, period) in enumerate(((9, 4), (60, 9), (130, 30), (200, 11)))
 ]
-GREEDY = {"temperature": 0.0, "max_tokens": 70, "ignore_eos": True}
-SAMPLED = {"temperature": 0.9, "max_tokens": 70, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 70, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 70, "ignore_eos": True}
 # Alone; together, from cached blocks; with longer prompts behind cached ones.
 JOBS = [
     {"prompts": PROMPTS, "params": GREEDY, "max_in_flight": 1},
