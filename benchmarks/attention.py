@@ -18,7 +18,7 @@ import typer
 from benchmarks.harness import options, plot, report
 from benchmarks.harness.provenance import provenance
 from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.core.views import PagedBatch
+from vllm_treespec.core.views import GroupBlocks, PagedBatch
 from vllm_treespec.layouts.base import ForkSpace
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branch_plan import plan_branches
@@ -82,10 +82,11 @@ def tree_step(
     table = torch.arange(1, columns + 1, dtype=torch.int32)[None]
     slots = torch.arange(context, context + num_nodes) + BLOCK_SIZE
     starts = torch.tensor([0, num_nodes])
-    batch = PagedBatch(starts, torch.tensor([context]), table, slots)
+    blocks = GroupBlocks(table, slots)
+    batch = PagedBatch(starts, torch.tensor([context]), (blocks,))
     tree = from_parents([[0] * num_nodes], [parents])
     forks = ForkSpace(columns + 1, 16, 2, BLOCK_SIZE)
-    plan = plan_branches(tree, torch.tensor([0]), batch, forks)
+    (plan,) = plan_branches(tree, torch.tensor([0]), batch, [forks])
     copier = BlockCopier(list(caches))
     query = torch.randn(num_nodes, HEADS, HEAD_SIZE).to(DTYPE)
     key = torch.randn(num_nodes, KV_HEADS, HEAD_SIZE).to(DTYPE)

@@ -40,6 +40,7 @@ from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
     SCHEDULER,
     WORKERS,
+    choose_groups,
     refuse_arguments,
     refuse_models,
     refuse_short_chunks,
@@ -99,6 +100,7 @@ def with_trees(
         setattr(expanded, name, value)
     vllm_config = make(expanded)
     refuse_models(config, vllm_config, device)
+    choose_groups(args.disable_hybrid_kv_cache_manager, config, vllm_config)
     from vllm_treespec.engine.request_check import REQUEST_CHECK
 
     custom = vllm_config.model_config.logits_processors or []
@@ -190,9 +192,10 @@ def stock_arguments(
         "worker_cls": WORKERS[device],
         "scheduler_cls": SCHEDULER,
         "additional_config": {"treespec": config.model_dump(mode="json")},
-        # all layers in one KV cache group, also those with a window
-        "disable_hybrid_kv_cache_manager": True,
     }
+    if config.needs_one_group:
+        # all layers in one KV cache group, also those with a window
+        arguments["disable_hybrid_kv_cache_manager"] = True
     if device == "cuda":
         arguments["attention_backend"] = GPU_ATTENTION
     else:

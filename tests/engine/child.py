@@ -222,6 +222,32 @@ def count_preemptions(llm: LLM) -> int:
     return int(counter.value)
 
 
+def watch_blocks(llm: LLM) -> list[int]:
+    """Record in every step how many blocks of the KV cache requests hold."""
+    held: list[int] = []
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    pool, stock = scheduler.kv_cache_manager.block_pool, scheduler.schedule
+
+    def schedule(*args: Any) -> Any:
+        output = stock(*args)
+        held.append(pool.num_gpu_blocks - pool.get_num_free_blocks())
+        return output
+
+    scheduler.schedule = schedule
+    return held
+
+
+def kv_cache_of(llm: LLM) -> dict[str, int]:
+    """What the scheduler has of KV cache: blocks, tokens, and groups of layers."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    return {
+        "num_blocks": cache.num_gpu_blocks,
+        "num_tokens": cache.kv_cache_size_tokens,
+        "num_groups": len(scheduler.kv_cache_config.kv_cache_groups),
+    }
+
+
 def main(request_file: str, result_file: str) -> None:
     """Run the jobs of the request file."""
     request = json.loads(Path(request_file).read_text())
@@ -240,6 +266,9 @@ def main(request_file: str, result_file: str) -> None:
     trees = bool(arguments.get("speculative_config"))
     if "capture_kv" in request:
         found = capture_kv(runner_of(llm), request["capture_kv"])
+    if "watch_blocks" in request:
+        result["kv_cache"] = kv_cache_of(llm)
+        result["held"] = watch_blocks(llm)
     before = {"trees": 0, "nodes": 0}
     for job in request["jobs"]:
         preemptions = count_preemptions(llm)

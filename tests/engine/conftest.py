@@ -268,7 +268,7 @@ def run_engine(
         if method is not None:
             llm["speculative_config"] = spec_of(method)
         request: dict = {"llm": {**llm, **options}, "jobs": jobs}
-        for name in ("capture_kv", "adapter", "at_import"):
+        for name in ("capture_kv", "adapter", "at_import", "watch_blocks"):
             if name in request["llm"]:
                 request[name] = request["llm"].pop(name)
         text = json.dumps(request)

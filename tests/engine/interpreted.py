@@ -4,6 +4,7 @@ What differs from a GPU: the worker, writes to the KV cache (stock kernels do no
 in the interpreter), and that all batches run on our kernel.
 """
 
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -142,7 +143,7 @@ class InterpretedWorker(TreeCPUWorker):
         """Warm up as a GPU worker does."""
         runner = self.model_runner
         warm_up_attention(runner)
-        for group in runner.attn_groups[0]:
+        for group in chain.from_iterable(runner.attn_groups):
             group.get_metadata_builder().captured.clear()
         return super().compile_or_warm_up_model()
 

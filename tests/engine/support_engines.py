@@ -17,6 +17,7 @@ from tests.engine.support_checks import (
 
 TREE, REFUSED = Outcome.TREE, Outcome.REFUSED
 KINDS = "tests/engine/test_model_kinds.py"
+GROUPS = "tests/engine/test_kv_groups.py"
 IMAGES = "tests/engine/test_images.py"
 READABLE = "tests/fast/test_images.py"
 ENGINE = (
@@ -185,14 +186,14 @@ ENGINE = (
         ),
     ),
     Row(
-        "several KV cache groups",
+        "several KV cache groups for a draft model",
         REFUSED,
         Arguments(
             {"disable_hybrid_kv_cache_manager": False},
             "disable_hybrid_kv_cache_manager=False",
         ),
-        "leave the argument out: we set it. "
-        "[What one group costs](layouts.md#one-group-of-layers)",
+        "with draft models only, and heads of other sizes: leave the argument out, we "
+        "set it. [Who has several groups](layouts.md#groups-of-layers)",
     ),
     Row(
         "other keys in speculative_config",
@@ -276,7 +277,16 @@ MODELS = (
         "sliding windows in some layers (Gemma 3)",
         TREE,
         Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "[every layer keeps all tokens](layouts.md#one-group-of-layers)",
+        "in KV cache groups as in plain vLLM; with draft models "
+        "[every layer keeps all tokens](layouts.md#what-one-group-costs)",
+    ),
+    Row(
+        "several KV cache groups (windows in some layers)",
+        TREE,
+        Own(f"{GROUPS}::test_tokens_equal_plain", Same.how),
+        "without draft models; "
+        "[heads where their layer fits](layouts.md#groups-of-layers); "
+        "blocks of one size in all groups",
     ),
     Row(
         "attention sinks (GPT-OSS)",

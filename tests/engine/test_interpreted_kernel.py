@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,13 @@ from tests.engine.eagle_models import (
     write_known_language,
     write_lyanna_head,
 )
-from tests.engine.tiny_models import write_pair, write_windowed, write_with_sinks
+from tests.engine.tiny_models import (
+    write_layered,
+    write_pair,
+    write_windowed,
+    write_with_sinks,
+)
+from tests.heads import write_head
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.plugin import stock_arguments
 
@@ -34,6 +41,11 @@ ENGINE: dict[str, object] = {
 
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def write_gemma(folder: Path, **options: Any) -> str:
+    """Write a target with windows in two of three layers; its folder."""
+    return write_layered(folder, windowed=2, **options)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +116,7 @@ def test_gpu_path_equals_plain_and_cpu_path(
         assert masks["stats"]["replays"] >= 3, "no batch of whole trees came again"
 
 
-@pytest.mark.parametrize("write", [write_windowed, write_with_sinks])
+@pytest.mark.parametrize("write", [write_windowed, write_with_sinks, write_gemma])
 def test_windows_and_sinks(
     write: Callable[..., str],
     run_engine: Callable[..., dict],
@@ -113,8 +125,10 @@ def test_windows_and_sinks(
 ) -> None:
     """Red when a node's window is counted in slots, or keys before it are read.
 
-    Or when sinks do not reach the kernel. They come with windows in some layers.
-    Prompts repeat themselves, so that a tree of earlier text is drafted at once.
+    Or when sinks do not reach the kernel. They come with windows in some layers, which
+    are in KV cache groups of their own: their blocks before the window are freed, and
+    accepted nodes move in every group. Prompts repeat themselves, so that a tree of
+    earlier text is drafted at once.
     """
     sizes = {**HEADS, "vocab_size": 64}
     target = write(tmp_path / "target", window=12, **sizes)
@@ -126,6 +140,39 @@ def test_windows_and_sinks(
     masks = interpreted([job], arguments, model=target)
     assert tokens_of(masks) == tokens_of(plain)
     assert masks["nodes"][0] > 2 * masks["trees"][0], "no tree branched"
+
+
+@pytest.mark.parametrize("method", ["eagle_tree", "lyanna"])
+def test_heads_in_groups(
+    method: str,
+    run_engine: Callable[..., dict],
+    interpreted: Callable[..., dict],
+    tmp_path: Path,
+) -> None:
+    """Red when a head reads other blocks under masks than along branches.
+
+    Its layer lies in a KV cache group beside windows. The head drafts the same from
+    one group: it reads the same KV and features.
+    """
+    sizes = {**HEADS, "vocab_size": 64}
+    target = write_with_sinks(tmp_path / "target", window=12, **sizes)
+    kind = {"eagle_tree": "eagle", "lyanna": "lyanna"}[method]
+    head = write_head(tmp_path / "head", kind, hidden_size=128, vocab_size=64)
+    prompts = [[(3 * i * i + j) % 64 for i in range(n)] for j, n in enumerate((20, 45))]
+    job = {"prompts": prompts, "params": GREEDY, "max_in_flight": 2}
+    # so wide that a head of random weights is right now and then
+    spec: dict[str, object] = {"method": method, "model": head, "schedule": "fixed"}
+    spec |= {"top_k": 15, "depth": 2, "num_drafts": 15}
+    arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
+    plain = run_engine(None, [job], model=target, **ENGINE)
+    groups = {"disable_hybrid_kv_cache_manager": False, "watch_blocks": True}
+    several = interpreted([job], arguments, model=target, **groups)
+    one = interpreted([job], arguments, model=target)
+    assert several["kv_cache"]["num_groups"] > 1
+    assert tokens_of(several) == tokens_of(one) == tokens_of(plain)
+    for name in ("trees", "nodes", "accepted"):
+        assert several["stats"][name] == one["stats"][name]
+    assert {"1"} <= set(several["stats"]["accepted"]), "no draft was accepted"
 
 
 def tokens_of(result: dict) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.processes import EngineProcessError, call
-from tests.engine.tiny_models import SIZES, write_pair
+from tests.engine.tiny_models import SIZES, write_layered, write_pair
 from tests.heads import HEADS, write_head
 
 # No multiple of what vLLM pads to, so that the last rank's part has padding.
@@ -22,6 +22,8 @@ EAGLE, LYANNA = "eagle_tree", "lyanna"
 METHODS = (RSD_S, REDRAFTER, EAGLE, LYANNA)
 # RSD-S whose trees are chosen by what rank 0 measures.
 MEASURED = "measured"
+# ReDrafter's trees, and none, on a target whose layers lie in several KV cache groups.
+GROUPS, PLAIN_GROUPS = "groups", "plain groups"
 SHAPES: dict[str, dict[str, Any]] = {
     RSD_S: {"beam_width": 3, "depth": 3, "schedule": [{"batch_size": 3}]},
     # So wide that a head of random weights is right now and then.
@@ -55,11 +57,13 @@ def start(name: str, folder: Path, ranks: int, executor: str = "mp") -> Any:
     from vllm import LLM
 
     spec = None
-    if name != PLAIN:
-        method = RSD_S if name == MEASURED else name
-        spec = {"method": method, "model": str(folder / method), **SHAPES[name]}
+    if name not in (PLAIN, PLAIN_GROUPS):
+        method = {MEASURED: RSD_S, GROUPS: REDRAFTER}.get(name, name)
+        spec = {"method": method, "model": str(folder / method)}
+        spec |= SHAPES[MEASURED if name == MEASURED else method]
+    in_groups = name in (GROUPS, PLAIN_GROUPS)
     return LLM(
-        model=str(folder / "target"),
+        model=str(folder / ("layered" if in_groups else "target")),
         speculative_config=spec,
         tensor_parallel_size=ranks,
         distributed_executor_backend=executor if ranks > 1 else "uni",
@@ -106,7 +110,7 @@ def reseed(worker: Any) -> None:
 def answers(llm: Any, name: str, jobs: Iterable[str] = JOBS) -> dict[str, Any]:
     """What an engine answers in jobs, and what its ranks counted."""
     found: dict[str, Any] = {job: answer(llm, **JOBS[job]) for job in jobs}
-    if name != PLAIN:
+    if name not in (PLAIN, PLAIN_GROUPS):
         found["stats"] = llm.collective_rpc("treespec_stats")
     return found
 
@@ -129,6 +133,7 @@ def write_models(folder: Path) -> None:
     """Write a small target, a draft model that often agrees, and heads."""
     _, draft = write_pair(folder, vocab_size=VOCAB_SIZE)
     Path(draft).rename(folder / RSD_S)
+    write_layered(folder / "layered", 8, windowed=2, vocab_size=VOCAB_SIZE)
     sizes = {"hidden_size": SIZES["hidden_size"], "vocab_size": VOCAB_SIZE}
     for method in (REDRAFTER, EAGLE, LYANNA):
         write_head(folder / method, HEADS[method], **sizes)
@@ -192,6 +197,18 @@ def test_ranks_draw_the_same_trees(
     assert alone["trees"] > 50
     assert sum(n for length, n in alone["accepted"].items() if int(length)) > 5
     assert ("plain" in alone["modes"]) == (method == RSD_S)
+
+
+def test_groups_on_two_ranks(run: Callable[[str, int], dict[str, Any]]) -> None:
+    """Red when ranks lay trees in KV cache groups in another order, or other forks."""
+    one, two, plain = run(GROUPS, 1), run(GROUPS, 2), run(PLAIN_GROUPS, 1)
+    for job in JOBS:
+        assert two[job] == one[job], job
+    for job in GREEDY:
+        assert two[job] == plain[job], job
+    (alone,) = without_seconds(one["stats"])
+    assert without_seconds(two["stats"]) == [alone, alone]
+    assert alone["trees"] > 50
 
 
 def test_ranks_choose_the_same_trees(run: Callable[[str, int], dict[str, Any]]) -> None:

@@ -76,13 +76,25 @@ def write_windowed(folder: Path, window: int, **sizes: Any) -> str:
     return str(folder)
 
 
-def write_layered(folder: Path, window: int, **sizes: Any) -> str:
-    """Write a target of which every second layer sees ``window`` tokens; its folder."""
-    config = Gemma3TextConfig(
-        **{**SIZES, **sizes},
-        sliding_window=window,
-        layer_types=["sliding_attention", "full_attention"],
-    )
+def write_layered(
+    folder: Path, window: int, windowed: int = 1, patterns: int = 1, **sizes: Any
+) -> str:
+    """Write a small Gemma 3.
+
+    Args:
+        folder: gets the model.
+        window: in tokens.
+        windowed: layers with a window before each layer without.
+        patterns: how often they come.
+        sizes: other sizes than ``SIZES``.
+
+    Returns:
+        its folder.
+
+    """
+    kinds = [*["sliding_attention"] * windowed, "full_attention"] * patterns
+    layers = {"num_hidden_layers": len(kinds), "layer_types": kinds}
+    config = Gemma3TextConfig(**{**SIZES, **layers, **sizes}, sliding_window=window)
     write_random(Gemma3ForCausalLM(config), folder)
     return str(folder)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.fast.fake_scheduler import Habits, Request, Scheduler, StepPlan
-from tests.fast.fake_views import Step
+from tests.fast.fake_views import Step, blocks_in, first_seen
 from tests.fast.toy_models import (
     BLOCK_SIZE,
     VOCAB_SIZE,
@@ -36,6 +36,7 @@ from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.views import (
     EmittedBatch,
     HiddenStates,
+    PagedBatch,
     ScheduledBatch,
     TargetInputs,
 )
@@ -69,10 +70,13 @@ class FakeEngine:
         limits = EngineLimits(DEVICE, rank, 0, max_len, habits.token_budget)
         layout = make_layout(method, sources, habits, masks)
         self.decoder = TreeDecoder(method, sources, layout, limits, StepStats())
-        num_blocks = habits.num_blocks + layout.num_fork_blocks(BLOCK_SIZE)
+        num_groups = habits.num_groups
+        pool = num_groups * habits.num_blocks
+        num_blocks = pool + layout.num_fork_blocks(BLOCK_SIZE, num_groups)
+        # of a layer of each group: they share memory, a block is used by one group
         self.kv = KvCache(num_blocks)
-        layout.bind([self.kv.cache], habits.num_blocks, BLOCK_SIZE)
-        self.decoder.committed_reader.bind(habits.num_blocks, BLOCK_SIZE)
+        layout.bind([[self.kv.cache]] * num_groups, pool, BLOCK_SIZE)
+        self.decoder.committed_reader.bind(pool, BLOCK_SIZE)
         for source in sources:
             if isinstance(source, ToyDraftModel):
                 source.bind(num_blocks, layout)
@@ -114,7 +118,7 @@ class FakeEngine:
         max_len = self.habits.max_model_len
         slots = self.decoder.slots.lookup([r.name for r in now.requests])
         scheduled = now.scheduled_batch(slots, self.habits)
-        inputs = now.target_inputs(-(-max_len // BLOCK_SIZE))
+        inputs = now.target_inputs(-(-max_len // BLOCK_SIZE), self.habits)
         self.decoder.begin_step(scheduled, inputs)
         self._check_trees()
         self._name_rows(scheduled, inputs)
@@ -159,22 +163,8 @@ class FakeEngine:
         assert inputs.positions[0][: len(texts)].tolist() == positions
         assert inputs.positions[1].equal(self.now.axes(positions))
         kv = [texts_so_far(text) for text in texts]
-        own = np.array([row[-1] for row in kv])
-        layout, batch = self.decoder.layout, inputs.batch
-        plan = layout.shared_plan.plan if isinstance(layout, BranchLayout) else None
-        if plan is None:
-            starts = batch.query_start_loc
-            lens, table = batch.context_lens + starts.diff(), batch.block_table
-            self.kv.write(batch.slot_mapping, own)
-        else:
-            starts, lens, table = plan.query_start_loc, plan.seq_lens, plan.block_table
-            self.kv.write(plan.write_slots, own[plan.write_rows.numpy()])
-        rows = []
-        for row, slots in seen_slots(layout, starts.tolist(), lens.tolist(), table):
-            rows.append(row)
-            seen = self.kv.read(slots)
-            assert np.array_equal(seen, kv[row]), "a row sees another path"
-        assert rows == list(range(len(texts)))
+        for group in range(self.habits.num_groups):
+            self._run_layer(group, inputs.batch, [row + group for row in kv])
         final = torch.tensor([hidden_state(t) for t in texts], dtype=torch.float64)
         by_layer = {}
         for layer in self.decoder.committed_reader.features:
@@ -185,6 +175,33 @@ class FakeEngine:
             [after(self.language.target, texts[row]) for row in wanted]
         )
         return HiddenStates(final[wanted], by_layer), logits
+
+    def _run_layer(
+        self, group: int, batch: PagedBatch, kv: Sequence[np.ndarray]
+    ) -> None:
+        """Write the KV of a layer of a group, and check what every row sees there.
+
+        ``kv`` is what each row should see, and last its own.
+        """
+        own = np.array([row[-1] for row in kv])
+        layout, blocks = self.decoder.layout, batch.groups[group]
+        plan = None
+        if isinstance(layout, BranchLayout):
+            plan = layout.shared_plans[group].plan
+        if plan is None:
+            starts = batch.query_start_loc
+            lens, table = batch.context_lens + starts.diff(), blocks.block_table
+            self.kv.write(blocks.slot_mapping, own)
+        else:
+            starts, lens, table = plan.query_start_loc, plan.seq_lens, plan.block_table
+            self.kv.write(plan.write_slots, own[plan.write_rows.numpy()])
+        rows = []
+        for row, slots in seen_slots(layout, starts.tolist(), lens.tolist(), table):
+            rows.append(row)
+            first = first_seen(group, len(slots))
+            seen = self.kv.read(slots[first:])
+            assert np.array_equal(seen, kv[row][first:]), "a row sees another path"
+        assert rows == list(range(len(kv)))
 
     def _name_rows(self, scheduled: ScheduledBatch, inputs: TargetInputs) -> None:
         """Note which text every query row ends, by our own record of the trees."""
@@ -249,8 +266,13 @@ class FakeEngine:
                 end = len(request.token_ids) - 1
             request.num_computed = end
             assert len(request.token_ids) <= self.habits.max_model_len
-            kv = self.kv.read(kv_slots(request.blocks, np.arange(end)))
-            assert np.array_equal(kv, texts_so_far(request.token_ids[:end]))
+            texts = texts_so_far(request.token_ids[:end])
+            for group in range(self.habits.num_groups):
+                blocks = blocks_in(group, request, self.habits)
+                seen = np.arange(first_seen(group, end + 1), end)
+                kv = self.kv.read(kv_slots(blocks, seen))
+                assert np.array_equal(kv, texts[seen] + group)
+        assert not self.kv.cache[0].any(), "the block in place of freed ones is written"
 
     def _draft(self, batch: EmittedBatch) -> None:
         """Draw the next trees, and hand them to the scheduler."""

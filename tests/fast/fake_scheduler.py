@@ -62,6 +62,8 @@ class Habits:
     max_running: int = 8
     max_model_len: int = 96
     num_blocks: int = 96
+    # KV cache groups; those after the first keep a window only
+    num_groups: int = 1
 
 
 @dataclass(frozen=True)

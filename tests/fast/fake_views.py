@@ -14,6 +14,7 @@ from tests.fast.toy_models import BLOCK_SIZE, kv_slots
 from vllm_treespec.core.views import (
     BlockTables,
     EmittedBatch,
+    GroupBlocks,
     HiddenStates,
     PagedBatch,
     SamplingView,
@@ -24,6 +25,8 @@ from vllm_treespec.core.views import (
 
 # Buffers of an engine are longer than a batch.
 SPARE = [0, 0, 0]
+# Tokens that layers of groups after the first see.
+WINDOW = 7
 
 
 @dataclass
@@ -57,11 +60,10 @@ class Step:
             room=room,
         )
 
-    def target_inputs(self, max_blocks: int) -> TargetInputs:
+    def target_inputs(self, max_blocks: int, habits: Habits) -> TargetInputs:
         """Inputs of the target as if all drafts were chains."""
         tokens: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         logits_indices: list[int] = []
         for request, num_tokens, drafts in zip(
             self.requests, self.num_tokens, self.drafts, strict=True
@@ -69,8 +71,7 @@ class Step:
             places = np.arange(request.num_computed, request.num_computed + num_tokens)
             tokens += [(request.token_ids + drafts)[place] for place in places]
             positions += places.tolist()
-            slots += kv_slots(request.blocks, places).tolist()
-            logits_indices += range(len(slots) - 1 - len(drafts), len(slots))
+            logits_indices += range(len(tokens) - 1 - len(drafts), len(tokens))
         starts = torch.tensor([0, *self.num_tokens]).cumsum(0)
         context_lens = torch.tensor([r.num_computed for r in self.requests])
         return TargetInputs(
@@ -80,10 +81,24 @@ class Step:
             batch=PagedBatch(
                 query_start_loc=starts.int(),
                 context_lens=context_lens.int(),
-                block_table=torch.from_numpy(self.block_table(max_blocks)),
-                slot_mapping=torch.tensor(slots),
+                groups=tuple(
+                    self.group_blocks(group, max_blocks, habits)
+                    for group in range(habits.num_groups)
+                ),
             ),
         )
+
+    def group_blocks(self, group: int, max_blocks: int, habits: Habits) -> GroupBlocks:
+        """Blocks and slots of the batch in a group."""
+        slots: list[int] = []
+        rows = [blocks_in(group, request, habits) for request in self.requests]
+        for row, request, num_tokens in zip(
+            rows, self.requests, self.num_tokens, strict=True
+        ):
+            places = np.arange(request.num_computed, request.num_computed + num_tokens)
+            slots += kv_slots(row, places).tolist()
+        table = padded_rows(rows, max_blocks)
+        return GroupBlocks(torch.from_numpy(table), torch.tensor(slots))
 
     def axes(self, positions: list[int]) -> Tensor:
         """Positions with three axes, other ones than the tokens before have.
@@ -98,10 +113,7 @@ class Step:
 
     def block_table(self, max_blocks: int) -> np.ndarray:
         """Blocks of the batch, int32 [num_reqs, max_blocks]."""
-        table = np.zeros((len(self.requests), max_blocks), dtype=np.int32)
-        for row, request in zip(table, self.requests, strict=True):
-            row[: len(request.blocks)] = request.blocks
-        return table
+        return padded_rows([r.blocks for r in self.requests], max_blocks)
 
     def sampling(self) -> SamplingView:
         """Sampling parameters of the batch."""
@@ -136,6 +148,28 @@ class Step:
             ),
             hidden=hidden,
         )
+
+
+def blocks_in(group: int, request: Request, habits: Habits) -> list[int]:
+    """A request's blocks in a group: those before a window are block 0, as in vLLM."""
+    if group == 0:
+        return request.blocks
+    num_free = max(0, request.num_computed + 1 - WINDOW) // BLOCK_SIZE
+    kept = [block + group * habits.num_blocks for block in request.blocks[num_free:]]
+    return [0] * num_free + kept
+
+
+def first_seen(group: int, length: int) -> int:
+    """First token that the last one of so many sees in a group."""
+    return 0 if group == 0 else max(0, length - WINDOW)
+
+
+def padded_rows(rows: list[list[int]], width: int) -> np.ndarray:
+    """A table of rows that end in zeros, int32 [len(rows), width]."""
+    table = np.zeros((len(rows), width), dtype=np.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = row
+    return table
 
 
 def ints(values: Iterable[int]) -> np.ndarray:

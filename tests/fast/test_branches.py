@@ -14,7 +14,7 @@ from vllm_treespec.core.tree_builders import from_parents
 ops = pytest.importorskip("vllm._custom_ops", reason="needs vLLM's CPU kernels")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
 
-from vllm_treespec.core.views import PagedBatch  # noqa: E402
+from vllm_treespec.core.views import GroupBlocks, PagedBatch  # noqa: E402
 from vllm_treespec.layouts.base import ForkSpace  # noqa: E402
 from vllm_treespec.layouts.block_copies import BlockCopier  # noqa: E402
 from vllm_treespec.layouts.branch_plan import (  # noqa: E402
@@ -76,7 +76,8 @@ class Paged:
         self.slots = torch.cat(
             [self.slot(r, torch.arange(c, c + q)) for r, (c, q, _) in enumerate(batch)]
         )
-        self.paged = PagedBatch(starts, contexts, self.block_table, self.slots)
+        blocks = GroupBlocks(self.block_table, self.slots)
+        self.paged = PagedBatch(starts, contexts, (blocks,))
         self.keys = [torch.randn(c + q, kv_heads, head_size) for c, q, _ in batch]
         self.values = [torch.randn_like(k) for k in self.keys]
         self.queries = torch.randn(int(lens.sum()), kv_heads * self.group, head_size)
@@ -140,7 +141,7 @@ class Paged:
     def run(self) -> tuple[BranchPlan, TreeBatch, Tensor, Tensor]:
         """Write and attend along branches; outputs are in the plan's row order."""
         tree, reqs = self.tree_batch()
-        plan = plan_branches(tree, reqs, self.paged, self.forks)
+        (plan,) = plan_branches(tree, reqs, self.paged, [self.forks])
         BlockCopier([self.cache]).copy(plan.copy_from, plan.copy_to)
         new_keys = torch.cat(
             [k[c:] for k, (c, _, _) in zip(self.keys, self.batch, strict=True)]
@@ -225,7 +226,7 @@ def test_committed_kv_is_what_plain_decoding_writes(seed):
     mask = ancestor_mask(tree)
     last = torch.tensor([int(torch.randint(0, len(p), (1,))) for _, p in paged.trees])
     depth = tree.depths[torch.arange(len(last)), last]
-    copies = commit_copies(plan, last, depth, reqs, paged.paged, paged.forks)
+    (copies,) = commit_copies(plan, last, depth, reqs, paged.paged, [paged.forks])
     BlockCopier([paged.cache]).copy(*copies)
     for t, (r, parents) in enumerate(paged.trees):
         context = paged.batch[r][0]

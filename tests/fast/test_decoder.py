@@ -34,6 +34,7 @@ from tests.fast.toy_workloads import (
 from vllm_treespec.core.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.core.matching import PADDING_TOKEN_ID
 from vllm_treespec.kernels import kv_move
+from vllm_treespec.layouts.base import ForkSpace
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.proposers import RsdS
@@ -95,6 +96,27 @@ def test_masks_emit_the_same(name: str, habits: str) -> None:
     """Red when nodes under masks see, or commit, another path."""
     engine = make_engine(name, HABITS[habits], masks=True)
     check_greedy(engine, workload(3, num_reqs=5))
+
+
+@pytest.mark.usefixtures("kernels_in_interpreter")
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("habits", ["all", "few blocks"])
+@pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "head", "pairs"])
+def test_several_kv_cache_groups(name: str, habits: str, masks: bool) -> None:
+    """Red when a group's layers see, write or commit blocks of another.
+
+    Or when blocks before a window are touched, which others own by then.
+    """
+    engine = make_engine(name, replace(HABITS[habits], num_groups=3), masks=masks)
+    check_greedy(engine, workload(4))
+    assert sum(engine.num_trees) > 20
+
+
+def test_shared_fork_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: red when groups could share fork blocks unnoticed."""
+    monkeypatch.setattr(ForkSpace, "of_group", lambda space, *_: space)
+    with pytest.raises(AssertionError):
+        check_greedy(make_engine("rsd_s", Habits(num_groups=2)), workload(0))
 
 
 @pytest.mark.parametrize(

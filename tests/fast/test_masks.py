@@ -10,13 +10,14 @@ from tests.fast.no_waiting import NoWaiting, on_meta
 from vllm_treespec.core.matching import RunningTrees
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.views import PagedBatch, TargetInputs
+from vllm_treespec.core.views import GroupBlocks, PagedBatch, TargetInputs
 from vllm_treespec.engine.graphed_draft_model import GraphInputs
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout, node_rows
 from vllm_treespec.layouts.node_masks import NodeMasks
 
 NOTHING: Any = None
+CACHE = torch.zeros((16, 1, 2, 4))
 # Two trees: root, two children, one grandchild below the second; and root, one child.
 TREES = TreeBatch(
     token_ids=torch.tensor([[5, 6, 7, 8], [5, 9, 0, 0]]),
@@ -43,6 +44,8 @@ def two_trees(
     sizes = TreeSizes(max_nodes=4, max_depth=2, max_width=2, max_leaves=2)
     limits = LayoutLimits(sizes, max_trees=4, has_own_kv=False)
     layout = MaskLayout(limits, NodeMasks(16, 4, device))
+    # in the second group there is no layer of the target
+    layout.bind([[CACHE], [], [CACHE]], first_block=16, block_size=2)
     positions = torch.tensor([0, 1, 2, 20, 21, 22, 23, 4, 5, 31, 32, -9])
     # behind an image the axes of M-RoPE run from another number than the tokens before
     axes = (positions - 6).repeat(3, 1)
@@ -53,8 +56,11 @@ def two_trees(
         batch=PagedBatch(
             query_start_loc=torch.tensor([0, 3, 7, 9, 11], device=device),
             context_lens=torch.tensor([0, 20, 4, 31], device=device),
-            block_table=torch.arange(8, device=device).view(4, 2),
-            slot_mapping=NOTHING,
+            groups=(
+                GroupBlocks(torch.arange(8, device=device).view(4, 2), NOTHING),
+                GroupBlocks(NOTHING, NOTHING),
+                GroupBlocks(torch.arange(8, 16, device=device).view(4, 2), NOTHING),
+            ),
         ),
     )
     trees = RunningTrees(
@@ -82,7 +88,8 @@ def test_place() -> None:
     assert masks.node_masks[:11].tolist() == expected
     assert masks.tree_starts[[1, 3]].tolist() == [20, 31]
     assert layout.root_positions.tolist() == [20, 31]
-    assert layout.block_table.tolist() == [[2, 3], [6, 7]]
+    tables = {number: table.tolist() for number, table in layout.block_tables.items()}
+    assert tables == {0: [[2, 3], [6, 7]], 2: [[10, 11], [14, 15]]}
     positions = [0, 1, 2, 20, 21, 21, 22, 4, 5, 31, 32, -9]
     assert inputs.positions[0].tolist() == positions
     assert (inputs.positions[1] == inputs.positions[0] - 6).all()

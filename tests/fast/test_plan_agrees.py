@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 from vllm.config import ModelConfig, ParallelConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.fast.plan_models import TINY_LLAMA, write_config
 from tests.fast.small_engine import BLOCK_SIZE, engine_config, model_config
+from tests.fast.window_layers import (
+    GEMMA,
+    GPT_OSS,
+    WITH_HEAD,
+    grouping_config,
+    layers,
+)
 from tests.heads import write_head
 from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
 from vllm_treespec.engine.draft_model import PagedDraftModel
@@ -27,8 +36,9 @@ from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.tools.plan.groups import Pool, group_layers
 from vllm_treespec.tools.plan.memory import make_plan
-from vllm_treespec.tools.plan.models import read_model
+from vllm_treespec.tools.plan.models import Model, read_model
 from vllm_treespec.tools.plan.parts import Settings, read_parts
 
 AVAILABLE = 64 * 2**20
@@ -82,6 +92,7 @@ class StockWorker:
 
     model_runner: Any
     cache_config: Any
+    vllm_config: Any
 
     def determine_available_memory(self) -> int:
         return AVAILABLE
@@ -115,7 +126,8 @@ def test_blocks_are_the_workers(
     spec = drafting_specs(tmp_path)[kind] | SPEC
     runner = Runner(spec, device)
     page = sum(s.page_size_bytes for s in runner.get_kv_cache_spec().values())
-    worker = Worker(runner, runner.vllm_config.cache_config)
+    config = runner.vllm_config
+    worker = Worker(runner, config.cache_config, config)
     assert worker.cache_config.block_size == BLOCK_SIZE
     num_blocks = worker.determine_available_memory() // page
 
@@ -137,6 +149,43 @@ def test_blocks_are_the_workers(
     before = sum(row.num_bytes for row in rows if row.key in fixed)
     exact = Settings(**{**vars(settings), "memory": before + AVAILABLE})
     assert make_plan(parts, exact).num_blocks == num_blocks
+
+
+@pytest.mark.parametrize("length", [40, 64])
+@pytest.mark.parametrize("windows", [GEMMA, GPT_OSS, WITH_HEAD, (None, None)])
+def test_groups_are_vllms(windows: tuple[int | None, ...], length: int) -> None:
+    """Red when vLLM makes other groups of layers, or counts other tokens in them."""
+    windows = tuple(window and 20 for window in windows)
+    config = grouping_config()
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.max_model_len = length
+    config.scheduler_config.max_num_batched_tokens = 24
+    (made,) = get_kv_cache_configs(config, [layers(*windows)], [AVAILABLE])
+    pool = Pool(group_layers(list(windows)), BLOCK_SIZE, num_batched=24)
+    found = [
+        (len(group.layer_names), getattr(group.kv_cache_spec, "sliding_window", None))
+        for group in made.kv_cache_groups
+    ]
+    assert found == [(group.num_layers, group.window) for group in pool.groups]
+    num_tokens, _ = get_kv_cache_capacity(config, made)
+    # where there is one group whole blocks are counted
+    whole = BLOCK_SIZE if len(found) == 1 else 1
+    assert (
+        abs(pool.num_tokens(made.num_blocks, length) / num_tokens - 1)
+        < 0.25 * (whole > 1) + 1e-3
+    )
+
+
+def test_windows_are_read(tmp_path: Path) -> None:
+    """Red when a target's windows are not found, or one window counts as several."""
+    mixed = Gemma3TextConfig(
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=20,
+    )
+    folder = write_config(tmp_path / "mixed", mixed)
+    assert Model(folder, mixed, {}, from_files=False).windows == [20, None, 20]
+    assert Model(folder, TINY_LLAMA, {}, from_files=False).windows == [None] * 22
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

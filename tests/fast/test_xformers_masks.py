@@ -26,7 +26,7 @@ oracle = pytest.importorskip(
 )
 attn_bias = pytest.importorskip("xformers.ops.fmha.attn_bias")
 
-from vllm_treespec.core.views import PagedBatch  # noqa: E402
+from vllm_treespec.core.views import GroupBlocks, PagedBatch  # noqa: E402
 from vllm_treespec.layouts.base import ForkSpace  # noqa: E402
 from vllm_treespec.layouts.branch_plan import BranchPlan, plan_branches  # noqa: E402
 
@@ -151,7 +151,8 @@ class Batch:
         starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0))
         places = torch.arange(len(rows)) - starts[rows] + contexts[rows]
         slots = table[rows, places // block_size] * block_size + places % block_size
-        self.paged = PagedBatch(starts, contexts, table.int(), slots)
+        blocks = GroupBlocks(table.int(), slots)
+        self.paged = PagedBatch(starts, contexts, (blocks,))
         self.rows, self.places = rows, places
         self.forks = ForkSpace(
             first_block=table.numel(),
@@ -178,7 +179,7 @@ class Batch:
         """How often a row sees a token along the plan's causal sequences."""
         num_blocks = self.forks.block(torch.tensor(len(self.reqs)), 0, 0)
         holder = torch.full((int(num_blocks), self.block_size), -1)
-        table, contexts = self.paged.block_table, self.paged.context_lens
+        table, contexts = self.paged.groups[0].block_table, self.paged.context_lens
         for req, length in enumerate(contexts.tolist()):
             at = torch.arange(length)
             blocks = table[req, at // self.block_size].long()
@@ -239,7 +240,7 @@ def test_branches_see_what_the_tree_mask_shows(seed: int, block_size: int) -> No
     Tokens are counted: seeing one twice would weigh it twice.
     """
     batch = Batch(seed, block_size)
-    plan = plan_branches(batch.tree, batch.reqs, batch.paged, batch.forks)
+    (plan,) = plan_branches(batch.tree, batch.reqs, batch.paged, [batch.forks])
     assert torch.equal(batch.along_branches(plan), batch.expected().long())
 
 
@@ -254,6 +255,6 @@ def test_another_tree_is_noticed() -> None:
     parents[3][-1] -= 1
     batch.tree = from_parents(parents, parents)
     assert not torch.equal(batch.expected(), expected)
-    plan = plan_branches(batch.tree, batch.reqs, batch.paged, batch.forks)
+    (plan,) = plan_branches(batch.tree, batch.reqs, batch.paged, [batch.forks])
     assert not torch.equal(batch.along_branches(plan), expected.long())
     assert not torch.equal(batch.under_masks(), expected.long())

@@ -121,6 +121,14 @@ class MethodConfig(BaseModel, ABC):
         return None
 
     @property
+    def needs_one_group(self) -> bool:
+        """Whether all layers must be in one KV cache group: what drafts keeps KV.
+
+        For the exception see ``checks.head_joins_groups``.
+        """
+        return bool(self.models) or self.head_kind in ("eagle", "lyanna")
+
+    @property
     def rule(self) -> str:
         """Name of the verification rule for sampled requests."""
         return "recursive_rejection"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
 from vllm_treespec.heads import (
     EagleHeadConfig,
     HeadError,
+    LyannaHeadConfig,
     MedusaHeadConfig,
     head_folder,
     read_head_config,
@@ -364,6 +365,32 @@ def layers_read(config: MethodConfig, num_target_layers: int) -> list[int]:
     if not isinstance(head, EagleHeadConfig):
         return []
     return list(head.with_target(num_target_layers).layers)
+
+
+def head_joins_groups(
+    config: MethodConfig, layer_types: Collection[str], kv_heads: tuple[int, int]
+) -> bool:
+    """Whether a head's layer is one more of the target's layers that see all tokens.
+
+    Then vLLM groups it with them. Other layers would get groups of one layer each.
+
+    Args:
+        config: validated.
+        layer_types: of the target, as in its config.json.
+        kv_heads: key-value heads of each layer of it on one rank, and their size.
+
+    """
+    if config.models or config.head is None:
+        return False
+    head = read_head_config(config.head)
+    if isinstance(head, LyannaHeadConfig) and not head.context:
+        return True
+    return (
+        isinstance(head, EagleHeadConfig)
+        and head.num_layers == 1
+        and (head.num_kv_heads, head.head_size) == kv_heads
+        and {"full_attention", "sliding_attention"} <= set(layer_types)
+    )
 
 
 def _check_target_layers(

@@ -10,9 +10,11 @@ class BlockBytes:
     """What KV blocks take on one device, in bytes.
 
     Attributes:
-        kv: keys and values of one block, of all layers, also those of drafters.
+        kv: keys and values of one block, of the layers of one KV cache group; where
+            there is one group that is all layers, also those of drafters.
         features: what is kept beside each block of the scheduler.
-        num_fork_blocks: blocks of draft trees, which the scheduler does not know.
+        num_fork_blocks: blocks of draft trees, which the scheduler does not know, of
+            all groups.
 
     """
 

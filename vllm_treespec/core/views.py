@@ -44,6 +44,17 @@ class ScheduledBatch:
 
 
 @dataclass(frozen=True)
+class GroupBlocks:
+    """Where one KV cache group keeps the batch: layers of a group share blocks."""
+
+    # int32 [num_reqs, max_blocks]. Blocks before a window are freed; their columns
+    # name block 0. Those from ``context_lens`` on are always there.
+    block_table: Tensor
+    # int64 [num_tokens]
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True)
 class PagedBatch:
     """How the batch lies in the paged KV cache, on the device.
 
@@ -55,10 +66,8 @@ class PagedBatch:
     query_start_loc: Tensor
     # int [num_reqs], tokens whose KV is already in the cache
     context_lens: Tensor
-    # int32 [num_reqs, max_blocks]
-    block_table: Tensor
-    # int64 [num_tokens]
-    slot_mapping: Tensor
+    # one a KV cache group; that of draft models or heads with KV of their own first
+    groups: tuple[GroupBlocks, ...]
 
 
 @dataclass(frozen=True)
@@ -136,7 +145,7 @@ class SamplingView:
 
 @dataclass(frozen=True)
 class BlockTables:
-    """The blocks of the requests of a batch."""
+    """The blocks of the requests of a batch, in the first KV cache group."""
 
     # int32 [num_reqs, max_blocks], on the host and on the device
     host_table: np.ndarray

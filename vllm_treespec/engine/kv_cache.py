@@ -1,16 +1,83 @@
-"""Room for fork blocks in the KV cache, and what one group of layers costs."""
+"""Groups of layers in the KV cache, room for fork blocks, and what one group costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+REMEDY = "pass --disable-hybrid-kv-cache-manager, or remove speculative_config"
+
+
+def bytes_by_group(
+    vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]
+) -> list[int]:
+    """Bytes of one block of each KV cache group that vLLM makes of the layers.
+
+    A block of the pool is as large as the largest of them.
+
+    Args:
+        vllm_config: the engine's.
+        specs: of all layers, by name.
+
+    Raises:
+        ValueError: see ``check_groups``.
+
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return [sum(spec.page_size_bytes for spec in specs.values())]
+    groups = get_kv_cache_groups(vllm_config, dict(specs))
+    check_groups(groups)
+    return [
+        group.kv_cache_spec.page_size_bytes
+        if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+        else group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        for group in groups
+    ]
+
+
+def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
+    """Check that blocks have as many tokens in every group, for forks have.
+
+    Raises:
+        ValueError: they have not.
+
+    """
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"draft trees need KV blocks of as many tokens in every layer, vLLM gives "
+            f"this model blocks of {sizes}, for its layers differ in heads; {REMEDY}"
+        )
+
+
+def own_group_first(groups: Sequence[KVCacheGroupSpec], own: set[str]) -> list[int]:
+    """Numbers of the groups, first that of the layers ``own`` of draft sources.
+
+    Raises:
+        ValueError: these are in several groups.
+
+    """
+    holding = [n for n, group in enumerate(groups) if own & set(group.layer_names)]
+    if len(holding) > 1:
+        raise ValueError(
+            f"layers of what drafts lie in {len(holding)} KV cache groups, which is "
+            f"not supported yet; {REMEDY}"
+        )
+    return sorted(range(len(groups)), key=lambda number: number not in holding)
 
 
 def with_fork_blocks(config: KVCacheConfig, num_fork_blocks: int) -> KVCacheConfig:

@@ -16,6 +16,7 @@ from vllm_treespec.config.checks import (
     check_text_only,
     check_vocabulary,
     check_weights,
+    head_joins_groups,
     read_config,
 )
 
@@ -64,8 +65,6 @@ def refuse_arguments(args: EngineArgs) -> str:
         "return_sampling_mask": args.return_sampling_mask,
         "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
         "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
-        "disable_hybrid_kv_cache_manager": args.disable_hybrid_kv_cache_manager
-        is False,
         "attention_backend": device == "cuda"
         and AttentionConfig.validate_backend_before(args.attention_backend)
         not in (None, AttentionBackendEnum[GPU_ATTENTION]),
@@ -81,6 +80,39 @@ def refuse_arguments(args: EngineArgs) -> str:
                 f"leave it at its default, or remove speculative_config"
             )
     return device
+
+
+def choose_groups(
+    asked: bool | None, config: MethodConfig, vllm_config: VllmConfig
+) -> None:
+    """Let layers be in several KV cache groups where a head's layer joins them.
+
+    Args:
+        asked: what the user said for ``disable_hybrid_kv_cache_manager``.
+        config: validated.
+        vllm_config: made from stock arguments, for one group.
+
+    Raises:
+        SpecConfigError: the user asked for several groups, which cannot be.
+
+    """
+    if not config.needs_one_group or asked:
+        return
+    target = vllm_config.model_config
+    kinds = target.hf_text_config.to_dict().get("layer_types") or ()
+    heads = target.get_num_kv_heads(vllm_config.parallel_config)
+    # vLLM keeps one group, too, where layers see chunks
+    chunked = target.attention_chunk_size is not None
+    if not chunked and head_joins_groups(
+        config, kinds, (heads, target.get_head_size())
+    ):
+        vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = False
+    elif asked is False:
+        raise SpecConfigError(
+            f"method '{config.name}' does not support "
+            f"disable_hybrid_kv_cache_manager=False here, for its drafter keeps KV in "
+            f"layers of its own; leave it at its default, or remove speculative_config"
+        )
 
 
 def check_platform() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -33,7 +33,8 @@ class ForkSpace:
     """Where fork blocks lie in the KV cache.
 
     ``first_block`` is the first fork block; tree number ``t`` of a step owns
-    ``forks_per_tree`` forks, each of ``blocks_per_fork`` consecutive blocks.
+    ``forks_per_tree`` forks, each of ``blocks_per_fork`` consecutive blocks. Each KV
+    cache group has a space of its own: a block belongs to one group.
     """
 
     first_block: int
@@ -78,6 +79,11 @@ class ForkSpace:
     def num_blocks(self, max_trees: int) -> int:
         """Fork blocks of as many trees."""
         return max_trees * self.forks_per_tree * self.blocks_per_fork
+
+    def of_group(self, number: int, max_trees: int) -> ForkSpace:
+        """The space of a group, behind those of the groups before it."""
+        before = number * self.num_blocks(max_trees)
+        return replace(self, first_block=self.first_block + before)
 
     def slot(
         self,
@@ -140,18 +146,29 @@ class TreeLayout(Protocol):
 
     @property
     def forks(self) -> ForkSpace:
-        """Where fork blocks lie; known once ``bind`` was called."""
+        """Where the first group's fork blocks lie; known once ``bind`` was called."""
 
-    def num_fork_blocks(self, block_size: int) -> int:
-        """How many blocks the KV cache needs behind the scheduler's."""
+    def num_fork_blocks(self, block_size: int, num_groups: int) -> int:
+        """How many blocks the KV cache needs behind the scheduler's, of all groups."""
 
     def bind(
-        self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
+        self, groups: Sequence[Sequence[Tensor]], first_block: int, block_size: int
     ) -> None:
-        """Take the target's KV caches, [num_blocks, ...], and the first fork block."""
+        """Take the KV caches, and the first fork block.
+
+        Args:
+            groups: of every KV cache group the caches of the target's layers in it,
+                [num_blocks, ...]; sources with KV of their own are in the first.
+            first_block: the first one that the scheduler does not know.
+            block_size: tokens of a block, in every group.
+
+        """
 
     def level_reader(self, copier: BlockCopier) -> LevelReader:
-        """Read levels for a draft model; ``copier`` copies blocks of its layers."""
+        """Read levels for a draft model; ``copier`` copies blocks of its layers.
+
+        They are in the first group.
+        """
 
     def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
         """Lay the nodes out; row ``i`` of a request's logits stays node ``i``."""

@@ -12,23 +12,27 @@ computes exact tree attention, with all its features, and no mask:
   block, and behind it the KV of all its nodes (nodes on several paths are written
   several times).
 * Commit copies the accepted path's fork blocks over the request's own blocks.
+
+Where layers lie in several KV cache groups, a plan is made for each. The plans differ
+in blocks and slots only: order of nodes and sequences are found once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.core.tree import TreeBatch, ancestor_mask, first_child, preorder
-from vllm_treespec.core.views import PagedBatch
+from vllm_treespec.core.views import GroupBlocks, PagedBatch
 from vllm_treespec.layouts.base import ForkSpace
 
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """A batch with trees, rewritten as causal sequences that share blocks."""
+    """A batch with trees, rewritten as causal sequences that share a group's blocks."""
 
     # int64 [num_tokens]: the row of the old order that comes to each place
     row_order: Tensor
@@ -66,53 +70,77 @@ class Paths:
     leaf_branch: Tensor
 
 
+@dataclass(frozen=True)
+class Forks:
+    """The paths that need fork blocks, and what is written where: in every group."""
+
+    # int64 [num_forks]: tree of each path and which fork of the tree it gets, its
+    # sequence, its request, and the request's tokens whose KV is in the cache
+    tree: Tensor
+    fork: Tensor
+    seq: Tensor
+    req: Tensor
+    context: Tensor
+    # int64 [num_writes]: rows whose key and value are written
+    write_rows: Tensor
+    # int64 [num_own]: where the slot mapping names the slots of the first of them,
+    # which go to their requests' own slots
+    own_places: Tensor
+    # int64 [num_writes - num_own]: fork that the others go to, and their depth on it
+    write_fork: Tensor
+    write_depth: Tensor
+
+
 def plan_branches(
-    tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, forks: ForkSpace
-) -> BranchPlan:
-    """Rewrite a batch in which some requests carry trees.
+    tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, spaces: Sequence[ForkSpace]
+) -> list[BranchPlan]:
+    """Rewrite a batch in which some requests carry trees, one plan for each group.
 
     Args:
         tree: as many nodes per request as it has query tokens.
         tree_reqs: int64 [num_trees], the requests of the trees, ascending.
         batch: as the engine laid it out.
-        forks: where the fork blocks lie.
+        spaces: where the fork blocks of each group lie.
 
     """
     start = batch.query_start_loc[tree_reqs]
-    context = batch.context_lens[tree_reqs]
     paths = find_paths(tree, start)
-    row_order = torch.arange(batch.slot_mapping.shape[0], device=start.device)
+    num_rows = batch.groups[0].slot_mapping.shape[0]
+    row_order = torch.arange(num_rows, device=start.device)
     nodes = torch.arange(tree.max_nodes, device=start.device).expand_as(paths.rows)
     row_order[paths.rows[paths.is_node]] = (start[:, None] + nodes)[paths.is_node]
 
     seq_end, seq_lens, leaf_seq, req_of_seq = plan_sequences(
         tree, tree_reqs, batch, paths
     )
-    forked = paths.leaf_branch > 0
-    fork_tree, fork = paths.leaf_tree[forked], paths.leaf_branch[forked] - 1
-    first_column = context[fork_tree] // forks.block_size
-    write_rows, write_slots = plan_writes(tree, tree_reqs, batch, paths, forks)
-    partly_filled = context[fork_tree] % forks.block_size != 0
-    tail = batch.block_table[tree_reqs[fork_tree], first_column]
-    return BranchPlan(
-        row_order=row_order,
-        node_rows=paths.rows,
-        node_branch=paths.branch,
-        query_start_loc=torch.nn.functional.pad(seq_end, (1, 0)).int(),
-        seq_lens=seq_lens.int(),
-        block_table=fork_block_table(
-            batch.block_table[req_of_seq],
-            leaf_seq[forked],
-            first_column,
-            fork_tree,
-            fork,
-            forks,
-        ),
-        write_rows=write_rows,
-        write_slots=write_slots,
-        copy_from=tail[partly_filled].long(),
-        copy_to=forks.block(fork_tree, fork, 0)[partly_filled],
-    )
+    query_start_loc = torch.nn.functional.pad(seq_end, (1, 0)).int()
+    seq_lens = seq_lens.int()
+    forks = find_forks(tree, tree_reqs, batch, paths, leaf_seq, num_rows)
+    plans = []
+    for blocks, space in zip(batch.groups, spaces, strict=True):
+        copy_from, copy_to = tail_copies(forks, blocks, space)
+        plans.append(
+            BranchPlan(
+                row_order=row_order,
+                node_rows=paths.rows,
+                node_branch=paths.branch,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=fork_block_table(
+                    blocks.block_table[req_of_seq],
+                    forks.seq,
+                    forks.context // space.block_size,
+                    forks.tree,
+                    forks.fork,
+                    space,
+                ),
+                write_rows=forks.write_rows,
+                write_slots=write_slots(forks, blocks, space),
+                copy_from=copy_from,
+                copy_to=copy_to,
+            )
+        )
+    return plans
 
 
 def find_paths(tree: TreeBatch, start: Tensor) -> Paths:
@@ -162,39 +190,66 @@ def plan_sequences(
     return seq_end, seq_lens, leaf_seq, req_of_seq
 
 
-def plan_writes(
+def find_forks(
     tree: TreeBatch,
     tree_reqs: Tensor,
     batch: PagedBatch,
     paths: Paths,
-    forks: ForkSpace,
-) -> tuple[Tensor, Tensor]:
-    """Which row's key and value go to which slot, int64 [num_writes], both.
+    leaf_seq: Tensor,
+    num_rows: int,
+) -> Forks:
+    """Find the paths after the first ones, and what is written where.
 
     Rows without a tree and nodes on first paths go to their requests' own slots. A
     node goes to every fork whose path it lies on.
     """
     start = batch.query_start_loc[tree_reqs]
     own = paths.is_node & (paths.branch == 0)
-    own_slots = batch.slot_mapping[(start[:, None] + tree.depths)[own]]
-    plain = torch.ones_like(batch.slot_mapping, dtype=torch.bool)
+    plain = torch.ones(num_rows, dtype=torch.bool, device=start.device)
     plain[paths.rows[paths.is_node]] = False
     plain_rows = plain.nonzero()[:, 0]
 
     forked = paths.leaf_branch > 0
-    fork_tree, fork = paths.leaf_tree[forked], paths.leaf_branch[forked] - 1
+    fork_tree = paths.leaf_tree[forked]
     on_fork = paths.ancestors[fork_tree, paths.leaf_node[forked]]
     which, node = (on_fork & paths.is_node[fork_tree]).nonzero(as_tuple=True)
-    fork_slots = forks.slot(
-        batch.context_lens[tree_reqs[fork_tree]][which],
-        tree.depths[fork_tree[which], node],
-        fork_tree[which],
-        fork[which],
+    fork_req = tree_reqs[fork_tree]
+    fork_rows = paths.rows[fork_tree[which], node]
+    return Forks(
+        tree=fork_tree,
+        fork=paths.leaf_branch[forked] - 1,
+        seq=leaf_seq[forked],
+        req=fork_req,
+        context=batch.context_lens[fork_req],
+        write_rows=torch.cat([plain_rows, paths.rows[own], fork_rows]),
+        own_places=torch.cat([plain_rows, (start[:, None] + tree.depths)[own]]),
+        write_fork=which,
+        write_depth=tree.depths[fork_tree[which], node],
     )
-    return (
-        torch.cat([plain_rows, paths.rows[own], paths.rows[fork_tree[which], node]]),
-        torch.cat([batch.slot_mapping[plain_rows], own_slots, fork_slots]),
+
+
+def write_slots(forks: Forks, blocks: GroupBlocks, space: ForkSpace) -> Tensor:
+    """Slots of a group that ``forks.write_rows`` go to, int64 [num_writes]."""
+    which = forks.write_fork
+    fork_slots = space.slot(
+        forks.context[which], forks.write_depth, forks.tree[which], forks.fork[which]
     )
+    return torch.cat([blocks.slot_mapping[forks.own_places], fork_slots])
+
+
+def tail_copies(
+    forks: Forks, blocks: GroupBlocks, space: ForkSpace
+) -> tuple[Tensor, Tensor]:
+    """Blocks of a group to copy so that forks begin with their contexts' ends.
+
+    Returns:
+        source and destination blocks, int64 [num_copies].
+
+    """
+    tail = blocks.block_table[forks.req, forks.context // space.block_size]
+    partly_filled = forks.context % space.block_size != 0
+    fork_blocks = space.block(forks.tree, forks.fork, 0)
+    return tail[partly_filled].long(), fork_blocks[partly_filled]
 
 
 def fork_block_table(
@@ -227,30 +282,32 @@ def commit_copies(
     last_depth: Tensor,
     tree_reqs: Tensor,
     batch: PagedBatch,
-    forks: ForkSpace,
-) -> tuple[Tensor, Tensor]:
+    spaces: Sequence[ForkSpace],
+) -> list[tuple[Tensor, Tensor]]:
     """Blocks to copy so that the accepted paths end up in their requests' own slots.
 
     Args:
-        plan: of the step.
+        plan: of the step, of any group.
         last_node: int64 [num_trees], deepest accepted node.
         last_depth: int64 [num_trees], its depth.
         tree_reqs: int64 [num_trees].
         batch: of the step.
-        forks: where the fork blocks lie.
+        spaces: where the fork blocks of each group lie.
 
     Returns:
-        source and destination blocks, int64 [num_copies].
+        source and destination blocks of each group, int64 [num_copies].
 
     """
     trees = torch.arange(last_node.shape[0], device=last_node.device)
     branch = plan.node_branch[trees, last_node]
     context = batch.context_lens[tree_reqs]
-    first = context // forks.block_size
-    last = (context + last_depth) // forks.block_size
-    sources, targets = [], []
-    for index in range(forks.blocks_per_fork):
-        moved = (branch > 0) & (first + index <= last)
-        sources.append(forks.block(trees, branch - 1, index)[moved])
-        targets.append(batch.block_table[tree_reqs[moved], (first + index)[moved]])
-    return torch.cat(sources), torch.cat(targets).long()
+    first = context // spaces[0].block_size
+    last = (context + last_depth) // spaces[0].block_size
+    index = torch.arange(spaces[0].blocks_per_fork, device=last_node.device)
+    moved = (branch > 0)[:, None] & (first[:, None] + index <= last[:, None])
+    tree, index = moved.nonzero(as_tuple=True)
+    fork, req, column = branch[tree] - 1, tree_reqs[tree], first[tree] + index
+    return [
+        (space.block(tree, fork, index), blocks.block_table[req, column].long())
+        for blocks, space in zip(batch.groups, spaces, strict=True)
+    ]

@@ -28,7 +28,7 @@ from vllm_treespec.scorers import ScorerOutput
 
 
 class SharedPlan:
-    """The plan of the running step, shared with attention layers and builders."""
+    """A group's plan of the running step, which its layers and builders see, too."""
 
     def __init__(self) -> None:
         """Begin without a plan."""
@@ -47,19 +47,27 @@ class BranchLayout:
     def __init__(self, limits: LayoutLimits) -> None:
         """Take what to have room for."""
         self.limits = limits
-        self.shared_plan = SharedPlan()
+        # one a KV cache group, known once ``bind`` was called
+        self.group_forks: list[ForkSpace] = []
+        self.shared_plans: list[SharedPlan] = []
+        self.copiers: list[BlockCopier] = []
 
-    def num_fork_blocks(self, block_size: int) -> int:
-        """How many blocks the KV cache needs behind the scheduler's."""
+    def num_fork_blocks(self, block_size: int, num_groups: int) -> int:
+        """How many blocks the KV cache needs behind the scheduler's, of all groups."""
         forks = ForkSpace.of_branches(self.limits, block_size)
-        return forks.num_blocks(self.limits.max_trees)
+        return num_groups * forks.num_blocks(self.limits.max_trees)
 
     def bind(
-        self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
+        self, groups: Sequence[Sequence[Tensor]], first_block: int, block_size: int
     ) -> None:
-        """Take the target's KV caches and the first fork block."""
+        """Take the target's KV caches by group, and the first fork block."""
         self.forks = ForkSpace.of_branches(self.limits, block_size, first_block)
-        self.target_blocks = BlockCopier(kv_caches)
+        self.group_forks = [
+            self.forks.of_group(number, self.limits.max_trees)
+            for number in range(len(groups))
+        ]
+        self.shared_plans = [SharedPlan() for _ in groups]
+        self.copiers = [BlockCopier(kv_caches) for kv_caches in groups]
 
     def level_reader(self, copier: BlockCopier) -> BranchLevelReader:
         """Read levels for a draft model, each node in a fork of its own."""
@@ -72,9 +80,13 @@ class BranchLayout:
             query_start_loc=inputs.batch.query_start_loc.long(),
             context_lens=inputs.batch.context_lens.long(),
         )
-        plan = plan_branches(trees.tree, trees.reqs, batch, self.forks)
-        self.shared_plan.plan = plan
-        self.target_blocks.copy_disjoint(plan.copy_from, plan.copy_to)
+        plans = plan_branches(trees.tree, trees.reqs, batch, self.group_forks)
+        for shared, copier, plan in zip(
+            self.shared_plans, self.copiers, plans, strict=True
+        ):
+            shared.plan = plan
+            copier.copy_disjoint(plan.copy_from, plan.copy_to)
+        plan = plans[0]
         is_node = trees.tree.is_node()
         rows = plan.node_rows[is_node]
         inputs.place_nodes(
@@ -88,29 +100,32 @@ class BranchLayout:
 
     def query_rows(self, trees: RunningTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]."""
-        if self.shared_plan.plan is not None:
-            return self.shared_plan.plan.node_rows
+        plan = self.shared_plans[0].plan
+        if plan is not None:
+            return plan.node_rows
         starts = torch.from_numpy(trees.query_starts).to(trees.reqs.device)
         return starts[:, None] + trees.tree.depths
 
     def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
         """Copy the accepted branches' fork blocks over the requests' own blocks."""
-        if self.shared_plan.plan is None:
+        plan = self.shared_plans[0].plan
+        if plan is None:
             return
-        self.target_blocks.copy_disjoint(
-            *commit_copies(
-                self.shared_plan.plan,
-                scored.last_node(),
-                scored.num_accepted,
-                trees.reqs,
-                self.batch,
-                self.forks,
-            )
+        copies = commit_copies(
+            plan,
+            scored.last_node(),
+            scored.num_accepted,
+            trees.reqs,
+            self.batch,
+            self.group_forks,
         )
+        for copier, (sources, targets) in zip(self.copiers, copies, strict=True):
+            copier.copy_disjoint(sources, targets)
 
     def clear(self) -> None:
         """Return to one sequence a request."""
-        self.shared_plan.plan = None
+        for shared in self.shared_plans:
+            shared.plan = None
 
 
 class BranchLevelReader:

@@ -41,17 +41,25 @@ class MaskLayout:
         self.limits = limits
         self.masks = masks
 
-    def num_fork_blocks(self, block_size: int) -> int:
-        """How many blocks the KV cache needs behind the scheduler's."""
+    def num_fork_blocks(self, block_size: int, num_groups: int) -> int:
+        """How many blocks the KV cache needs behind the scheduler's.
+
+        Only draft models and heads have forks here, which are in one group.
+        """
         forks = ForkSpace.of_masks(self.limits, block_size)
         return forks.num_blocks(self.limits.max_trees)
 
     def bind(
-        self, kv_caches: Sequence[Tensor], first_block: int, block_size: int
+        self, groups: Sequence[Sequence[Tensor]], first_block: int, block_size: int
     ) -> None:
-        """Take the target's KV caches and the first fork block."""
+        """Take the target's KV caches by group, and the first fork block."""
         self.forks = ForkSpace.of_masks(self.limits, block_size, first_block)
-        self.mover = KvMover(kv_caches, block_size)
+        # by group; a group may hold a head's layer alone
+        self.movers = {
+            number: KvMover(kv_caches, block_size)
+            for number, kv_caches in enumerate(groups)
+            if kv_caches
+        }
 
     def level_reader(self, copier: BlockCopier) -> MaskLevelReader:
         """Read levels for a draft model, all nodes in one fork."""
@@ -63,7 +71,10 @@ class MaskLayout:
         rows, nodes = node_rows(trees.query_starts, trees.num_nodes, tree.max_nodes)
         index = torch.from_numpy(np.stack([rows, nodes])).to(trees.reqs.device)
         self.root_positions = roots = batch.context_lens[trees.reqs].long()
-        self.block_table = batch.block_table[trees.reqs]
+        self.block_tables = {
+            number: batch.groups[number].block_table[trees.reqs]
+            for number in self.movers
+        }
         masks = ancestor_bits(tree, self.limits.sizes.max_depth)
         self.masks.set_masks(index[0], masks.flatten()[index[1]], trees.reqs, roots)
         inputs.place_nodes(index[0], index[1], trees.reqs, tree.depths)
@@ -76,9 +87,13 @@ class MaskLayout:
 
     def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
         """Move the accepted nodes' keys and values up to their depths' slots."""
-        self.mover.move(
-            scored.path, scored.num_accepted, self.root_positions, self.block_table
-        )
+        for number, mover in self.movers.items():
+            mover.move(
+                scored.path,
+                scored.num_accepted,
+                self.root_positions,
+                self.block_tables[number],
+            )
 
     def clear(self) -> None:
         """Make all rows causal again."""

@@ -95,7 +95,7 @@ BATCH = (
     ),
     *_BATCH.reads("block_table", "the KV blocks of the requests"),
     *Owner("vllm.v1.worker.block_table:MultiGroupBlockTable").calls(
-        "__getitem__", "the block table of the one KV cache group"
+        "__getitem__", "the block tables of the KV cache groups"
     ),
     *_BLOCK_TABLE.reads(
         "block_table num_blocks_per_row slot_mapping", "the KV blocks of the requests"

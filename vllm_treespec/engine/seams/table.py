@@ -290,10 +290,19 @@ KV_CACHE = (
         "num_blocks kv_cache_tensors", "fork blocks behind the scheduler's blocks"
     ),
     *Owner(f"{_KV_CACHE}:KVCacheConfig").reads(
-        "kv_cache_groups", "models with several kinds of layers are refused"
+        "kv_cache_groups", "trees lie in every group"
     ),
     *Owner(f"{_KV_CACHE}:KVCacheGroupSpec").reads(
-        "kv_cache_spec", "how KV blocks are laid out"
+        "kv_cache_spec layer_names", "how KV blocks are laid out"
+    ),
+    *Owner("vllm.v1.core.kv_cache_utils").calls(
+        "get_kv_cache_groups", "room for fork blocks of every group"
+    ),
+    *_SCHEDULER_CONFIG.writes(
+        "disable_hybrid_kv_cache_manager", "whether there are several groups"
+    ),
+    *_MODEL_CONFIG.calls(
+        "get_num_kv_heads get_head_size", "whether a head's layer joins a group"
     ),
     *Owner(f"{_KV_CACHE}:KVCacheSpec").reads(
         "block_size page_size_bytes", "room for fork blocks"
@@ -306,6 +315,9 @@ KV_CACHE = (
     ),
     *Owner(_KV_CACHE).reads(
         "FullAttentionSpec SlidingWindowSpec", "what keeping all tokens costs"
+    ),
+    *Owner(_KV_CACHE).reads(
+        "UniformTypeKVCacheSpecs", "a group of layers with blocks of several sizes"
     ),
     *Owner(f"{_KV_CACHE}:SlidingWindowSpec").reads(
         "sliding_window", "what keeping all tokens costs"

@@ -39,17 +39,20 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
         return self.layout
 
     def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
-        """Let every layer and metadata builder see the plan of the running step."""
+        """Let layers and metadata builders see their group's plan of the step."""
         layers = self.compilation_config.static_forward_context
         check_attention(layers, kv_caches, BranchingImpl)
-        for name in kv_caches:
-            layers[name].impl.shared_plan = self.layout.shared_plan
-        for group in self.attn_groups[0]:
-            layer = layers[group.layer_names[0]]
-            chunked = isinstance(layer, ChunkedLocalAttention)
-            for builder in group.metadata_builders:
-                builder.shared_plan = self.layout.shared_plan
-                builder.chunk = layer.attention_chunk_size if chunked else None
+        for number, shared in zip(
+            self.group_order, self.layout.shared_plans, strict=True
+        ):
+            for group in self.attn_groups[number]:
+                for name in group.layer_names:
+                    layers[name].impl.shared_plan = shared
+                layer = layers[group.layer_names[0]]
+                chunked = isinstance(layer, ChunkedLocalAttention)
+                for builder in group.metadata_builders:
+                    builder.shared_plan = shared
+                    builder.chunk = layer.attention_chunk_size if chunked else None
 
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,7 +47,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
         """Let every metadata builder see the masks."""
         layers = self.compilation_config.static_forward_context
         check_attention(layers, kv_caches, TreeAttentionImpl)
-        for group in self.attn_groups[0]:
+        for group in chain.from_iterable(self.attn_groups):
             for builder in group.metadata_builders:
                 builder.masks = self.masks
 

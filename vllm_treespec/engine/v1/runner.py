@@ -14,7 +14,11 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm_treespec.config.request_options import request_options
 from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
 from vllm_treespec.core.views import HiddenStates
-from vllm_treespec.engine.kv_cache import with_fork_blocks
+from vllm_treespec.engine.kv_cache import (
+    check_groups,
+    own_group_first,
+    with_fork_blocks,
+)
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v1.custom_processors import (
     custom_processors,
@@ -56,6 +60,8 @@ class TreeRunnerMixin(V1Runner):
     """
 
     decoder: TreeDecoder
+    # vLLM's numbers of the KV cache groups in our order: that of draft sources first
+    group_order: list[int]
     draft_model_class: type[PagedDraftModel]
     # whether rules run in their batched form, where the host never waits
     batched_rules: bool
@@ -108,25 +114,34 @@ class TreeRunnerMixin(V1Runner):
         **options: object,
     ) -> dict[str, Tensor]:
         """Allocate the KV cache with fork blocks behind the scheduler's blocks."""
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(
-                f"draft trees need a model with one KV cache group, this one has "
-                f"{len(kv_cache_config.kv_cache_groups)}; remove speculative_config"
-            )
-        layout = self.decoder.layout
-        block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        grown = with_fork_blocks(kv_cache_config, layout.num_fork_blocks(block_size))
+        groups, layout = kv_cache_config.kv_cache_groups, self.decoder.layout
+        check_groups(groups)
+        block_size = groups[0].kv_cache_spec.block_size
+        num_fork_blocks = layout.num_fork_blocks(block_size, len(groups))
         kv_caches = super().initialize_kv_cache_tensors(
-            grown, kernel_block_sizes, **options
+            with_fork_blocks(kv_cache_config, num_fork_blocks),
+            kernel_block_sizes,
+            **options,
         )
         (kernel_block_size, *_) = kernel_block_sizes
         num_blocks = kv_cache_config.num_blocks * (block_size // kernel_block_size)
         ours = {n for source in self.drafter.paged for n in source.layer_names}
-        target_caches = [kv for name, kv in kv_caches.items() if name not in ours]
-        layout.bind(target_caches, num_blocks, kernel_block_size)
+        self.group_order = own_group_first(groups, ours)
+        of_target = [
+            set(groups[number].layer_names) - ours for number in self.group_order
+        ]
+        layout.bind(
+            [
+                [kv for name, kv in kv_caches.items() if name in names]
+                for names in of_target
+            ],
+            num_blocks,
+            kernel_block_size,
+        )
         self.decoder.committed_reader.bind(num_blocks, kernel_block_size)
+        first_group = self.attn_groups[self.group_order[0]]
         for source in self.drafter.paged:
-            source.bind(kv_caches, self.attn_groups[0], layout)
+            source.bind(kv_caches, first_group, layout)
         self.connect_attention(kv_caches)
         return kv_caches
 
@@ -179,7 +194,7 @@ class TreeRunnerMixin(V1Runner):
         slots = self.decoder.slots
         self.decoder.begin_step(
             scheduled_batch(self, slots, scheduler_output, num_scheduled_tokens),
-            target_inputs(self, logits_indices),
+            target_inputs(self, logits_indices, self.group_order),
         )
         self._forward_start = time.perf_counter()
         return prepared
@@ -228,7 +243,9 @@ class TreeRunnerMixin(V1Runner):
         )
         scheduled = self.decoder.batch
         proposal = self.drafter.propose(
-            emitted_batch(self, scheduled, sampled_token_ids, hidden)
+            emitted_batch(
+                self, scheduled, sampled_token_ids, hidden, self.group_order[0]
+            )
         )
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if proposal is not None:

@@ -14,6 +14,7 @@ from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.views import (
     BlockTables,
     EmittedBatch,
+    GroupBlocks,
     HiddenStates,
     PagedBatch,
     SamplingView,
@@ -116,11 +117,13 @@ def scheduled_batch(
     )
 
 
-def target_inputs(runner: V1Runner, logits_indices: Tensor) -> TargetInputs:
-    """The input buffers of this step."""
+def target_inputs(
+    runner: V1Runner, logits_indices: Tensor, group_order: Sequence[int]
+) -> TargetInputs:
+    """The input buffers of this step; KV cache groups in the order of these numbers."""
     num_reqs = runner.input_batch.num_reqs
     num_tokens = int(runner.query_start_loc.np[num_reqs])
-    table = runner.input_batch.block_table[0]
+    tables = [runner.input_batch.block_table[number] for number in group_order]
     positions: tuple[Tensor, ...] = (runner.positions,)
     if runner.uses_mrope:
         positions += (runner.mrope_positions.gpu,)
@@ -131,8 +134,13 @@ def target_inputs(runner: V1Runner, logits_indices: Tensor) -> TargetInputs:
         batch=PagedBatch(
             query_start_loc=runner.query_start_loc.gpu[: num_reqs + 1],
             context_lens=runner.num_computed_tokens[:num_reqs],
-            block_table=table.get_device_tensor(num_reqs),
-            slot_mapping=table.slot_mapping.gpu[:num_tokens],
+            groups=tuple(
+                GroupBlocks(
+                    block_table=table.get_device_tensor(num_reqs),
+                    slot_mapping=table.slot_mapping.gpu[:num_tokens],
+                )
+                for table in tables
+            ),
         ),
     )
 
@@ -153,6 +161,7 @@ def emitted_batch(
     scheduled: ScheduledBatch,
     sampled_token_ids: Sequence[Sequence[int]],
     hidden: HiddenStates,
+    group: int,
 ) -> EmittedBatch:
     """The requests after this step.
 
@@ -161,11 +170,12 @@ def emitted_batch(
         scheduled: what was scheduled.
         sampled_token_ids: new tokens of every request.
         hidden: of the step.
+        group: number of the KV cache group of draft sources.
 
     """
     batch = runner.input_batch
     num_reqs = batch.num_reqs
-    table = batch.block_table[0]
+    table = batch.block_table[group]
     return EmittedBatch(
         slots=scheduled.slots,
         num_computed=scheduled.num_computed,

@@ -26,13 +26,18 @@ def warm_up_attention(runner: V1Runner) -> None:
     ``runner`` has its KV cache.
     """
     layers = runner.compilation_config.static_forward_context
-    for group in runner.attn_groups[0]:
+    for number, group in (
+        (number, group)
+        for number, groups in enumerate(runner.attn_groups)
+        for group in groups
+    ):
         builder = group.get_metadata_builder()
         one_of_each = {form(layers[n].impl): layers[n] for n in group.layer_names}
         for num_reqs, query_len in batches(
             runner.max_num_reqs, builder.max_tree_nodes, runner.max_num_tokens
         ):
-            metadata = builder.build(0, empty_batch(runner, num_reqs, query_len))
+            batch = empty_batch(runner, number, num_reqs, query_len)
+            metadata = builder.build(0, batch)
             builder.add_masks(metadata)
             for layer in one_of_each.values():
                 query = torch.zeros(
@@ -62,13 +67,13 @@ def batches(
 
 
 def empty_batch(
-    runner: V1Runner, num_reqs: int, query_len: int
+    runner: V1Runner, number: int, num_reqs: int, query_len: int
 ) -> CommonAttentionMetadata:
-    """A batch of requests without any key."""
+    """A batch of requests without any key, for the KV cache group of this number."""
     num_tokens = num_reqs * query_len
     starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32)
     seq_lens = torch.zeros(num_reqs, dtype=torch.int32)
-    table = runner.input_batch.block_table[0]
+    table = runner.input_batch.block_table[number]
     return CommonAttentionMetadata(
         query_start_loc=starts.to(runner.device),
         query_start_loc_cpu=starts,

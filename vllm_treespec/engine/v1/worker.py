@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_treespec.core.kv_budget import BlockBytes
-from vllm_treespec.engine.kv_cache import cost_of_one_group
+from vllm_treespec.engine.kv_cache import bytes_by_group, cost_of_one_group
 
 if TYPE_CHECKING:
     from vllm_treespec.engine.v1.vllm_types import V1Worker
@@ -44,8 +44,9 @@ class TreeWorkerMixin(V1Worker):
         runner = self.model_runner
         block_size = self.cache_config.block_size
         specs = runner.get_kv_cache_spec()
+        groups = bytes_by_group(self.vllm_config, specs)
         cost = cost_of_one_group(specs, runner.max_model_len)
-        if cost > 1 and runner.parallel_config.rank == 0:
+        if len(groups) == 1 and cost > 1 and runner.parallel_config.rank == 0:
             logger.warning(
                 "Draft trees keep the KV of all tokens, also in layers with a sliding "
                 "window: a request of %d tokens takes %.1f times the KV memory that it "
@@ -53,10 +54,11 @@ class TreeWorkerMixin(V1Worker):
                 runner.max_model_len,
                 cost,
             )
+        layout = runner.decoder.layout
         blocks = BlockBytes(
-            kv=sum(spec.page_size_bytes for spec in specs.values()),
+            kv=max(groups),
             features=sum(s.feature_bytes(block_size) for s in runner.drafter.paged),
-            num_fork_blocks=runner.decoder.layout.num_fork_blocks(block_size),
+            num_fork_blocks=layout.num_fork_blocks(block_size, len(groups)),
         )
         return blocks.for_scheduler(available)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from vllm_treespec.config import SpecConfigError
@@ -10,11 +9,13 @@ from vllm_treespec.config.checks import undivided_size
 from vllm_treespec.core.kv_budget import BlockBytes
 from vllm_treespec.tools.plan.drafters import check_ranks
 from vllm_treespec.tools.plan.estimate import estimated_bytes
+from vllm_treespec.tools.plan.groups import Pool
 from vllm_treespec.tools.plan.models import Model
 from vllm_treespec.tools.plan.parts import (
     Parts,
     Settings,
     kv_block_bytes,
+    kv_pool,
     mask_bytes,
     rank_blocks,
 )
@@ -42,32 +43,46 @@ class MemoryPlan:
         rows: they add up to the card's memory, unless it is too small.
         missing: bytes that lack for a text of ``max_model_len`` tokens.
         num_blocks: of the scheduler.
-        token_bytes: KV and features of one token.
+        block_bytes: KV and features of one of them.
+        pool: the KV cache groups that share them.
 
     """
 
     rows: list[Row]
     missing: int
-    block_size: int
     num_blocks: int
-    token_bytes: int
+    block_bytes: int
+    pool: Pool
     max_model_len: int
     max_num_seqs: int
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.pool.block_size
+
+    @property
     def fits(self) -> bool:
         """Whether the engine starts."""
-        return self.num_tokens >= self.max_model_len
+        return self.num_blocks >= self.pool.request_blocks(self.max_model_len)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests together."""
-        return self.num_blocks * self.block_size
+        """Tokens of all requests together, if all are as long as they may be."""
+        return self.pool.num_tokens(self.num_blocks, self.max_model_len)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV and features of one token of such a request."""
+        if len(self.pool.groups) == 1:
+            return self.block_bytes // self.block_size
+        blocks = self.pool.request_blocks(self.max_model_len)
+        return self.block_bytes * blocks // self.max_model_len
 
     @property
     def num_requests(self) -> int:
         """Requests that fit at the same time if all are as long as they may be."""
-        blocks = math.ceil(self.max_model_len / self.block_size)
+        blocks = self.pool.request_blocks(self.max_model_len)
         return min(self.max_num_seqs, self.num_blocks // blocks)
 
 
@@ -83,8 +98,8 @@ def make_plan(parts: Parts, settings: Settings) -> MemoryPlan:
     fixed = fixed_rows(parts, settings)
     usable = int(settings.memory * settings.utilization)
     available = usable - sum(row.num_bytes for row in fixed)
-    blocks = rank_blocks(parts, settings)
-    needed = math.ceil(parts.max_model_len / parts.block_size)
+    blocks, pool = rank_blocks(parts, settings), kv_pool(parts, settings)
+    needed = pool.request_blocks(parts.max_model_len)
     missing = blocks.forks + needed * (blocks.kv + blocks.features) - available
     num_blocks = 0
     if available > blocks.forks:
@@ -98,9 +113,9 @@ def make_plan(parts: Parts, settings: Settings) -> MemoryPlan:
     return MemoryPlan(
         rows=rows,
         missing=max(missing, 0),
-        block_size=parts.block_size,
         num_blocks=num_blocks,
-        token_bytes=(blocks.kv + blocks.features) // parts.block_size,
+        block_bytes=blocks.kv + blocks.features,
+        pool=pool,
         max_model_len=parts.max_model_len,
         max_num_seqs=settings.num_seqs,
     )
@@ -156,12 +171,17 @@ def block_rows(
         note = f"{blocks.num_fork_blocks} blocks of {size} tokens for tree nodes"
         rows.append(Row("forks", "forks", blocks.forks, note))
 
+    num_groups = len(kv_pool(parts, settings).groups)
+
     def per_block(key: str, name: str, held: int) -> None:
         if held:
             note = f"{held / size / 2**10:.1f} KiB a token"
+            if num_groups > 1:
+                note = f"{held / 2**10:.1f} KiB a block, {num_groups} groups of layers"
             rows.append(Row(key, name, held * num_blocks, note))
 
     own = kv_block_bytes(parts.target.kv_heads(ranks), size, dtype)
+    own = min(own, blocks.kv)
     per_block("target_kv", "KV of the target", own)
     per_block("drafter_kv", "KV of the drafter", blocks.kv - own)
     per_block("features", "features", blocks.features)
@@ -171,8 +191,9 @@ def block_rows(
 def remedies(parts: Parts, settings: Settings, plan: MemoryPlan) -> list[str]:
     """Changes of one option each with which it fits."""
     ways = []
-    if plan.num_tokens >= SHORTEST_TEXT:
-        ways.append(f"--max-model-len {plan.num_tokens}")
+    longest = plan.pool.longest(plan.num_blocks, plan.max_model_len)
+    if longest >= SHORTEST_TEXT:
+        ways.append(f"--max-model-len {longest}")
     max_trees = parts.config.max_trees
     while max_trees > 1:
         max_trees //= 2

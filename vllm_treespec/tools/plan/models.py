@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 # vLLM pads the rows of embeddings and output layers to a multiple of this.
 VOCABULARY_PADDING = 64
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-ATTENTION = {"full_attention", "sliding_attention"}
+WINDOWED = "sliding_attention"
+ATTENTION = {"full_attention", WINDOWED}
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -91,6 +92,17 @@ class Model:
         """Key-value heads of one rank and their size, of every layer."""
         num_heads = max(1, self.num_kv_heads // num_ranks)
         return [(num_heads, self.head_size)] * self.num_layers
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Tokens that each layer sees; None: all. One window for all is not counted."""
+        said = self.config.to_dict()
+        kinds = said.get("layer_types") or ()
+        if len(set(kinds)) == 1 or not said.get("sliding_window"):
+            kinds = ()
+        return [
+            int(said["sliding_window"]) if kind == WINDOWED else None for kind in kinds
+        ] or [None] * self.num_layers
 
     def num_parameters(self, num_ranks: int = 1) -> int:
         """Parameters that one of so many tensor-parallel ranks holds."""

@@ -9,7 +9,11 @@ import torch
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import check_head_files, check_positions
+from vllm_treespec.config.checks import (
+    check_head_files,
+    check_positions,
+    head_joins_groups,
+)
 from vllm_treespec.core.feature_store import block_bytes
 from vllm_treespec.core.kv_budget import BlockBytes
 from vllm_treespec.core.sizes import TreeSizes
@@ -18,6 +22,7 @@ from vllm_treespec.layouts.base import ForkSpace, LayoutLimits
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.plan.drafters import Drafter, DraftModel, read_drafters
+from vllm_treespec.tools.plan.groups import Group, Pool, group_layers
 from vllm_treespec.tools.plan.models import DTYPES, Model, read_model
 
 # vLLM's for attention in Triton.
@@ -150,18 +155,39 @@ def kv_block_bytes(
     return sum(2 * block_size * n * size * dtype.itemsize for n, size in heads)
 
 
+def kv_pool(parts: Parts, settings: Settings) -> Pool:
+    """The KV cache groups on one rank."""
+    target, num_ranks = parts.target, settings.num_ranks
+    own = [heads for d in parts.drafters for heads in d.kv_heads(num_ranks)]
+    kinds = target.config.to_dict().get("layer_types") or ()
+    if parts.config.needs_one_group and not head_joins_groups(
+        parts.config, kinds, target.kv_heads(num_ranks)[0]
+    ):
+        groups = [Group(target.num_layers + len(own), None)]
+    else:
+        groups = group_layers([*target.windows, *[None] * len(own)])
+    return Pool(groups, parts.block_size, settings.num_batched_tokens)
+
+
 def rank_blocks(parts: Parts, settings: Settings) -> BlockBytes:
     """What KV blocks take on one rank."""
     size, dtype = parts.block_size, parts.dtype
+    groups = kv_pool(parts, settings).groups
     layers = parts.target.kv_heads(settings.num_ranks)
     for drafter in parts.drafters:
         layers = layers + drafter.kv_heads(settings.num_ranks)
+    if len(groups) > 1:
+        layers = layers[: max(group.num_layers for group in groups)]
     limits = layout_limits(parts)
-    forks = ForkSpace.of_masks if settings.device == "cuda" else ForkSpace.of_branches
+    if settings.device == "cuda":
+        forks = ForkSpace.of_masks(limits, size).num_blocks(limits.max_trees)
+    else:
+        forks = ForkSpace.of_branches(limits, size).num_blocks(limits.max_trees)
+        forks *= len(groups)
     return BlockBytes(
         kv=kv_block_bytes(layers, size, dtype),
         features=sum(block_bytes(size, d.feature_size, dtype) for d in parts.drafters),
-        num_fork_blocks=forks(limits, size).num_blocks(limits.max_trees),
+        num_fork_blocks=forks,
     )
 
 
