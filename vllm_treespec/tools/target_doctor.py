@@ -13,7 +13,7 @@ from rich.table import Table
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.checks import check_head_files
-from vllm_treespec.engine.processor import slow_arithmetic
+from vllm_treespec.core.processor import slow_arithmetic
 from vllm_treespec.engine.refusals import (
     check_platform,
     refuse_drafters,

@@ -7,7 +7,7 @@ import logging
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_treespec.engine.processor import slow_arithmetic
+from vllm_treespec.core.processor import slow_arithmetic
 from vllm_treespec.engine.v1.cpu_runner import TreeCPUModelRunner
 from vllm_treespec.engine.v1.worker import TreeWorkerMixin
 
