@@ -88,7 +88,7 @@ def test_table_has_a_line_for_every_workload_and_side() -> None:
     """Red when a workload or side is lost, 80 columns do not hold the table, or a
     failed side ends the demo."""
     sides, speed = results()
-    table = demo.result_table(demo.rows_of(sides, speed))
+    table = demo.result_table(demo.rows_of(sides, speed), "float32")
     assert table.row_count == 4
     text = io.StringIO()
     Console(file=text, width=80).print(table)
@@ -96,8 +96,19 @@ def test_table_has_a_line_for_every_workload_and_side() -> None:
     assert text.getvalue().count(SUFFIX.name) == 2
     del speed[SUFFIX.name]
     rows = demo.rows_of(sides, speed)
-    assert demo.result_table(rows).row_count == 2
+    assert demo.result_table(rows, "float32").row_count == 2
     assert demo.advice(rows, sides) == []
+
+
+def test_speed_is_measured_in_a_dtype_that_the_processor_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when the demo shows the speed of emulated arithmetic."""
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo, "slow_arithmetic", lambda dtype: "slow")
+    assert demo.fast_dtype() == "float32"
+    monkeypatch.setattr(demo, "slow_arithmetic", lambda dtype: None)
+    assert demo.fast_dtype() == "bfloat16"
 
 
 def test_equality_is_counted_over_all_workloads() -> None:

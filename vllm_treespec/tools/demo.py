@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from vllm_treespec.config import SpecConfigError
+from vllm_treespec.core.processor import slow_arithmetic
 from vllm_treespec.tools.assets import (
     REDRAFTER,
     AssetError,
@@ -73,9 +75,9 @@ def main(
     plain, suffix = sides[1], sides[2]
     found = load_workloads(prompts)
     asked = {name: found[name][:NUM_PROMPTS] for name in WORKLOADS if name in found}
+    dtype = fast_dtype()
     speed_jobs = [
-        job(side, target, asked, TEMPERATURES, SPEED_TOKENS, "bfloat16")
-        for side in sides
+        job(side, target, asked, TEMPERATURES, SPEED_TOKENS, dtype) for side in sides
     ]
     # one answer to look at: the last workload's first, with suffix trees
     speed_jobs[sides.index(suffix)].stream = next(reversed(asked.values()))[0]
@@ -85,7 +87,7 @@ def main(
     ]
     console.print(
         f"{Path(target).name} on stock vLLM: {', '.join(asked)}; {len(sides)} engines "
-        f"for speed (bfloat16), then {len(exact_jobs)} for equality with plain vLLM "
+        f"for speed ({dtype}), then {len(exact_jobs)} for equality with plain vLLM "
         "(float32); about five minutes on two cores"
     )
     demo = Demo(console, [*speed_jobs, *exact_jobs])
@@ -93,11 +95,18 @@ def main(
         speed = demo.run(speed_jobs)
         exact = demo.run(exact_jobs)
     rows = rows_of(sides, speed)
-    console.print(result_table(rows))
+    console.print(result_table(rows, dtype))
     for line in (*equality(plain.name, exact), *advice(rows, sides)):
         console.print(line, markup=False, highlight=False)
     if demo.failed:
         raise SystemExit(1)
+
+
+def fast_dtype() -> str:
+    """bfloat16, but float32 on a processor that has no arithmetic for it."""
+    if torch.cuda.is_available() or slow_arithmetic(torch.bfloat16) is None:
+        return "bfloat16"
+    return "float32"
 
 
 def sides_of(head: str) -> list[Side]:
@@ -245,10 +254,10 @@ def rows_of(sides: Sequence[Side], speed: dict[str, SideResult]) -> list[Row]:
     )
 
 
-def result_table(rows: Sequence[Row]) -> Table:
+def result_table(rows: Sequence[Row], dtype: str) -> Table:
     """Make the demo's table: a line per workload and side, columns by temperature."""
     at = " / ".join(f"{temperature:g}" for temperature in TEMPERATURES)
-    table = Table(title=f"batch 1, bfloat16, temperature T = {at}")
+    table = Table(title=f"batch 1, {dtype}, temperature T = {at}")
     table.add_column("work")
     table.add_column("method", no_wrap=True)
     for temperature in TEMPERATURES:
