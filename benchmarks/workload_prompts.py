@@ -63,7 +63,7 @@ def find_workloads(data: Path, names: list[str], count: int) -> dict[str, list[s
             raise PromptError(
                 f"{data} holds {len(short)} prompts of at most {MAX_WORDS} words for "
                 f"the workload {name!r} and {count} are asked for; lower "
-                "--batch-sizes or --num-prompts"
+                "--batch-sizes, --waves or --num-prompts"
             )
         prompts[name] = short[:count]
     return prompts

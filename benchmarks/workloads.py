@@ -46,7 +46,11 @@ Chosen = Annotated[
     str, typer.Option(help="all, or some of chat,code,mathematics,editing,reading.")
 ]
 NumPrompts = Annotated[
-    int, typer.Option(min=1, help="At batch size 1; a larger batch asks its size.")
+    int, typer.Option(min=1, help="At batch size 1; larger batches: see --waves.")
+]
+Waves = Annotated[
+    int,
+    typer.Option(min=1, help="A larger batch asks this many times its size."),
 ]
 
 
@@ -54,6 +58,7 @@ def workloads(
     data: Data,
     workloads: Chosen = "all",
     num_prompts: NumPrompts = 3,
+    waves: Waves = 1,
     batch_sizes: options.BatchSizes = "1,4,16",
     temperatures: options.Temperatures = "0,1",
     spec: options.Specs = None,
@@ -76,17 +81,18 @@ def workloads(
         specs = [options.json_object(text, "--spec") for text in spec or []]
         modes = options.eager_modes(engines)
         sizes = options.numbers(batch_sizes, "--batch-sizes", int, 1)
+        asked_at = {size: num_prompts if size == 1 else waves * size for size in sizes}
         found = find_workloads(
             data,
             [] if workloads == "all" else options.words(workloads),
-            max(num_prompts, *sizes),
+            max(asked_at.values()),
         )
         cells = [
             Cell(
                 batch_size=size,
                 temperature=temperature,
                 workload=name,
-                num_prompts=num_prompts if size == 1 else size,
+                num_prompts=asked_at[size],
             )
             for name in found
             for size in sizes

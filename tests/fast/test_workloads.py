@@ -238,6 +238,9 @@ def test_the_command_plans_another_pair(folder: Path, tmp_path: Path) -> None:
     assert f"plain-compiled ngram-6 {SUFFIX_SIDE}\n" in done.output
     # of 2 workloads, 2 batch sizes, 2 temperatures; half of them for ngram
     assert "28 cells to measure in 4 engines" in done.output
+    done = CliRunner().invoke(app, [*common, *data, "--draft", "none", "--waves", "9"])
+    assert done.exit_code != 0
+    assert "18 are asked for; lower --batch-sizes, --waves" in done.output
     for arguments, named in ((data, "--draft"), (["--draft", "x"], "--data")):
         done = CliRunner().invoke(app, [*common, *arguments])
         assert done.exit_code != 0
