@@ -201,6 +201,19 @@ def test_it_finds_the_best_tree() -> None:
     assert min(shares) > 0.9
 
 
+def test_trees_that_bring_nothing_cost_little() -> None:
+    """Red when trees that cost little and bring nothing are looked at all the time."""
+    shares = []
+    for seed in range(24):
+        run = run_of(seed)
+        machine = run.machine
+        machine.level_accepted = machine.level = machine.row = 0.0
+        machine.host = machine.random.uniform(0.02, 0.08)
+        run.steps(1000, batch_size=(1, 8)[seed % 2])
+        shares.append(run.share)
+    assert sum(shares) / len(shares) > 0.985
+
+
 def test_it_follows_the_batch_size() -> None:
     """Red when what one batch size showed is not used, or believed, at another."""
     shares = []

@@ -33,6 +33,9 @@ GUESSED_TEXT = 3.0
 # What a step with trees takes longer than a plain one is hopefully less by this factor,
 # where it was not measured.
 HOPE = 0.5
+# How much faster than plain decoding a tree must promise to be. Hopes come true in part
+# only, so a tree that promises less costs time in looking at it.
+WORTH_A_TREE = 1.04
 # Rounds without any measured time, lately, after which an option is left out.
 FRUITLESS_ROUNDS = 2.5
 # Times of an earlier start are another machine's where new ones differ by more.
@@ -271,7 +274,7 @@ class MeasuredSchedule(Schedule):
         if plain is None or not requests.slots:
             return self.plain, nobody
         best, left_out = self.plain, nobody
-        best_rate = requests.num_reqs / plain.hopeful(self.step)
+        best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful(self.step)
         for option in self.options[1:]:
             if self._is_fruitless(batch_size, option):
                 continue
