@@ -15,6 +15,7 @@ from benchmarks.harness.models import Models, find_models
 from benchmarks.harness.plan import base_job, make_plan, run_plan
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content, number
+from benchmarks.harness.turns import execute_in_turns
 from benchmarks.workload_prompts import find_workloads
 from vllm_treespec.tools import sides as kinds
 from vllm_treespec.tools.rows import MIN_SPEEDUP, Row
@@ -52,6 +53,13 @@ Waves = Annotated[
     int,
     typer.Option(min=1, help="A larger batch asks this many times its size."),
 ]
+Together = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Engines in memory at the same time, which measure each cell in turn.",
+    ),
+]
 
 
 def workloads(
@@ -64,6 +72,7 @@ def workloads(
     spec: options.Specs = None,
     sides: options.Names = "",
     rounds: options.Rounds = 1,
+    together: Together = 1,
     max_tokens: options.MaxTokens = 64,
     stock_depth: options.StockDepth = 6,
     engines: options.Engines = "eager",
@@ -106,7 +115,9 @@ def workloads(
     counts = ", ".join(f"{len(prompts)} {name}" for name, prompts in found.items())
     asked = f"{counts} of {data.name} ({settings_of(found)})"
     origin = provenance("workloads", models=models.named(), prompts=asked)
-    run_plan(plan, origin, partial(comparison, cells), render, dry_run)
+    measure = partial(execute_in_turns, together=together) if together > 1 else None
+    contents = partial(comparison, cells)
+    run_plan(plan, origin, contents, render, dry_run, measure=measure)
 
 
 def usual_specs(models: Models) -> list[dict[str, Any]]:

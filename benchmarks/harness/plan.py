@@ -14,6 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -69,7 +70,9 @@ class Plan:
     def settings(self, side: Side) -> str:
         """Tell results of other settings apart."""
         shared = self.job.model_dump(
-            exclude={"side", "target", "cells", "seed", "timeout_s", "stream"}
+            exclude={
+                *("side", "target", "cells", "seed", "timeout_s", "stream", "in_turns")
+            }
         )
         return settings_of(self.deciding, shared, self.identify(side))
 
@@ -159,6 +162,10 @@ def base_job(target: str, prompts: Sequence[str], max_tokens: int, **more: Any) 
     )
 
 
+# Runs a plan's engines and calls a function when some are done; returns failures.
+Measure = Callable[[Plan, Callable[[Failures], None], Runner], Failures]
+
+
 def run_plan(
     plan: Plan,
     origin: Content,
@@ -167,11 +174,13 @@ def run_plan(
     dry_run: bool,
     runner: Runner = run_side,
     then: Callable[[list[StoredCell]], Plan] | None = None,
+    measure: Measure | None = None,
 ) -> None:
     """Print the plan, run it, and write all results after every engine.
 
     ``contents`` makes what results.json holds of the finished cells, ``render`` tables
-    and plots of it; ``then`` makes a plan of what comes after the finished cells.
+    and plots of it; ``then`` makes a plan of what comes after the finished cells;
+    ``measure`` runs the engines of a plan, one after the other if it is not given.
     Exits with status 1 when an engine failed.
     """
 
@@ -190,9 +199,10 @@ def run_plan(
     )
     if dry_run:
         return
-    failed = execute(plan, write, runner)
+    measure = measure or execute
+    failed = measure(plan, write, runner)
     if then is not None:
-        failed |= execute(then(plan.finished()), write, runner)
+        failed |= measure(then(plan.finished()), write, runner)
     write(failed)
     console.print(f"wrote results.json, results.md and plots to {plan.out}")
     if failed:
@@ -209,13 +219,7 @@ def execute(
     """
     todo = plan.todo()
     failed: Failures = {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*progress_columns(), console=console) as bar:
         task = bar.add_task("", total=sum(len(job.cells) for _, job in todo))
         for round_, job in todo:
             name = job.side.name
@@ -238,6 +242,16 @@ def execute(
             else:
                 after_engine(failed)
     return failed
+
+
+def progress_columns() -> tuple[ProgressColumn, ...]:
+    """What the progress bar of an experiment shows."""
+    return (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
 
 
 def estimated_seconds(plan: Plan) -> float:

@@ -25,6 +25,7 @@ ERROR = re.compile(
     r"^(?:\([^)]*\) *)*((?:\w+\.)*\w*(?:Error|Exception): (?:.*\S.*|\n\n(?:.+\n)+))",
     re.MULTILINE,
 )
+READY = "ready"
 NO_CAUSE = "Engine core initialization failed"
 
 
@@ -48,7 +49,8 @@ def launch(
         module: calls :func:`reporting`; gets the task on stdin.
         task: what to do.
         log: receives all that the process prints beside its events.
-        on_event: called with each event as it happens; the last one is ``done``.
+        on_event: called with each event as it happens; the last one is ``done``. The
+            process waits after an event ``ready`` until this function returns.
         one_process: False: scheduler and worker get processes of their own.
         environment: more variables for the process.
         timeout_s: after so many seconds the process and all it started are ended.
@@ -76,12 +78,15 @@ def launch(
         timer = threading.Timer(timeout_s, _kill_group, [process])
         timer.start()
         try:
-            process.stdin.write(task.model_dump_json())
-            process.stdin.close()
+            process.stdin.write(f"{task.model_dump_json()}\n")
+            process.stdin.flush()
             for line in process.stdout:
                 event = json.loads(line)
                 done = event["event"] == "done"
                 on_event(event)
+                if event["event"] == READY:
+                    process.stdin.write("\n")
+                    process.stdin.flush()
             # a process that ends by itself has a status that says why
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)
@@ -110,14 +115,16 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 def reporting() -> Iterator[Send]:
     """In an engine process: keep stdout for events, send all else to stderr.
 
-    Yields a function that takes an event's name and its content; ``done`` is sent at
-    the end.
+    Yields a function that takes an event's name and its content; ``ready`` waits for
+    the turn to come. ``done`` is sent at the end.
     """
     with os.fdopen(os.dup(1), "w") as events:
         os.dup2(2, 1)
 
         def send(event: str, **content: Any) -> None:
             print(json.dumps({"event": event, **content}), file=events, flush=True)
+            if event == READY and not sys.stdin.readline():
+                raise EOFError("whoever started this process has ended")
 
         yield send
         send("done")

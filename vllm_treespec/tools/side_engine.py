@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.reader import Counter, Vector
 
 from vllm_treespec.config import METHODS
-from vllm_treespec.tools.launch import reporting
+from vllm_treespec.tools.launch import READY, reporting
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job
 
 WARM_UP_TOKENS = 16
@@ -193,13 +193,15 @@ def tpot_ms(output: RequestOutput) -> float | None:
 
 def main() -> None:
     """Run the job on stdin and report each cell when it is measured."""
-    job = Job.model_validate_json(sys.stdin.read())
+    job = Job.model_validate_json(sys.stdin.readline())
     start = time.perf_counter()
     with reporting() as send:
         engine = SideEngine(job)
         send("started", seconds=time.perf_counter() - start)
         engine.read_prompts()
         for cell in job.cells:
+            if job.in_turns:
+                send(READY)
             send("cell", result=engine.measure(cell).model_dump(mode="json"))
         if job.stream is not None:
             engine.stream(job.stream, lambda text: send("text", text=text))

@@ -115,6 +115,8 @@ class Job(BaseModel):
     # after the cells, stream the greedy answer to this prompt
     stream: str | None = None
     timeout_s: float = 3600.0
+    # wait for the turn of each cell: other engines are in memory, too
+    in_turns: bool = Field(default=False, exclude_if=_is_unset)
 
 
 class Acceptance(BaseModel):
@@ -265,13 +267,16 @@ def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideRes
         job: what to run.
         log: receives all that the process prints.
         on_event: called with ``{"event": "started", "seconds"}``, ``{"event": "cell",
-            "result"}`` and ``{"event": "text", "text"}`` as they happen.
+            "result"}`` and ``{"event": "text", "text"}`` as they happen; with
+            ``in_turns`` with ``{"event": "ready"}`` before each cell, which is measured
+            when the function returns.
 
     Raises:
         EngineError: one line that says why the side failed.
 
     """
     result = SideResult(start_seconds=0.0, cells=[])
+    less_memory = {"VLLM_CPU_KVCACHE_SPACE": "1"} if job.in_turns else {}
 
     def keep(event: Event) -> None:
         if event["event"] == "started":
@@ -287,7 +292,7 @@ def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideRes
             log,
             keep,
             one_process=job.side.one_process,
-            environment=job.side.environment,
+            environment=less_memory | job.side.environment,
             timeout_s=job.timeout_s,
         )
     except EngineError as error:

@@ -232,7 +232,7 @@ def joined(old: Completion, new: Completion) -> Completion:
 
 def main() -> None:
     """Run the job on stdin and report what happens."""
-    job = SoakJob.model_validate_json(sys.stdin.read())
+    job = SoakJob.model_validate_json(sys.stdin.readline())
     start = time.perf_counter()
     with reporting() as send:
         soak = SoakEngine(job, send)
