@@ -37,6 +37,7 @@ NOTES = (
     "only. Trees are the same in every step unless the name says adaptive. Above "
     "temperature 0 every side's answers differ."
 )
+FULL_BATCHES = "benchmarks.harness.full_batches:measure"
 Data = Annotated[
     Path,
     typer.Option(
@@ -51,7 +52,10 @@ NumPrompts = Annotated[
 ]
 Waves = Annotated[
     int,
-    typer.Option(min=1, help="A larger batch asks this many times its size."),
+    typer.Option(
+        min=1,
+        help="A larger batch asks this many times its size; from 2 on it stays full.",
+    ),
 ]
 Together = Annotated[
     int,
@@ -102,6 +106,7 @@ def workloads(
                 temperature=temperature,
                 workload=name,
                 num_prompts=asked_at[size],
+                measure=FULL_BATCHES if size > 1 and waves > 1 else "",
             )
             for name in found
             for size in sizes

@@ -43,7 +43,10 @@ class Row(BaseModel):
 
 def summarise(side: Side, results: Sequence[CellResult]) -> Row:
     """Make one table row of the rounds of a side in a cell."""
-    speeds = [sum(result.num_tokens) / result.seconds for result in results]
+    speeds = [
+        (sum(result.num_tokens) + result.unfinished_tokens) / result.seconds
+        for result in results
+    ]
     tpots = [
         statistics.fmean(known)
         for result in results

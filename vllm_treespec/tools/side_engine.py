@@ -72,14 +72,18 @@ class SideEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
+    def new_id(self) -> str:
+        """Name a request."""
+        self.num_requests += 1
+        return str(self.num_requests)
+
     def generate(
         self, prompts: list[TokensInput], params: SamplingParams, batch_size: int
     ) -> list[RequestOutput]:
         """Answer the prompts, with ``batch_size`` requests in the engine at a time."""
         engine = self.llm.llm_engine
         finished: dict[str, RequestOutput] = {}
-        ids = [str(self.num_requests + i) for i in range(len(prompts))]
-        self.num_requests += len(prompts)
+        ids = [self.new_id() for _ in prompts]
         added = 0
         while len(finished) < len(prompts):
             while added < len(prompts) and added - len(finished) < batch_size:
@@ -111,13 +115,18 @@ class SideEngine:
         count = len(prompts) if cell.num_prompts is None else cell.num_prompts
         return list(itertools.islice(itertools.cycle(prompts), count))
 
+    def warm_up(self, cell: Cell) -> None:
+        """Answer some prompts where batch size and temperature are new."""
+        if (cell.batch_size, cell.temperature) not in self.warm:
+            self.warm.add((cell.batch_size, cell.temperature))
+            prompts = self.prompts_of(cell)[: cell.batch_size]
+            params = self.params(cell.temperature, WARM_UP_TOKENS)
+            self.generate(prompts, params, cell.batch_size)
+
     def time_answers(self, cell: Cell) -> CellResult:
         """Warm up, then time the answers to the prompts."""
         prompts = self.prompts_of(cell)
-        if (cell.batch_size, cell.temperature) not in self.warm:
-            self.warm.add((cell.batch_size, cell.temperature))
-            warm_up = self.params(cell.temperature, WARM_UP_TOKENS)
-            self.generate(prompts[: cell.batch_size], warm_up, cell.batch_size)
+        self.warm_up(cell)
         params = self.params(cell.temperature, cell.max_tokens or self.job.max_tokens)
         before = self.read_counters()
         start = time.perf_counter()
@@ -182,13 +191,17 @@ class SideEngine:
                 on_text(output.outputs[0].text)
 
 
-def tpot_ms(output: RequestOutput) -> float | None:
-    """Milliseconds per token after the first, None for an answer of one token."""
+def tpot_ms(output: RequestOutput, num_tokens: int | None = None) -> float | None:
+    """Milliseconds per token after the first, None for an answer of one token.
+
+    ``num_tokens`` must be given where the output holds the last tokens only.
+    """
     stats: Any = output.metrics
-    later_tokens = len(output.outputs[0].token_ids) - 1
-    if later_tokens < 1:
+    if num_tokens is None:
+        num_tokens = len(output.outputs[0].token_ids)
+    if num_tokens < 2:
         return None
-    return 1000 * (stats.last_token_ts - stats.first_token_ts) / later_tokens
+    return 1000 * (stats.last_token_ts - stats.first_token_ts) / (num_tokens - 1)
 
 
 def main() -> None:

@@ -171,6 +171,8 @@ class CellResult(BaseModel):
     # per request, (last token - first token) / (tokens - 1); None for one token
     tpot_ms: list[float | None]
     token_ids: list[list[int]]
+    # of requests that had not ended
+    unfinished_tokens: int = Field(default=0, exclude_if=_is_unset)
     acceptance: Acceptance | None = None
     steps: int | None = None
     # seconds in each of STAGES, ours only

@@ -1,0 +1,140 @@
+"""Engines that measure in turn, with engines that are functions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.plan import Engine, Failures, Plan, base_job, make_plan
+from benchmarks.harness.turns import execute_in_turns
+from vllm_treespec.tools.launch import READY, EngineError, OnEvent, launch
+from vllm_treespec.tools.sides import Cell, CellResult, Job, plain_side
+
+CELLS = [Cell(batch_size=size, temperature=0.0) for size in (1, 4)]
+
+
+def plan_of(out: Path, names: list[str], rounds: int = 1) -> Plan:
+    """A plan of sides that measure the same cells."""
+    engines = [Engine(plain_side(name, True), CELLS, rounds) for name in names]
+    return make_plan(base_job("t", ["a"], 4), engines, out, "")
+
+
+class Engines:
+    """Runs sides that report at once, and notes who measured what."""
+
+    def __init__(self, failing: str = "") -> None:
+        """Name a side that ends without a result."""
+        self.failing = failing
+        self.measured: list[tuple[str, str]] = []
+        self.started: list[str] = []
+        self.lock = threading.Lock()
+
+    def __call__(self, job: Job, log: Path, on_event: OnEvent) -> None:
+        """Be the process of a side."""
+        name = job.side.name
+        self.started.append(name)
+        for cell in job.cells:
+            on_event({"event": READY})
+            assert self.lock.acquire(blocking=False), "two engines measure at a time"
+            self.measured.append((name, cell.name))
+            self.lock.release()
+            if name == self.failing:
+                raise EngineError("no luck")
+            result = CellResult(
+                cell=cell, seconds=1.0, num_tokens=[4], tpot_ms=[], token_ids=[[0] * 4]
+            )
+            on_event({"event": "cell", "result": result.model_dump(mode="json")})
+
+
+def run(plan: Plan, engines: Engines, together: int = 9) -> Failures:
+    """Run a plan's engines in turn."""
+    return execute_in_turns(plan, lambda _: None, engines, together=together)
+
+
+def test_engines_take_turns_at_each_cell(tmp_path: Path) -> None:
+    """Red when an engine measures its next cell before others have had theirs."""
+    plan, engines = plan_of(tmp_path, ["a", "b", "c"], rounds=2), Engines()
+    assert run(plan, engines) == {}
+    of_a_round = [(name, cell.name) for cell in CELLS for name in "abc"]
+    assert engines.measured == of_a_round * 2
+    assert sorted(engines.started) == ["a", "b", "c"], "one process for all rounds"
+    assert not plan.todo()
+    assert {stored.round for stored in plan.finished()} == {0, 1}
+
+
+def test_few_engines_at_a_time(tmp_path: Path) -> None:
+    """Red when more engines are in memory than were asked for."""
+    engines = Engines()
+    run(plan_of(tmp_path, ["a", "b", "c"]), engines, together=2)
+    order = [name for name, _ in engines.measured]
+    assert order == ["a", "b", "a", "b", "c", "c"]
+
+
+def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Red when the turn of an engine that ended is waited for."""
+    plan, engines = plan_of(tmp_path, ["a", "b", "c"], rounds=2), Engines("b")
+    assert run(plan, engines) == {"b": "no luck"}
+    assert [job.side.name for _, job in plan.todo()] == ["b", "b"]
+
+
+def test_what_is_finished_is_not_measured_again(tmp_path: Path) -> None:
+    """Red when a run that was cut begins anew, or measures rounds of its own."""
+    run(plan_of(tmp_path, ["a", "b"]), Engines())
+    engines = Engines()
+    run(plan_of(tmp_path, ["a", "b", "c"], rounds=2), engines)
+    first = engines.measured[:2]
+    assert first == [("c", cell.name) for cell in CELLS]
+    assert len(engines.measured) == 2 + 6
+    run(plan_of(tmp_path, ["a", "b", "c"], rounds=2), again := Engines())
+    assert not again.started
+
+
+ASKS = """
+import sys
+from vllm_treespec.tools.launch import reporting
+sys.stdin.readline()
+with reporting() as send:
+    for number in range(2):
+        send("ready")
+        send("cell", number=number)
+"""
+
+
+def test_a_process_waits_until_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when an engine measures while others do."""
+    (tmp_path / "asks.py").write_text(ASKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    events: list[str] = []
+
+    def note(event: dict[str, object]) -> None:
+        if event["event"] == READY:
+            events.append("told")
+        events.append(str(event["event"]))
+
+    launch("asks", CELLS[0], tmp_path / "log", note)
+    assert events == ["told", "ready", "cell"] * 2 + ["done"]
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    """Red when engines go on after the command was killed."""
+    (tmp_path / "asks.py").write_text(ASKS)
+    done = subprocess.run(
+        [sys.executable, "asks.py"],
+        cwd=tmp_path,
+        input="task\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(Path.cwd())},
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert [json.loads(line)["event"] for line in done.stdout.splitlines()] == ["ready"]
+    assert "has ended" in done.stderr
