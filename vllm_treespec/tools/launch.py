@@ -133,7 +133,7 @@ def reporting() -> Iterator[Send]:
 def engine_environment(one_process: bool) -> dict[str, str]:
     """Environment of an engine process, the same for every side."""
     env = dict(os.environ)
-    env["VLLM_CPU_KVCACHE_SPACE"] = "2"
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     env["VLLM_LOGGING_LEVEL"] = "WARNING"
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"

@@ -278,7 +278,6 @@ def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideRes
 
     """
     result = SideResult(start_seconds=0.0, cells=[])
-    less_memory = {"VLLM_CPU_KVCACHE_SPACE": "1"} if job.in_turns else {}
 
     def keep(event: Event) -> None:
         if event["event"] == "started":
@@ -294,7 +293,7 @@ def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideRes
             log,
             keep,
             one_process=job.side.one_process,
-            environment=less_memory | job.side.environment,
+            environment=job.side.environment,
             timeout_s=job.timeout_s,
         )
     except EngineError as error:
