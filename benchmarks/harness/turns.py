@@ -30,19 +30,36 @@ class Turns:
         """Take the engines' names in the order of their turns."""
         self.left = deque(names)
         self.starting = set(names)
+        self.stopped = False
         self.changed = threading.Condition()
 
     def wait(self, name: str) -> None:
-        """Note that an engine has started, and wait for its turn."""
+        """Note that an engine has started, and wait for its turn.
+
+        Raises:
+            EngineError: when no more turns are given.
+
+        """
         with self.changed:
             self.starting.discard(name)
             self.changed.notify_all()
-            self.changed.wait_for(lambda: not self.starting and self.left[0] == name)
+            self.changed.wait_for(lambda: self.stopped or self._is_turn(name))
+            if self.stopped:
+                raise EngineError("stopped")
+
+    def _is_turn(self, name: str) -> bool:
+        return not self.starting and self.left[0] == name
 
     def end(self) -> None:
         """Pass the turn on."""
         with self.changed:
             self.left.popleft()
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Give no more turns."""
+        with self.changed:
+            self.stopped = True
             self.changed.notify_all()
 
     def leave(self, name: str) -> None:
@@ -96,8 +113,13 @@ def measure_together(
             order.leave(engine.side.name)
 
     with ThreadPoolExecutor(len(engines)) as pool:
-        for done in [pool.submit(measure, engine) for engine in engines]:
-            done.result()
+        running = [pool.submit(measure, engine) for engine in engines]
+        try:
+            for engine_run in running:
+                engine_run.result()
+        except BaseException:
+            order.stop()
+            raise
     return failed
 
 

@@ -94,6 +94,20 @@ def test_what_is_finished_is_not_measured_again(tmp_path: Path) -> None:
     assert not again.started
 
 
+def test_an_interruption_ends_all(tmp_path: Path) -> None:
+    """Red when engines go on after Ctrl-C."""
+    plan, engines = plan_of(tmp_path, ["a", "b"], rounds=9), Engines()
+
+    def interrupted(job: Job, log: Path, on_event: OnEvent) -> None:
+        if job.side.name == "a":
+            raise KeyboardInterrupt
+        engines(job, log, on_event)
+
+    with pytest.raises(KeyboardInterrupt):
+        execute_in_turns(plan, lambda _: None, interrupted, together=2)
+    assert len(engines.measured) < 2 * 9
+
+
 ASKS = """
 import sys
 from vllm_treespec.tools.launch import reporting
