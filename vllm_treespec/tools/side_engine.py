@@ -94,12 +94,6 @@ class SideEngine:
                 finished[output.request_id] = output
         return [finished[i] for i in ids]
 
-    def read_prompts(self) -> None:
-        """Read the workloads' prompts into the prefix cache."""
-        prompts = [prompt for found in self.workloads.values() for prompt in found]
-        batch_size = max(cell.batch_size for cell in self.job.cells)
-        self.generate(prompts, self.params(0.0, max_tokens=1), batch_size)
-
     def measure(self, cell: Cell) -> CellResult:
         """Measure a cell with its tree, by its own function if it names one."""
         if cell.tree is not None:
@@ -116,7 +110,13 @@ class SideEngine:
         return list(itertools.islice(itertools.cycle(prompts), count))
 
     def warm_up(self, cell: Cell) -> None:
-        """Answer some prompts where batch size and temperature are new."""
+        """Answer some prompts where batch size and temperature are new.
+
+        Prompts of workloads are read into the prefix cache, which they may have left.
+        """
+        if self.job.workloads:
+            reading = self.params(0.0, max_tokens=1)
+            self.generate(self.prompts_of(cell), reading, cell.batch_size)
         if (cell.batch_size, cell.temperature) not in self.warm:
             self.warm.add((cell.batch_size, cell.temperature))
             prompts = self.prompts_of(cell)[: cell.batch_size]
@@ -211,7 +211,6 @@ def main() -> None:
     with reporting() as send:
         engine = SideEngine(job)
         send("started", seconds=time.perf_counter() - start)
-        engine.read_prompts()
         for cell in job.cells:
             if job.in_turns:
                 send(READY)

@@ -104,8 +104,8 @@ class Job(BaseModel):
     side: Side
     target: str
     prompts: list[str]
-    # Prompts by workload. With them, all prompts are read once before the cells and
-    # stay in the prefix cache: the cells measure decoding.
+    # Prompts by workload. With them, a cell's prompts are read before it and stay in
+    # the prefix cache: it measures decoding.
     workloads: dict[str, list[str]] = Field(default={}, exclude_if=_is_unset)
     cells: list[Cell]
     max_tokens: int
