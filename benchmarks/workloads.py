@@ -32,8 +32,8 @@ HEAD_METHODS = {
     "eagle": "eagle_tree",
 }
 NOTES = (
-    "A cell's prompts are read before it and stay in the prefix cache, so it measures "
-    "decoding. Suffix trees use the request's own prompt and output "
+    "Prompts are read before they are measured and stay in the prefix cache, so a "
+    "cell measures decoding. Suffix trees use the request's own prompt and output "
     "only. Trees are the same in every step unless the name says adaptive. Above "
     "temperature 0 every side's answers differ."
 )
