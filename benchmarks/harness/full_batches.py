@@ -16,13 +16,21 @@ def measure(engine: SideEngine, cell: Cell) -> CellResult:
     """Time until ``num_prompts`` answers have ended; a free place is taken at once.
 
     Without this, few long answers decide at the end of a batch, and sides whose answers
-    end at different times have smaller batches. The result's ``unfinished_tokens`` are
-    those of the requests that run when the last answer ends. They are then aborted.
+    end at different times have smaller batches. The first answers are shortened, each
+    less than the one before: where all end together, as plain decoding's would, the
+    next prompts are read in one step, which no server can count on.
+
+    The result's ``unfinished_tokens`` are those of the requests that run when the last
+    answer ends. They are then aborted.
     """
     engine.warm_up(cell)
     prompts = itertools.cycle(engine.prompts_of(cell))
-    params = engine.params(cell.temperature, cell.max_tokens or engine.job.max_tokens)
-    params.output_kind = RequestOutputKind.DELTA
+    max_tokens = cell.max_tokens or engine.job.max_tokens
+    first_lengths = [
+        max(1, max_tokens * place // cell.batch_size)
+        for place in range(1, cell.batch_size + 1)
+    ]
+    lengths = itertools.chain(first_lengths, itertools.repeat(max_tokens))
     core = engine.llm.llm_engine
     running: dict[str, list[int]] = {}
     ended: list[tuple[RequestOutput, list[int]]] = []
@@ -31,6 +39,8 @@ def measure(engine: SideEngine, cell: Cell) -> CellResult:
     while len(ended) < (cell.num_prompts or len(engine.prompts)):
         while len(running) < cell.batch_size:
             name = engine.new_id()
+            params = engine.params(cell.temperature, next(lengths))
+            params.output_kind = RequestOutputKind.DELTA
             core.add_request(name, next(prompts), params)
             running[name] = []
         for output in core.step():

@@ -27,7 +27,7 @@ class Core:
     def add_request(self, name: str, prompt: int, params: SamplingParams) -> None:
         """Take a request in."""
         assert params.output_kind is RequestOutputKind.DELTA
-        self.left[name] = prompt
+        self.left[name] = min(prompt, params.max_tokens or prompt)
 
     def step(self) -> list[RequestOutput]:
         """Give each request a token."""
@@ -87,6 +87,16 @@ class Engine:
 
     def add_acceptance(self, result: CellResult, before: list[int]) -> None:
         """Accept nothing."""
+
+
+def test_first_answers_end_one_after_the_other() -> None:
+    """Red when all answers of plain decoding end together, and the next begin so."""
+    engine: Any = Engine([99])
+    engine.job.max_tokens = 6
+    cell = CELL.model_copy(update={"batch_size": 3, "num_prompts": 5})
+    result = measure(engine, cell)
+    assert result.num_tokens == [2, 4, 6, 6, 6]
+    assert result.unfinished_tokens == 4 + 2
 
 
 def test_the_batch_stays_full() -> None:

@@ -23,12 +23,14 @@ FEW_TIMES = 3
 LONGEST = 1.5
 # How much shorter than measured a step may be for all we know: after one measured time,
 # and at most.
-DOUBT, MOST_DOUBT = 0.1, 0.3
+DOUBT, MOST_DOUBT = 0.05, 0.2
 # Times of which less is left are forgotten.
 LEAST_WEIGHT = 0.1
 # Accepted tokens that a guess about a request counts for.
 GUESSED_REQUEST = 6.0
-# Trees after which only half the hope is left for a request.
+# How much more than of others' trees may be accepted of a new request's for all we know,
+# and trees after which only half this hope is left.
+HOPE_FOR_NEW = 0.3
 HOPEFUL_TREES = 2.0
 
 
@@ -96,7 +98,7 @@ class RequestHistory:
 
     def hopeful(self, step: int) -> float:
         """A factor that the request may have, higher while few trees were seen."""
-        hope = HOPEFUL_TREES / (HOPEFUL_TREES + self.num_trees)
+        hope = HOPE_FOR_NEW * HOPEFUL_TREES / (HOPEFUL_TREES + self.num_trees)
         return self.factor.mean(step, 1.0, GUESSED_REQUEST) + hope
 
 

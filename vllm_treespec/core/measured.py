@@ -30,6 +30,8 @@ ROUND_STEPS = 4
 # about the text counts for.
 GUESSED_TREES = 4.0
 GUESSED_TEXT = 3.0
+# Standard errors by which more may be accepted than was.
+HOPED_ERRORS = 0.5
 # What a step with trees takes longer than a plain one is hopefully less by this factor,
 # where it was not measured.
 HOPE = 0.5
@@ -271,7 +273,7 @@ class MeasuredSchedule(Schedule):
         """
         nobody: frozenset[int] = frozenset()
         plain = self._plain_times(batch_size)
-        if plain is None or not requests.slots:
+        if plain is None or not requests.slots or self._is_unchecked(batch_size):
             return self.plain, nobody
         best, left_out = self.plain, nobody
         best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful(self.step)
@@ -319,13 +321,13 @@ class MeasuredSchedule(Schedule):
         return means.mean(self.step, option.guess * text, GUESSED_TREES)
 
     def hopeful_accepted(self, option: Option, sampled: bool) -> float:
-        """What may be accepted for all we know: a standard error more.
+        """What may be accepted for all we know: half a standard error more.
 
         The number of accepted tokens is taken as geometric.
         """
         mean = self.expected_accepted(option, sampled)
         num_trees = self.accepted[option.index, sampled].weight + GUESSED_TREES
-        return mean + math.sqrt(mean * (1 + mean) / num_trees)
+        return mean + HOPED_ERRORS * math.sqrt(mean * (1 + mean) / num_trees)
 
     def _known(self, batch_size: int) -> dict[int | None, StepTimes]:
         """Times at a batch size that are not too old."""
@@ -385,8 +387,20 @@ class MeasuredSchedule(Schedule):
 
     def _is_fruitless(self, batch_size: int, option: Option) -> bool:
         """Whether an option is not known, and could not be timed in several rounds."""
+        if option.index in self._known(batch_size):
+            return False
+        return self._had_no_times(batch_size, option)
+
+    def _is_unchecked(self, batch_size: int) -> bool:
+        """Whether the time of plain steps is an earlier start's, and can be checked."""
+        if (batch_size, None) not in self.recalled:
+            return False
+        return not self._had_no_times(batch_size, self.plain)
+
+    def _had_no_times(self, batch_size: int, option: Option) -> bool:
+        """Whether an option could not be timed in several rounds lately."""
         rounds = self.fruitless.get((batch_size, option.index))
-        if rounds is None or option.index in self._known(batch_size):
+        if rounds is None:
             return False
         rounds.fade(self.step)
         return rounds.weight > FRUITLESS_ROUNDS
