@@ -28,8 +28,8 @@ DOUBT, MOST_DOUBT = 0.05, 0.2
 LEAST_WEIGHT = 0.1
 # Accepted tokens that a guess about a request counts for.
 GUESSED_REQUEST = 6.0
-# How much more than of others' trees may be accepted of a new request's for all we know,
-# and trees after which only half this hope is left.
+# How much more than of others' trees may be accepted of a new request's, for all we
+# know, and trees after which only half this hope is left.
 HOPE_FOR_NEW = 0.3
 HOPEFUL_TREES = 2.0
 
