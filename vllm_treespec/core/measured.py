@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +14,7 @@ from vllm_treespec.core.learned import (
     RequestHistory,
     StepTimes,
 )
+from vllm_treespec.core.options import Option, guessed_accepted, measured_together
 from vllm_treespec.core.schedule import (
     RunningRequests,
     Schedule,
@@ -22,8 +22,6 @@ from vllm_treespec.core.schedule import (
     StepOutcome,
 )
 
-# Batch sizes up to which costs are measured together.
-BATCH_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Steps between two choices; the first one after a change is not timed.
 ROUND_STEPS = 4
 # Trees that a guess of what is accepted counts for, and accepted tokens that a guess
@@ -42,22 +40,6 @@ WORTH_A_TREE = 1.04
 FRUITLESS_ROUNDS = 2.5
 # Times of an earlier start are another machine's where new ones differ by more.
 SAME_MACHINE = 1.5
-
-
-@dataclass(frozen=True)
-class Option:
-    """A tree of the schedule, or plain decoding."""
-
-    # None: plain
-    index: int | None
-    # draft nodes at most
-    num_drafts: int
-    # accepted tokens that are thought likely before anything was measured
-    guess: float
-
-    def share(self, limit: int) -> float:
-        """The part of the tree that a request's own limit leaves."""
-        return min(limit / self.num_drafts, 1.0)
 
 
 @dataclass(frozen=True)
@@ -404,15 +386,3 @@ class MeasuredSchedule(Schedule):
             return False
         rounds.fade(self.step)
         return rounds.weight > FRUITLESS_ROUNDS
-
-
-def measured_together(num_reqs: int) -> int:
-    """The largest batch size that is measured together with this one."""
-    return BATCH_SIZES[min(bisect_left(BATCH_SIZES, num_reqs), len(BATCH_SIZES) - 1)]
-
-
-def guessed_accepted(tree: ScheduledTree) -> float:
-    """Accepted tokens that a tree of good drafts would have; hopeful."""
-    sizes = tree.sizes
-    rate = min(0.6 + 0.08 * math.log2(sizes.max_leaves), 0.85)
-    return sum(rate**level for level in range(1, sizes.max_depth + 1))

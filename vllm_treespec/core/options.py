@@ -1,0 +1,40 @@
+"""What a measured schedule chooses from, and at which batch sizes apart."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from vllm_treespec.core.schedule import ScheduledTree
+
+# Batch sizes up to which costs are measured together.
+BATCH_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A tree of the schedule, or plain decoding."""
+
+    # None: plain
+    index: int | None
+    # draft nodes at most
+    num_drafts: int
+    # accepted tokens that are thought likely before anything was measured
+    guess: float
+
+    def share(self, limit: int) -> float:
+        """The part of the tree that a request's own limit leaves."""
+        return min(limit / self.num_drafts, 1.0)
+
+
+def measured_together(num_reqs: int) -> int:
+    """The largest batch size that is measured together with this one."""
+    return BATCH_SIZES[min(bisect_left(BATCH_SIZES, num_reqs), len(BATCH_SIZES) - 1)]
+
+
+def guessed_accepted(tree: ScheduledTree) -> float:
+    """Accepted tokens that a tree of good drafts would have; hopeful."""
+    sizes = tree.sizes
+    rate = min(0.6 + 0.08 * math.log2(sizes.max_leaves), 0.85)
+    return sum(rate**level for level in range(1, sizes.max_depth + 1))
