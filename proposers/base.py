@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
@@ -41,6 +42,8 @@ class ProposerInputs:
     num_drafts: Tensor | None = None
     # int64 [num_reqs], the deepest level that each tree may have; None: all levels
     levels: Tensor | None = None
+    # what drafts must promise; None: nothing. For proposers that weigh their drafts
+    prices: Prices | None = None
     # whether the host may wait for a value, to leave out levels without a draft
     host_may_wait: bool = False
 

@@ -66,7 +66,9 @@ class Hybrid(Proposer):
             return replace(tree, parts=(tree.depths > 0) * FIRST_PART)
         (found,) = inputs.continuations
         assert inputs.first_shares is not None
-        grown = self.index.grow(found, self._places(inputs.first_shares))
+        places = self._places(inputs.first_shares)
+        least = [self.index.min_probability] * len(places)
+        grown = self.index.grow(found, places, least)
         left = 1 + self.num_drafts - grown.num_nodes
         left[inputs.first_shares == 1] = 0
         roots = inputs.root_token_ids

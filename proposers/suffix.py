@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,18 @@ class GrownTrees:
     depths: np.ndarray
     # int64 [num_reqs], roots included
     num_nodes: np.ndarray
+    # float64 [num_reqs], drafts that are likely accepted
+    promised: np.ndarray
+
+    def without_drafts(self) -> GrownTrees:
+        """The roots alone."""
+        return GrownTrees(
+            np.zeros_like(self.token_ids),
+            np.full_like(self.parents, NO_NODE),
+            np.zeros_like(self.depths),
+            np.ones_like(self.num_nodes),
+            np.zeros_like(self.promised),
+        )
 
     def tree(self, root_token_ids: Tensor) -> TreeBatch:
         """Bring the trees to the device of their roots, int64 [num_reqs]."""
@@ -53,7 +66,19 @@ class GrownTrees:
             parents=torch.from_numpy(self.parents).to(device),
             depths=torch.from_numpy(self.depths).to(device),
             num_nodes=torch.from_numpy(self.num_nodes).to(device),
+            promised=self.promised,
         )
+
+
+class Draft(NamedTuple):
+    """A draft node of a tree."""
+
+    token: int
+    # node number, 0 is the root
+    parent: int
+    depth: int
+    # of its path
+    probability: float
 
 
 @register_proposer("suffix_tree")
@@ -61,8 +86,8 @@ class Suffix(Proposer):
     """Drafts what a ``SuffixIndex`` found (after arXiv 2411.04975).
 
     The tree has the nodes that are most likely accepted, and none that is less likely
-    than ``min_probability``. Without an occurrence it is the root alone. Nothing is
-    random, and nothing depends on the sampling parameters.
+    than ``min_probability``, or than the step's prices ask. Without an occurrence it is
+    the root alone. Nothing is random.
     """
 
     num_draft_models = 0
@@ -77,14 +102,27 @@ class Suffix(Proposer):
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
         limits = [self.num_drafts] * len(found.by_request)
-        return self.grow(found, limits).tree(inputs.root_token_ids)
+        least = [self.min_probability] * len(limits)
+        prices = inputs.prices
+        if prices is None:
+            return self.grow(found, limits, least).tree(inputs.root_token_ids)
+        least = [max(self.min_probability, prices.draft / kept) for kept in prices.kept]
+        grown = self.grow(found, limits, least)
+        gained = float(grown.promised @ np.array(prices.kept))
+        num_drafts = int((grown.num_nodes - 1).sum())
+        if gained - num_drafts * prices.draft <= prices.first:
+            grown = grown.without_drafts()
+        return grown.tree(inputs.root_token_ids)
 
-    def grow(self, found: Continuations, limits: Sequence[int]) -> GrownTrees:
+    def grow(
+        self, found: Continuations, limits: Sequence[int], least: Sequence[float]
+    ) -> GrownTrees:
         """Grow one tree per request on the host.
 
         Args:
             found: of each request.
             limits: draft nodes that each tree may have.
+            least: probability that a node of each tree has at least.
 
         """
         max_depth = self.sizes.max_depth
@@ -93,21 +131,23 @@ class Suffix(Proposer):
         parents = np.full(shape, NO_NODE, dtype=np.int64)
         depths = np.zeros(shape, dtype=np.int64)
         num_nodes = np.ones(len(tokens), dtype=np.int64)
+        promised = np.zeros(len(tokens))
         for row, continuations in enumerate(found.by_request):
             near = [(length, rest[:max_depth]) for length, rest in continuations]
-            tree = grow_tree(near, limits[row], self.min_probability)
+            tree = grow_tree(near, limits[row], least[row])
             num_nodes[row] = size = 1 + len(tree)
             if tree:
-                drafts = np.array(tree)
-                tokens[row, 1:size] = drafts[:, 0]
-                parents[row, 1:size] = drafts[:, 1]
-                depths[row, 1:size] = drafts[:, 2]
-        return GrownTrees(tokens, parents, depths, num_nodes)
+                drafts = list(zip(*tree, strict=True))
+                tokens[row, 1:size] = drafts[0]
+                parents[row, 1:size] = drafts[1]
+                depths[row, 1:size] = drafts[2]
+                promised[row] = sum(drafts[3])
+        return GrownTrees(tokens, parents, depths, num_nodes, promised)
 
 
 def grow_tree(
     continuations: Sequence[Continuation], num_drafts: int, min_probability: float
-) -> list[tuple[int, int, int]]:
+) -> list[Draft]:
     """Merge continuations into a tree of the nodes that are most likely accepted.
 
     Args:
@@ -117,12 +157,11 @@ def grow_tree(
         min_probability: of each node's path, at least.
 
     Returns:
-        token, parent and depth of each draft node in level order, siblings side by
-        side and the likeliest first.
+        the draft nodes in level order, siblings side by side and the likeliest first.
 
     """
     # of node 0, the root, and then of the drafts, the likeliest first
-    tokens, depths = [0], [0]
+    tokens, depths, probabilities = [0], [0], [1.0]
     children: list[list[int]] = [[]]
     # improbability, number in order of discovery, parent, token, continuations
     waiting: list[tuple[float, int, int, int, list[Continuation]]] = []
@@ -140,13 +179,17 @@ def grow_tree(
         probability, node = -improbability, len(tokens)
         tokens.append(token)
         depths.append(depths[parent] + 1)
+        probabilities.append(probability)
         children.append([])
         children[parent].append(node)
-    drafts: list[tuple[int, int, int]] = []
+    drafts: list[Draft] = []
     level_order = [0]
     for index, node in enumerate(level_order):
         level_order += children[node]
-        drafts += [(tokens[child], index, depths[child]) for child in children[node]]
+        drafts += [
+            Draft(tokens[child], index, depths[child], probabilities[child])
+            for child in children[node]
+        ]
     return drafts
 
 

@@ -96,9 +96,11 @@ def side_by_side(one: Weighted, other: Weighted) -> Weighted:
     """Both sets of trees in one batch, each with half of its weight."""
     trees = (one.tree, other.tree)
     draws = [tree.draws for tree in trees if tree.draws is not None]
-    fields = ("token_ids", "parents", "depths", "num_nodes")
     tree = TreeBatch(
-        **{name: torch.cat([getattr(t, name) for t in trees]) for name in fields},
+        torch.cat([tree.token_ids for tree in trees]),
+        torch.cat([tree.parents for tree in trees]),
+        torch.cat([tree.depths for tree in trees]),
+        torch.cat([tree.num_nodes for tree in trees]),
         draws=Draws(
             nodes=torch.cat([d.nodes for d in draws]),
             rows=torch.cat([d.rows for d in draws]),

@@ -23,6 +23,7 @@ class Tree:
     leaves: int
     batch_size: int = 10**9
     min_acceptance_length: float = 1.0
+    weighs_drafts: bool = False
 
     @property
     def name(self) -> str:
@@ -72,7 +73,10 @@ def outcome(
     """What a step brought whose trees all came back, each with a draft."""
     drafts = [1] * len(slots)
     limits = limits or [ALL] * len(slots)
-    return StepOutcome(index, num_reqs, slots, drafts, accepted, limits, seconds)
+    promised = [0.0] * len(slots)
+    return StepOutcome(
+        index, num_reqs, slots, drafts, accepted, limits, promised, seconds
+    )
 
 
 class Machine:
@@ -438,7 +442,7 @@ def test_without_drafting_requests_steps_are_plain() -> None:
     schedule = MeasuredSchedule(HEAD, 64)
     for _ in range(20):
         assert schedule.choose(RunningRequests(4, [], [], [])) == (None, ())
-        schedule.observe(StepOutcome(None, 4, [], [], [], [], 1.0))
+        schedule.observe(StepOutcome(None, 4, [], [], [], [], [], 1.0))
 
 
 def test_a_forced_tree_is_drawn() -> None:

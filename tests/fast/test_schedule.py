@@ -41,7 +41,9 @@ class Listed(ListedSchedule):
         count = len(num_accepted)
         drafts, limits = [3] * count, [limit] * count
         self.observe(
-            StepOutcome(index, count, range(count), drafts, num_accepted, limits, None)
+            StepOutcome(
+                index, count, range(count), drafts, num_accepted, limits, drafts, None
+            )
         )
 
 
@@ -84,7 +86,7 @@ def test_trees_without_drafts_do_not_count() -> None:
     adaptive.tree_of(1)
     slots = range(2 * MIN_TREES)
     none, limits = [0] * len(slots), [63] * len(slots)
-    adaptive.observe(StepOutcome(0, len(slots), slots, none, none, limits, None))
+    adaptive.observe(StepOutcome(0, len(slots), slots, none, none, limits, none, None))
     assert adaptive.tree_of(1) == 0
 
 

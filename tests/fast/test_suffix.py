@@ -18,7 +18,7 @@ from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs, Suffix
-from vllm_treespec.proposers.suffix import grow_tree, next_tokens
+from vllm_treespec.proposers.suffix import Draft, grow_tree, next_tokens
 from vllm_treespec.scorers import RULES, target_draw
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.suffix_index import (
@@ -231,9 +231,9 @@ def test_any_number_of_best_nodes_is_a_tree() -> None:
         assert named(smaller) <= named(larger)
 
 
-def named(tree: list[tuple[int, int, int]]) -> set[tuple[int, ...]]:
+def named(tree: list[Draft]) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()]
-    for token, parent, depth in tree:
+    for token, parent, depth, _ in tree:
         found.append((*found[parent], token))
         assert len(found[-1]) == depth
     return set(found)

@@ -96,6 +96,7 @@ class Scheduled:
     sizes: TreeSizes
     name: str = "toy"
     min_acceptance_length: float = 1.0
+    weighs_drafts: bool = False
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Nobody asks for a shape."""

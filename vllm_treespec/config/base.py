@@ -129,6 +129,11 @@ class MethodConfig(BaseModel, ABC):
         return bool(self.models) or self.head_kind in ("eagle", "lyanna")
 
     @property
+    def weighs_drafts(self) -> bool:
+        """Whether its trees leave out drafts that promise less than their price."""
+        return False
+
+    @property
     def rule(self) -> str:
         """Name of the verification rule for sampled requests."""
         return "recursive_rejection"
@@ -239,6 +244,11 @@ class ScheduledTree:
     def sizes(self) -> TreeSizes:
         """How large it becomes."""
         return self.config.sizes
+
+    @property
+    def weighs_drafts(self) -> bool:
+        """Whether its proposer leaves out drafts that promise less than their price."""
+        return self.config.weighs_drafts
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Whether this is the tree that ``shape`` makes of its spec-config.

@@ -17,8 +17,6 @@ from vllm_treespec.proposers import hybrid
 # What may draft beside the index.
 HeadKind = Literal["redrafter", "eagle", "lyanna"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
-# Least probability of the drafts where few of the index are tried alone.
-SURE_PROBABILITY = 0.4
 
 
 class HybridConfig(IndexConfig):
@@ -87,6 +85,11 @@ class HybridConfig(IndexConfig):
         """How large its trees become."""
         return hybrid.sizes(self.num_drafts, self.depth, self.top_k, self.model_depth)
 
+    @property
+    def weighs_drafts(self) -> bool:
+        """Only where the index drafts alone."""
+        return not self.model_depth
+
     def shares(self) -> Shares:
         """Make the count of what each part brought."""
         if self.sure_match is None:
@@ -94,13 +97,11 @@ class HybridConfig(IndexConfig):
         return Shares(min(self.sure_match, self.max_match))
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Smaller trees of both parts, then trees of the index alone."""
+        """Smaller trees of both parts, then the index alone."""
         both = smaller_trees(
             top_k=self.top_k, model_depth=self.model_depth, num_drafts=self.num_drafts
         )
-        sure = max(SURE_PROBABILITY, self.min_probability)
-        alone = {"model_depth": 0}
-        return [*both[:-1], alone, {**alone, "min_probability": sure}]
+        return [*both[:-1], {"model_depth": 0}]
 
     @model_validator(mode="after")
     def _hot_tokens_are_a_draft_models(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
@@ -60,8 +60,7 @@ class SuffixTreeConfig(IndexConfig):
         """How large its trees become."""
         return suffix.sizes(self.num_drafts, self.depth)
 
-    def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Drafts that are surer: the fewer, the surer."""
-        return [
-            {"min_probability": max(p, self.min_probability)} for p in (0.2, 0.4, 0.7)
-        ]
+    @property
+    def weighs_drafts(self) -> bool:
+        """Yes: so a measured schedule needs no smaller trees."""
+        return True

@@ -105,6 +105,7 @@ class Chooser:
             (scheduled.num_scheduled == 1 + scheduled.num_drafts).all()
         )
         slots = num_drafts = num_accepted = limits = NO_SLOTS
+        promised = np.zeros(0)
         num_drawn = 0
         if proposal is not None:
             num_drawn = len(proposal.slots)
@@ -115,6 +116,9 @@ class Chooser:
             rows, places = rows[told], places[told]
             slots, num_drafts = proposal.slots[rows], proposal.num_drafts[rows]
             limits = proposal.node_limits[rows] - 1
+            promised = np.zeros(len(rows))
+            if proposal.promised is not None:
+                promised = proposal.promised[rows]
             num_accepted = accepted[places].clip(min=0)
         some_drawn = num_drawn > 0
         as_chosen = some_drawn == (self.last.index is not None)
@@ -131,6 +135,7 @@ class Chooser:
                 num_drafts.tolist(),
                 num_accepted.tolist(),
                 limits.tolist(),
+                promised.tolist(),
                 seconds,
             )
         )

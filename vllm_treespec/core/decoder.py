@@ -339,6 +339,7 @@ class TreeDecoder:
                 first_shares=None
                 if shares is None
                 else shares.first(roots.slots, found[0].matches()),
+                prices=self.method.schedule.prices(roots.slots.tolist()),
                 host_may_wait=not self.method.batched,
             )
         )

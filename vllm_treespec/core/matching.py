@@ -45,6 +45,8 @@ class Proposal:
     node_limits: np.ndarray
     # int64 [num_trees, max_nodes - 1], see ``TreeBatch.parts``
     parts: np.ndarray | None = None
+    # float64 [num_trees], see ``TreeBatch.promised``; 0 where not all is proposed
+    promised: np.ndarray | None = None
 
     @classmethod
     def from_tree(
@@ -68,6 +70,10 @@ class Proposal:
         if tree.parts is not None:
             together.append(tree.parts)
         host = torch.cat(together, dim=1).cpu().numpy()
+        num_nodes = np.minimum(host[:, 2 * width], node_limits)
+        promised = tree.promised
+        if promised is not None:
+            promised = np.where(num_nodes == host[:, 2 * width], promised, 0.0)
         return cls(
             tree,
             tree_index,
@@ -76,9 +82,10 @@ class Proposal:
             reqs,
             token_ids=host[:, 1:width],
             parents=host[:, width + 1 : 2 * width],
-            num_drafts=np.minimum(host[:, 2 * width], node_limits) - 1,
+            num_drafts=num_nodes - 1,
             node_limits=node_limits,
             parts=None if tree.parts is None else host[:, 2 * width + 2 :],
+            promised=promised,
         )
 
     def without(self, slots: np.ndarray) -> Proposal:

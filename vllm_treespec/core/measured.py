@@ -15,6 +15,7 @@ from vllm_treespec.core.learned import (
     StepTimes,
 )
 from vllm_treespec.core.options import Option, guessed_accepted, measured_together
+from vllm_treespec.core.prices import DraftCosts, Prices, Promises
 from vllm_treespec.core.schedule import (
     RunningRequests,
     Schedule,
@@ -51,6 +52,8 @@ class TimedStep:
     num_reqs: int
     # of trees that requests made smaller the part that was left
     num_trees: float
+    # of all trees
+    num_drafts: int
 
 
 class Gain(NamedTuple):
@@ -125,11 +128,16 @@ class MeasuredSchedule(Schedule):
         self.text = {False: FadingMean(), True: FadingMean()}
         # by slot
         self.requests: dict[int, RequestHistory] = {}
+        # of trees whose proposers weigh drafts
+        self.promises = Promises()
+        self.draft_costs = DraftCosts()
         # of the requests of the last choice, by slot
         self.sampled: dict[int, bool] = {}
         # the running round
         self.batch_size = 0
         self.chosen = self.plain
+        # of a plain step, when the round began
+        self.plain_seconds = 0.0
         # slots of requests for which the chosen tree is not drawn
         self.left_out: frozenset[int] = frozenset()
         self.steps_left = 0
@@ -165,6 +173,21 @@ class MeasuredSchedule(Schedule):
             return None, ()
         return self.chosen.index, slots
 
+    def _prices(self, slots: Sequence[int]) -> Prices | None:
+        """By measured times, if the chosen tree's proposer weighs its drafts."""
+        if not self._weighs(self.chosen.index):
+            return None
+        kept = [
+            self.promises.kept(self.step, slot, self.sampled[slot]) for slot in slots
+        ]
+        return self.draft_costs.prices(
+            self.step, self.batch_size, self.plain_seconds, kept
+        )
+
+    def _weighs(self, index: int | None) -> bool:
+        """Whether it is a tree whose proposer weighs its drafts."""
+        return index is not None and self.trees[index].weighs_drafts
+
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
         forced = self.forced_index is not None
@@ -173,10 +196,15 @@ class MeasuredSchedule(Schedule):
         if option is not self.plain:
             num_trees = sum(map(option.share, outcome.limits))
             self._observe_trees(option, outcome)
+            self._observe_promises(outcome)
         of_option = option is self.plain or num_trees > 0
         if outcome.seconds is not None and self.settled and not forced and of_option:
             step = TimedStep(
-                self.batch_size, outcome.index, outcome.num_reqs, num_trees
+                self.batch_size,
+                outcome.index,
+                outcome.num_reqs,
+                num_trees,
+                sum(outcome.num_drafts),
             )
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
@@ -199,8 +227,19 @@ class MeasuredSchedule(Schedule):
                 self.accepted[option.index, sampled].add(self.step, num_trees, total)
                 self.text[sampled].add(self.step, num_trees * option.guess, total)
 
+    def _observe_promises(self, outcome: StepOutcome) -> None:
+        """Learn what was accepted of the tokens that trees promised."""
+        for slot, promised, accepted in zip(
+            outcome.slots, outcome.promised, outcome.num_accepted, strict=True
+        ):
+            if promised and slot in self.sampled:
+                self.promises.observe(
+                    self.step, slot, self.sampled[slot], promised, accepted
+                )
+
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
+        self.promises.forget(slots)
         for slot in slots:
             self.requests.pop(slot, None)
         self.left_out -= set(slots)
@@ -218,6 +257,14 @@ class MeasuredSchedule(Schedule):
             self.new_steps, self.share(self.new_seconds), strict=True
         ):
             known = self.times.setdefault(step.batch_size, {})
+            if step.num_drafts and None in known and self._weighs(step.index):
+                self.draft_costs.add(
+                    self.step,
+                    step.batch_size,
+                    step.num_drafts,
+                    seconds,
+                    known[None].seconds,
+                )
             if step.num_trees < step.num_reqs and step.index is not None:
                 if None not in known:
                     continue
@@ -257,6 +304,7 @@ class MeasuredSchedule(Schedule):
         plain = self._plain_times(batch_size)
         if plain is None or not requests.slots or self._is_unchecked(batch_size):
             return self.plain, nobody
+        self.plain_seconds = plain.seconds
         best, left_out = self.plain, nobody
         best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful(self.step)
         for option in self.options[1:]:

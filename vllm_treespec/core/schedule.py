@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sizes import TreeSizes
 
 # Scored trees that a measured acceptance length needs, and that its mean covers.
@@ -34,6 +35,10 @@ class ScheduledTree(Protocol):
     @property
     def min_acceptance_length(self) -> float:
         """It is given up when less is measured."""
+
+    @property
+    def weighs_drafts(self) -> bool:
+        """Whether its proposer leaves out drafts that promise less than their price."""
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Whether it is the tree that these keys of a spec-config stand for."""
@@ -69,6 +74,8 @@ class StepOutcome:
     num_accepted: Sequence[int]
     # draft tokens that the request let its tree have, whatever was drawn
     limits: Sequence[int]
+    # accepted tokens that their trees promised; 0: nothing was promised
+    promised: Sequence[float]
     # from the choice of this tree to the next choice; None where the step did other
     # work, too, such as reading a prompt
     seconds: float | None
@@ -102,6 +109,22 @@ class Schedule(ABC):
     @abstractmethod
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Choose where no tree is forced."""
+
+    def prices(self, slots: Sequence[int]) -> Prices | None:
+        """What the drafts of the chosen tree must promise.
+
+        Args:
+            slots: of the requests that it is drawn for.
+
+        Returns:
+            the prices; None: the whole tree is drawn.
+
+        """
+        return None if self.forced_index is not None else self._prices(slots)
+
+    def _prices(self, slots: Sequence[int]) -> Prices | None:
+        """The same where no tree is forced."""
+        return None
 
     @abstractmethod
     def observe(self, outcome: StepOutcome) -> None:

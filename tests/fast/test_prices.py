@@ -1,0 +1,258 @@
+"""Drafts that promise less than they cost are left out; costs are measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from tests.fast.test_measured_schedule import Tree, running
+from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.prices import DraftCosts, Prices, Promises
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.schedule import StepOutcome
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.proposers.suffix import Suffix
+from vllm_treespec.sources.base import Continuations
+
+PLAIN = 0.05
+
+
+def measured(each: float, first: float, seed: int, num_steps: int = 60) -> DraftCosts:
+    """Costs after steps of 8 requests whose times scatter by 6 per cent."""
+    costs, source = DraftCosts(), random.Random(seed)
+    for step in range(num_steps):
+        num_drafts = source.randrange(1, 30)
+        seconds = (PLAIN + first + each * num_drafts) * source.gauss(1, 0.06)
+        costs.add(step, 8, num_drafts, seconds, PLAIN)
+    return costs
+
+
+@pytest.mark.parametrize("each", [0.0, 0.0005, 0.002, 0.006])
+@pytest.mark.parametrize("seed", range(4))
+def test_costs_of_drafts_are_found(each: float, seed: int) -> None:
+    """Red when the fit of measured times is not the line that they lie on."""
+    prices = measured(each, 0.005, seed).prices(60, 8, PLAIN, [1.0])
+    # A token of plain decoding takes 1/8 of a step.
+    assert prices.draft == pytest.approx(each * 8 / PLAIN, rel=0.1, abs=0.05)
+    assert prices.first == pytest.approx(0.005 * 8 / PLAIN, abs=1.2)
+
+
+def test_a_disturbed_step_changes_little() -> None:
+    """Red when one step that took ten times as long makes drafts too dear."""
+    costs = measured(0.001, 0.005, seed=0)
+    before = costs.prices(60, 8, PLAIN, []).draft
+    costs.add(60, 8, 20, 0.8, PLAIN)
+    assert costs.prices(61, 8, PLAIN, []).draft < before + 0.05
+
+
+def test_old_costs_are_forgotten() -> None:
+    """Red when drafts that were too dear once are never tried again."""
+    costs, fresh = measured(0.02, 0.0, seed=0), DraftCosts()
+    dear, guess = (c.prices(60, 8, PLAIN, []).draft for c in (costs, fresh))
+    assert dear > 2 > 0.2 > guess
+    later = costs.prices(3000, 8, PLAIN, []).draft
+    assert later == pytest.approx(guess, rel=0.3)
+
+
+def test_promises_are_compared_with_what_is_accepted() -> None:
+    """Red when a text, or a request, that keeps little is not trusted less."""
+    promises = Promises()
+    assert promises.kept(0, 1, False) == 1
+    for step in range(60):
+        promises.observe(step, 1, False, promised=2.0, accepted=2)
+        promises.observe(step, 2, False, promised=2.0, accepted=0)
+    good, bad, other = (promises.kept(60, slot, False) for slot in (1, 2, 3))
+    assert good == pytest.approx(1.0, abs=0.15)
+    assert bad < 0.1
+    assert other == pytest.approx(0.5, abs=0.1)
+    assert promises.kept(60, 3, True) == 1
+    promises.forget([2])
+    assert promises.kept(60, 2, False) == other
+
+
+# The proposer
+
+# One long match, and a short one with two continuations.
+LONG, SHORT = [(8, [1, 2, 3, 4])], [(1, [5, 6]), (1, [7])]
+
+
+def propose(found: Sequence[list[tuple[int, list[int]]]], prices: Prices) -> TreeBatch:
+    return Suffix(16, 4, 0.01).propose(
+        ProposerInputs(
+            root_token_ids=torch.zeros(len(found), dtype=torch.int64),
+            sampling=SamplingTensors(torch.zeros(len(found)), all_greedy=True),
+            uniforms=torch.zeros(len(found), 0, dtype=torch.float64),
+            continuations=[Continuations(list(found))],
+            prices=prices,
+        )
+    )
+
+
+def num_drafts(tree: TreeBatch) -> list[int]:
+    return (tree.num_nodes - 1).tolist()
+
+
+def test_drafts_below_their_price_are_left_out() -> None:
+    """Red when trees of one step cannot have different sizes."""
+    assert num_drafts(propose([LONG, SHORT], Prices(0.0, 0.0, [1, 1]))) == [4, 3]
+    tree = propose([LONG, SHORT], Prices(0.3, 0.0, [1, 1]))
+    assert num_drafts(tree) == [4, 0]
+    assert tree.promised is not None
+    # 1 - 0.8^8, and so on along the path
+    path = [1 - 0.8**n for n in (8, 9, 10, 11)]
+    assert tree.promised[0] == pytest.approx(
+        sum(torch.tensor(path).cumprod(0).tolist())
+    )
+    assert tree.promised[1] == 0
+
+
+def test_what_a_request_keeps_counts() -> None:
+    """Red when a request whose promises fail gets as many drafts as others."""
+    tree = propose([LONG, LONG, SHORT], Prices(0.3, 0.0, [1.0, 0.4, 3.0]))
+    assert num_drafts(tree) == [4, 1, 2]
+
+
+def test_few_drafts_are_not_worth_a_step_with_drafts() -> None:
+    """Red when one unlikely draft costs a step all that drafts cost besides."""
+    price = Prices(0.1, 1.5, [1.0])
+    assert num_drafts(propose([LONG], price)) == [4]
+    none = propose([SHORT], price)
+    assert num_drafts(none) == [0]
+    assert none.promised is not None
+    assert none.promised.tolist() == [0]
+    assert none.parents.tolist() == [[-1] * 17]
+    both = propose([LONG, SHORT], Prices(0.1, 1.5, [1.0, 1.0]))
+    assert num_drafts(both)[1] > 0
+
+
+# With the schedule
+
+
+class Weighing:
+    """Requests whose drafts are chains of known probabilities, and what they cost."""
+
+    def __init__(self, seed: int, num_reqs: int, each: float, kept: float) -> None:
+        """Take the cost of a draft, and how true its probabilities are.
+
+        Args:
+            seed: of the text and of the scatter of times.
+            num_reqs: that run, always the same.
+            each: as a part of a plain step's time for a token.
+            kept: what is accepted of a promised token.
+
+        """
+        self.random = random.Random(seed)
+        self.num_reqs, self.each, self.kept = num_reqs, each, kept
+        self.schedule = MeasuredSchedule([Tree(16, 12, 16, weighs_drafts=True)], 64)
+        self.tokens = self.seconds = 0.0
+
+    def chain(self) -> list[float]:
+        """Probabilities that a request's drafts promise; often none is found."""
+        rate = self.random.choice([0.0, 0.0, 0.3, 0.6, 0.9])
+        return [rate**level for level in range(1, 13)] if rate else []
+
+    def weigh(
+        self, chains: list[list[float]], prices: Prices | None
+    ) -> list[list[float]]:
+        """The drafts that are worth their price."""
+        if prices is None:
+            return [[] for _ in chains]
+        kept = [
+            [p for p in chain if p * factor > prices.draft]
+            for chain, factor in zip(chains, prices.kept, strict=True)
+        ]
+        gained = sum(
+            sum(chain) * factor - len(chain) * prices.draft
+            for chain, factor in zip(kept, prices.kept, strict=True)
+        )
+        return kept if gained > prices.first else [[] for _ in chains]
+
+    def accepted(self, chain: list[float]) -> int:
+        """Drafts of a chain that are accepted."""
+        draw = self.random.random()
+        return sum(p * self.kept > draw for p in chain)
+
+    def step(self, price: float | None = None) -> None:
+        """Run a step, at a price of one's own instead of the schedule's."""
+        slots = list(range(self.num_reqs))
+        index, drawn = self.schedule.choose(running(slots))
+        prices = None if index is None else self.schedule.prices(drawn)
+        if price is not None:
+            drawn, prices = slots, Prices(price, 0.0, [1.0] * self.num_reqs)
+        chains = self.weigh([self.chain() for _ in slots][: len(drawn)], prices)
+        accepted = [self.accepted(chain) for chain in chains]
+        drafts = [len(chain) for chain in chains]
+        first = 0.08 if any(drafts) else 0.01 * (prices is not None)
+        seconds = 1 + first + self.each * sum(drafts) / self.num_reqs
+        self.tokens += self.num_reqs + sum(accepted)
+        self.seconds += seconds
+        if price is not None:
+            return
+        self.schedule.observe(
+            StepOutcome(
+                index,
+                self.num_reqs,
+                list(drawn),
+                drafts,
+                accepted,
+                [63] * len(drafts),
+                [sum(chain) for chain in chains],
+                seconds * self.random.gauss(1, 0.05),
+            )
+        )
+
+    def speed(self, num_steps: int, price: float | None = None) -> float:
+        """Tokens a second, where plain decoding emits ``num_reqs``."""
+        for _ in range(num_steps):
+            self.step(price)
+        return self.tokens / self.seconds / self.num_reqs
+
+
+@pytest.mark.parametrize("num_reqs", [1, 8])
+@pytest.mark.parametrize("each", [0.01, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("kept", [0.5, 1.0])
+def test_the_best_price_is_found(num_reqs: int, each: float, kept: float) -> None:
+    """Red when the schedule draws too much, or too little, for what drafts cost."""
+    found = Weighing(0, num_reqs, each, kept).speed(1500)
+    best = max(
+        Weighing(0, num_reqs, each, kept).speed(1500, price)
+        for price in (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
+    )
+    assert found > 0.92 * max(best, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_that_never_pay_cost_little_from_the_start(seed: int) -> None:
+    """Red when a short job of such a text is slower than plain decoding."""
+    assert Weighing(seed, 8, each=0.8, kept=0.4).speed(120) > 0.92
+
+
+def test_ranks_have_equal_prices() -> None:
+    """Red when prices depend on a rank's own clock."""
+    first = Weighing(0, 4, 0.2, 1.0)
+    seconds: list[list[float]] = []
+    first.schedule.share = lambda own: seconds.append(own) or own  # type: ignore[func-returns-value]
+    first.speed(200)
+    second = Weighing(0, 4, 0.2, 1.0)
+    second.random = random.Random(0)
+    second.schedule.share = lambda own: seconds.pop(0)
+    observe = second.schedule.observe
+
+    def slower(outcome: StepOutcome) -> None:
+        assert outcome.seconds is not None
+        object.__setattr__(outcome, "seconds", outcome.seconds * 3)
+        observe(outcome)
+
+    second.schedule.observe = slower  # type: ignore[method-assign]
+    second.speed(200)
+    slots = list(range(4))
+    second.schedule.share = first.schedule.share = lambda own: [1.0] * len(own)
+    assert second.schedule.draft_costs.times == first.schedule.draft_costs.times
+    assert second.schedule.choose(running(slots)) == first.schedule.choose(
+        running(slots)
+    )
+    assert second.schedule.prices(slots) == first.schedule.prices(slots)
