@@ -108,7 +108,10 @@ class Suffix(Proposer):
             return self.grow(found, limits, least).tree(inputs.root_token_ids)
         least = [max(self.min_probability, prices.draft / kept) for kept in prices.kept]
         grown = self.grow(found, limits, least)
-        gained = float(grown.promised @ np.array(prices.kept))
+        gained = sum(
+            promised * kept
+            for promised, kept in zip(grown.promised.tolist(), prices.kept, strict=True)
+        )
         num_drafts = int((grown.num_nodes - 1).sum())
         if gained - num_drafts * prices.draft <= prices.first:
             grown = grown.without_drafts()

@@ -47,7 +47,7 @@ def test_what_is_kept_is_what_was_learned() -> None:
     run.steps(500, 4)
     experience = experience_of(run.schedule)
     machine, schedule = run.machine, run.schedule
-    assert experience.seconds[4]["plain"] == schedule.times[4][None].seconds
+    assert experience.seconds[4]["plain"] == schedule.costs.times[4][None].seconds
     for index, tree in enumerate(HEAD):
         if tree.name in experience.seconds[4]:
             exact = machine.seconds(index, 4)
@@ -75,12 +75,12 @@ def test_times_of_another_machine_are_noticed(factor: float) -> None:
     run = start(3, experience.model_copy(update={"seconds": other}))
     size = BATCH_SIZES[3]
     run.steps(40, size)
-    assert run.schedule.is_other_machine
+    assert run.schedule.costs.is_other_machine
     exact = run.machine.seconds(None, size)
-    assert run.schedule.times[size][None].seconds == pytest.approx(exact, rel=0.2)
+    assert run.schedule.costs.times[size][None].seconds == pytest.approx(exact, rel=0.2)
     same = start(3, experience)
     same.steps(40, size)
-    assert not same.schedule.is_other_machine
+    assert not same.schedule.costs.is_other_machine
 
 
 def test_only_the_tree_s_own_time_was_wrong() -> None:

@@ -407,7 +407,7 @@ def test_limits_of_all_requests(limit: int) -> None:
         schedule.observe(outcome(index, 2, slots, accepted, seconds, allowed))
         with_tree += step >= 500 and index is not None
     assert with_tree > 450 if limit else with_tree < 100
-    times = schedule.times[2].get(0)
+    times = schedule.costs.times[2].get(0)
     assert (times is not None) == (limit > 0)
     if times is not None:
         assert times.seconds > 1 + 0.01 * 2 * 2 * limit, "a whole tree takes longer"
@@ -452,7 +452,7 @@ def test_a_forced_tree_is_drawn() -> None:
     for _ in range(20):
         assert schedule.choose(running([0])) == (1, [0])
         schedule.observe(outcome(1, 1, [0], [0], 100.0))
-    assert not schedule.times
+    assert not schedule.costs.times
     with pytest.raises(ValueError, match="it has 16 in 3, 5 in 2"):
         schedule.force_tree({"num_drafts": 7})
 

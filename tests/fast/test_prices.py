@@ -251,7 +251,7 @@ def test_ranks_have_equal_prices() -> None:
     second.speed(200)
     slots = list(range(4))
     second.schedule.share = first.schedule.share = lambda own: [1.0] * len(own)
-    assert second.schedule.draft_costs.times == first.schedule.draft_costs.times
+    assert second.schedule.costs.drafts.times == first.schedule.costs.drafts.times
     assert second.schedule.choose(running(slots)) == first.schedule.choose(
         running(slots)
     )

@@ -85,7 +85,7 @@ def test_the_next_start_knows_what_the_last_one_learned(tmp_path: Path) -> None:
     assert learned.seconds[4]
     assert experience_of(start(tmp_path)[0].schedule) == learned
     for origin in ({**ORIGIN, "target": "other"}, {**ORIGIN, "threads": "8"}):
-        assert not start(tmp_path, origin)[0].schedule.times
+        assert not start(tmp_path, origin)[0].schedule.costs.times
 
 
 def test_all_ranks_begin_alike(
@@ -126,7 +126,7 @@ def test_a_broken_file_is_measured_anew(
     _, cache, _ = start(tmp_path)
     cache.file.write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert not start(tmp_path)[0].schedule.times
+        assert not start(tmp_path)[0].schedule.costs.times
     assert "cannot be read, so the schedule measures anew" in caplog.text
 
 
@@ -153,7 +153,7 @@ def test_another_machine_is_named(
     for clock.now in (20.0, 100.0, 1000.0):
         cache.save_if_due()
     assert caplog.text.count("are another machine's") == 1
-    assert start(tmp_path)[0].schedule.times[4][None].seconds > 3
+    assert start(tmp_path)[0].schedule.costs.times[4][None].seconds > 3
 
 
 def test_an_origin_holds_what_times_depend_on() -> None:

@@ -37,7 +37,7 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
             for index, times in by_index.items()
             if times.is_known(schedule.step)
         }
-        for size, by_index in schedule.times.items()
+        for size, by_index in schedule.costs.times.items()
     }
     return Experience(
         seconds={size: by_name for size, by_name in known.items() if PLAIN in by_name},
@@ -67,8 +67,8 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
         for name, seconds in by_name.items():
             times = StepTimes()
             times.add(schedule.step, seconds)
-            schedule.times.setdefault(size, {})[indices[name]] = times
-            schedule.recalled[size, indices[name]] = seconds
+            schedule.costs.times.setdefault(size, {})[indices[name]] = times
+            schedule.costs.recalled[size, indices[name]] = seconds
     for kind, sampled in KINDS:
         for name, accepted in experience.accepted.get(kind, {}).items():
             schedule.accepted[indices[name], sampled] = _recalled_mean(accepted)

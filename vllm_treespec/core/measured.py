@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
-from vllm_treespec.core.learned import (
-    FEW_TIMES,
-    FadingMean,
-    RequestHistory,
-    StepTimes,
-)
+from vllm_treespec.core.costs import StepCosts
+from vllm_treespec.core.learned import FadingMean, RequestHistory
 from vllm_treespec.core.options import Option, guessed_accepted, measured_together
-from vllm_treespec.core.prices import DraftCosts, Prices, Promises
+from vllm_treespec.core.prices import Prices, Promises
 from vllm_treespec.core.schedule import (
     RunningRequests,
     Schedule,
@@ -31,16 +26,9 @@ GUESSED_TREES = 4.0
 GUESSED_TEXT = 3.0
 # Standard errors by which more may be accepted than was.
 HOPED_ERRORS = 0.5
-# What a step with trees takes longer than a plain one is hopefully less by this factor,
-# where it was not measured.
-HOPE = 0.5
 # How much faster than plain decoding a tree must promise to be. Hopes come true in part
 # only, so a tree that promises less costs time in looking at it.
 WORTH_A_TREE = 1.04
-# Rounds without any measured time, lately, after which an option is left out.
-FRUITLESS_ROUNDS = 2.5
-# Times of an earlier start are another machine's where new ones differ by more.
-SAME_MACHINE = 1.5
 
 
 @dataclass(frozen=True)
@@ -49,9 +37,8 @@ class TimedStep:
 
     batch_size: int
     index: int | None
-    num_reqs: int
-    # of trees that requests made smaller the part that was left
-    num_trees: float
+    # of its requests, trees that were made smaller by their part that was left
+    share: float
     # of all trees
     num_drafts: int
 
@@ -111,13 +98,7 @@ class MeasuredSchedule(Schedule):
         self.options = [self.plain, *drawn]
         self.by_index = {option.index: option for option in self.options}
         self.step = 0
-        # batch size -> option's index -> times
-        self.times: dict[int, dict[int | None, StepTimes]] = {}
-        # batch size, option's index -> seconds of an earlier start, not yet checked
-        self.recalled: dict[tuple[int, int | None], float] = {}
-        self.is_other_machine = False
-        # batch size, option's index -> rounds in which no step could be timed
-        self.fruitless: dict[tuple[int, int | None], FadingMean] = {}
+        self.costs = StepCosts(self.options)
         # option's index, sampled -> accepted tokens of a tree
         self.accepted = {
             (option.index, sampled): FadingMean()
@@ -130,7 +111,6 @@ class MeasuredSchedule(Schedule):
         self.requests: dict[int, RequestHistory] = {}
         # of trees whose proposers weigh drafts
         self.promises = Promises()
-        self.draft_costs = DraftCosts()
         # of the requests of the last choice, by slot
         self.sampled: dict[int, bool] = {}
         # the running round
@@ -180,7 +160,7 @@ class MeasuredSchedule(Schedule):
         kept = [
             self.promises.kept(self.step, slot, self.sampled[slot]) for slot in slots
         ]
-        return self.draft_costs.prices(
+        return self.costs.drafts.prices(
             self.step, self.batch_size, self.plain_seconds, kept
         )
 
@@ -192,20 +172,16 @@ class MeasuredSchedule(Schedule):
         """Learn the time of a step, and what was accepted of its trees."""
         forced = self.forced_index is not None
         option = self.by_index[outcome.index]
-        num_trees = 0.0
+        share = 0.0
         if option is not self.plain:
-            num_trees = sum(map(option.share, outcome.limits))
+            whole_trees = sum(map(option.share, outcome.limits))
+            share = whole_trees / max(outcome.num_reqs, 1)
             self._observe_trees(option, outcome)
             self._observe_promises(outcome)
-        of_option = option is self.plain or num_trees > 0
+        of_option = option is self.plain or share > 0
         if outcome.seconds is not None and self.settled and not forced and of_option:
-            step = TimedStep(
-                self.batch_size,
-                outcome.index,
-                outcome.num_reqs,
-                num_trees,
-                sum(outcome.num_drafts),
-            )
+            num_drafts = sum(outcome.num_drafts)
+            step = TimedStep(self.batch_size, outcome.index, share, num_drafts)
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
             self.is_timed = True
@@ -246,49 +222,20 @@ class MeasuredSchedule(Schedule):
 
     def _end_round(self) -> None:
         """Take in the times of a round, rank 0's on every rank."""
-        key = self.batch_size, self.chosen.index
-        if self.is_timed:
-            self.fruitless.pop(key, None)
-        else:
-            self.fruitless.setdefault(key, FadingMean()).add(self.step, 1.0, 0.0)
+        self.costs.end_round(self.step, self.batch_size, self.chosen, self.is_timed)
         if not self.new_steps:
             return
-        for step, seconds in zip(
+        for timed, seconds in zip(
             self.new_steps, self.share(self.new_seconds), strict=True
         ):
-            known = self.times.setdefault(step.batch_size, {})
-            if step.num_drafts and None in known and self._weighs(step.index):
-                self.draft_costs.add(
-                    self.step,
-                    step.batch_size,
-                    step.num_drafts,
-                    seconds,
-                    known[None].seconds,
+            if self._weighs(timed.index):
+                self.costs.add_drafts(
+                    self.step, timed.batch_size, timed.num_drafts, seconds
                 )
-            if step.num_trees < step.num_reqs and step.index is not None:
-                if None not in known:
-                    continue
-                plain = known[None].seconds
-                whole = math.sqrt(step.num_reqs / step.num_trees)
-                seconds = plain + (seconds - plain) * whole
-            known.setdefault(step.index, StepTimes()).add(self.step, seconds)
-            self._check_recalled(step.batch_size, step.index)
+            self.costs.add(
+                self.step, timed.batch_size, timed.index, timed.share, seconds
+            )
         self.new_steps, self.new_seconds = [], []
-
-    def _check_recalled(self, batch_size: int, index: int | None) -> None:
-        """Forget all recalled times once new ones are far from one of them."""
-        recalled = self.recalled.get((batch_size, index))
-        times = self.times[batch_size][index]
-        if recalled is None or len(times.latest) <= FEW_TIMES:
-            return
-        ratio = median(list(times.latest)[1:]) / recalled
-        if 1 / SAME_MACHINE < ratio < SAME_MACHINE:
-            del self.recalled[batch_size, index]
-            return
-        self.is_other_machine = True
-        for size, option in self.recalled:
-            del self.times[size][option]
-        self.recalled = {}
 
     def _best(
         self, batch_size: int, requests: RunningRequests
@@ -301,16 +248,18 @@ class MeasuredSchedule(Schedule):
 
         """
         nobody: frozenset[int] = frozenset()
-        plain = self._plain_times(batch_size)
-        if plain is None or not requests.slots or self._is_unchecked(batch_size):
+        plain = self.costs.plain(self.step, batch_size)
+        unchecked = self.costs.is_unchecked(self.step, batch_size)
+        if plain is None or not requests.slots or unchecked:
             return self.plain, nobody
         self.plain_seconds = plain.seconds
         best, left_out = self.plain, nobody
         best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful(self.step)
         for option in self.options[1:]:
-            if self._is_fruitless(batch_size, option):
+            at = self.step, batch_size, option.index
+            if self.costs.is_fruitless(*at):
                 continue
-            extra = self._extra_seconds(option, batch_size, plain.seconds)
+            extra = self.costs.extra_seconds(*at, plain.seconds)
             gains = self._gains(option, requests)
             tokens: float = requests.num_reqs
             num_trees = 0.0
@@ -323,7 +272,7 @@ class MeasuredSchedule(Schedule):
                 if rate > best_rate:
                     best, best_rate = option, rate
                     left_out = frozenset(left.slot for left in gains[count:])
-            if self._is_new(option):
+            if self.costs.is_new(option.index):
                 # Larger trees wait for what this one will show.
                 break
         return best, left_out
@@ -358,79 +307,3 @@ class MeasuredSchedule(Schedule):
         mean = self.expected_accepted(option, sampled)
         num_trees = self.accepted[option.index, sampled].weight + GUESSED_TREES
         return mean + HOPED_ERRORS * math.sqrt(mean * (1 + mean) / num_trees)
-
-    def _known(self, batch_size: int) -> dict[int | None, StepTimes]:
-        """Times at a batch size that are not too old."""
-        return {
-            index: times
-            for index, times in self.times.get(batch_size, {}).items()
-            if times.is_known(self.step)
-        }
-
-    def _plain_times(self, batch_size: int) -> StepTimes | None:
-        """Times of plain steps, of another batch size where none can be timed here."""
-        known = self._known(batch_size)
-        if None in known:
-            return known[None]
-        nearest = self._nearest(self.plain, batch_size)
-        if nearest is None or not self._is_fruitless(batch_size, self.plain):
-            return None
-        return self.times[nearest][None]
-
-    def _extra_seconds(self, option: Option, batch_size: int, plain: float) -> float:
-        """How much longer than a plain step one with trees takes, hopefully."""
-        known = self._known(batch_size)
-        if option.index in known:
-            return known[option.index].hopeful(self.step) - plain
-        nearest = self._nearest(option, batch_size)
-        if nearest is not None:
-            there = self.times[nearest]
-            extra = there[option.index].seconds - there[None].seconds
-            ratio = batch_size / nearest
-            return HOPE * max(extra, 0.0) * min(ratio, math.sqrt(math.sqrt(ratio)))
-        a_draft = min(
-            (
-                (times.seconds - plain) / self.by_index[index].num_drafts
-                for index, times in known.items()
-                if index is not None
-            ),
-            default=0.0,
-        )
-        return HOPE * max(a_draft, 0.0) * option.num_drafts
-
-    def _nearest(self, option: Option, batch_size: int) -> int | None:
-        """The nearest batch size at which an option and plain steps were timed."""
-        sizes = [
-            size
-            for size, known in self.times.items()
-            if option.index in known and None in known
-        ]
-        return min(
-            sizes,
-            key=lambda s: max(s, batch_size) / min(s, batch_size),
-            default=None,
-        )
-
-    def _is_new(self, option: Option) -> bool:
-        """Whether an option was not timed at any batch size."""
-        return not any(option.index in known for known in self.times.values())
-
-    def _is_fruitless(self, batch_size: int, option: Option) -> bool:
-        """Whether an option is not known, and could not be timed in several rounds."""
-        if option.index in self._known(batch_size):
-            return False
-        return self._had_no_times(batch_size, option)
-
-    def _is_unchecked(self, batch_size: int) -> bool:
-        """Whether the time of plain steps is an earlier start's, and can be checked."""
-        if (batch_size, None) not in self.recalled:
-            return False
-        return not self._had_no_times(batch_size, self.plain)
-
-    def _had_no_times(self, batch_size: int, option: Option) -> bool:
-        """Whether an option could not be timed in several rounds lately."""
-        rounds = self.fruitless.get((batch_size, option.index))
-        if rounds is None:
-            return False
-        rounds.fade(self.step)
-        return rounds.weight > FRUITLESS_ROUNDS

@@ -1,0 +1,177 @@
+"""What steps cost a measured schedule: times by batch size and tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from vllm_treespec.core.learned import FEW_TIMES, FadingMean, StepTimes
+from vllm_treespec.core.options import Option
+from vllm_treespec.core.prices import DraftCosts
+
+# What a step with trees takes longer than a plain one is hopefully less by this factor,
+# where it was not measured.
+HOPE = 0.5
+# Rounds without any measured time, lately, after which an option is left out.
+FRUITLESS_ROUNDS = 2.5
+# Times of an earlier start are another machine's where new ones differ by more.
+SAME_MACHINE = 1.5
+
+
+class StepCosts:
+    """Times of steps: of each option, at each batch size.
+
+    Times count less and less, and are forgotten after about a thousand steps.
+    """
+
+    def __init__(self, options: Sequence[Option]) -> None:
+        """Begin with nothing measured; one of the options is plain."""
+        self.num_drafts = {option.index: option.num_drafts for option in options}
+        # batch size -> option's index -> times
+        self.times: dict[int, dict[int | None, StepTimes]] = {}
+        # of trees whose proposers weigh drafts
+        self.drafts = DraftCosts()
+        # batch size, option's index -> seconds of an earlier start, not yet checked
+        self.recalled: dict[tuple[int, int | None], float] = {}
+        self.is_other_machine = False
+        # batch size, option's index -> rounds in which no step could be timed
+        self.fruitless: dict[tuple[int, int | None], FadingMean] = {}
+
+    def end_round(
+        self, step: int, batch_size: int, option: Option, was_timed: bool
+    ) -> None:
+        """Note whether a round of an option could be timed."""
+        key = batch_size, option.index
+        if was_timed:
+            self.fruitless.pop(key, None)
+        else:
+            self.fruitless.setdefault(key, FadingMean()).add(step, 1.0, 0.0)
+
+    def add(
+        self,
+        step: int,
+        batch_size: int,
+        index: int | None,
+        share: float,
+        seconds: float,
+    ) -> None:
+        """Add a timed step.
+
+        Args:
+            step: number of the current step.
+            batch_size: of the timed one.
+            index: of its option.
+            share: of the requests that had a whole tree. More than 0, or plain.
+            seconds: what it took.
+
+        """
+        known = self.times.setdefault(batch_size, {})
+        if index is not None and share < 1:
+            if None not in known:
+                return
+            plain = known[None].seconds
+            seconds = plain + (seconds - plain) * math.sqrt(1 / share)
+        known.setdefault(index, StepTimes()).add(step, seconds)
+        self._check_recalled(batch_size, index)
+
+    def add_drafts(
+        self, step: int, batch_size: int, num_drafts: int, seconds: float
+    ) -> None:
+        """Add what a step took whose drafts were weighed."""
+        plain = self.times.get(batch_size, {}).get(None)
+        if num_drafts and plain is not None:
+            self.drafts.add(step, batch_size, num_drafts, seconds, plain.seconds)
+
+    def _check_recalled(self, batch_size: int, index: int | None) -> None:
+        """Forget all recalled times once new ones are far from one of them."""
+        recalled = self.recalled.get((batch_size, index))
+        times = self.times[batch_size][index]
+        if recalled is None or len(times.latest) <= FEW_TIMES:
+            return
+        ratio = median(list(times.latest)[1:]) / recalled
+        if 1 / SAME_MACHINE < ratio < SAME_MACHINE:
+            del self.recalled[batch_size, index]
+            return
+        self.is_other_machine = True
+        for size, option in self.recalled:
+            del self.times[size][option]
+        self.recalled = {}
+
+    def plain(self, step: int, batch_size: int) -> StepTimes | None:
+        """Times of plain steps, of another batch size where none can be timed here."""
+        known = self._known(step, batch_size)
+        if None in known:
+            return known[None]
+        nearest = self._nearest(None, batch_size)
+        if nearest is None or not self.is_fruitless(step, batch_size, None):
+            return None
+        return self.times[nearest][None]
+
+    def extra_seconds(
+        self, step: int, batch_size: int, index: int | None, plain: float
+    ) -> float:
+        """How much longer than a plain step one with trees takes, hopefully."""
+        known = self._known(step, batch_size)
+        if index in known:
+            return known[index].hopeful(step) - plain
+        nearest = self._nearest(index, batch_size)
+        if nearest is not None:
+            there = self.times[nearest]
+            extra = there[index].seconds - there[None].seconds
+            ratio = batch_size / nearest
+            return HOPE * max(extra, 0.0) * min(ratio, math.sqrt(math.sqrt(ratio)))
+        a_draft = min(
+            (
+                (times.seconds - plain) / self.num_drafts[other]
+                for other, times in known.items()
+                if other is not None
+            ),
+            default=0.0,
+        )
+        return HOPE * max(a_draft, 0.0) * self.num_drafts[index]
+
+    def is_new(self, index: int | None) -> bool:
+        """Whether an option was not timed at any batch size."""
+        return not any(index in known for known in self.times.values())
+
+    def is_fruitless(self, step: int, batch_size: int, index: int | None) -> bool:
+        """Whether an option is not known, and could not be timed in several rounds."""
+        if index in self._known(step, batch_size):
+            return False
+        return self._had_no_times(step, batch_size, index)
+
+    def is_unchecked(self, step: int, batch_size: int) -> bool:
+        """Whether the time of plain steps is an earlier start's, and can be checked."""
+        if (batch_size, None) not in self.recalled:
+            return False
+        return not self._had_no_times(step, batch_size, None)
+
+    def _known(self, step: int, batch_size: int) -> dict[int | None, StepTimes]:
+        """Times at a batch size that are not too old."""
+        return {
+            index: times
+            for index, times in self.times.get(batch_size, {}).items()
+            if times.is_known(step)
+        }
+
+    def _nearest(self, index: int | None, batch_size: int) -> int | None:
+        """The nearest batch size at which an option and plain steps were timed."""
+        sizes = [
+            size
+            for size, known in self.times.items()
+            if index in known and None in known
+        ]
+        return min(
+            sizes,
+            key=lambda s: max(s, batch_size) / min(s, batch_size),
+            default=None,
+        )
+
+    def _had_no_times(self, step: int, batch_size: int, index: int | None) -> bool:
+        """Whether an option could not be timed in several rounds lately."""
+        rounds = self.fruitless.get((batch_size, index))
+        if rounds is None:
+            return False
+        rounds.fade(step)
+        return rounds.weight > FRUITLESS_ROUNDS
