@@ -132,7 +132,7 @@ def comparison(cells: Sequence[Cell], finished: Sequence[StoredCell]) -> Content
     """
     order = [cell.name for cell in cells]
     groups: dict[tuple[str, str], list[StoredCell]] = {}
-    for stored in finished:
+    for stored in sorted(finished, key=lambda stored: stored.round):
         key = (stored.result.cell.name, stored.side.name)
         if key[0] in order:
             groups.setdefault(key, []).append(stored)

@@ -141,6 +141,17 @@ def test_speedup_is_against_the_fastest_plain_side_of_the_cell() -> None:
     assert [row.speedup for row in rows] == [0.5, 1.0, 2.0, None]
 
 
+def test_speedup_compares_the_same_rounds() -> None:
+    """Red when a machine that slows down between rounds changes speed-ups."""
+    plain = summarise(
+        plain_side("plain", eager=True), [result(1.0), result(2.0), result(8.0)]
+    )
+    ours = summarise(SD_6, [result(0.5), result(1.0), result(5.0)])
+    one_round_less = summarise(SD_6, [result(0.5), result(0.5)])
+    rows = with_speedups([plain, ours, one_round_less])
+    assert [row.speedup for row in rows] == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("budget", PAPER_TREES)
 def test_every_tree_fills_its_budget(budget: int) -> None:
     sides = tree_sides(compare.tree_specs(str(budget), "all"), "draft", [True])

@@ -24,12 +24,15 @@ class Row(BaseModel):
     cell: Cell
     rounds: int
     num_tokens: int
+    # tokens per second of each round
+    speeds: list[float] = []
     # median, lowest and highest over the rounds
     tokens_per_s: float
     tokens_per_s_min: float
     tokens_per_s_max: float
     tpot_ms: float | None
-    # against the fastest plain side of this cell, set by with_speedups
+    # against the fastest plain side of this cell in the same round, the median over the
+    # rounds; set by with_speedups
     speedup: float | None = None
     acceptance_length: float | None = None
     # [d - 1]: share of the trees of which at least d draft tokens were accepted
@@ -59,6 +62,7 @@ def summarise(side: Side, results: Sequence[CellResult]) -> Row:
         cell=results[0].cell,
         rounds=len(results),
         num_tokens=sum(sum(result.num_tokens) for result in results),
+        speeds=speeds,
         tokens_per_s=statistics.median(speeds),
         tokens_per_s_min=min(speeds),
         tokens_per_s_max=max(speeds),
@@ -83,15 +87,25 @@ def summarise(side: Side, results: Sequence[CellResult]) -> Row:
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:
-    """Set each row's speed-up against the fastest plain side of its cell."""
-    fastest: dict[str, float] = {}
+    """Set each row's speed-up against the fastest plain side of its cell.
+
+    A machine's speed changes, so each round is compared with plain's of that round.
+    """
+    fastest: dict[str, Row] = {}
     for row in rows:
         if row.family == PLAIN:
-            known = fastest.get(row.cell.name, 0.0)
-            fastest[row.cell.name] = max(known, row.tokens_per_s)
+            known = fastest.setdefault(row.cell.name, row)
+            fastest[row.cell.name] = max(known, row, key=lambda r: r.tokens_per_s)
     return [
-        row.model_copy(update={"speedup": row.tokens_per_s / fastest[row.cell.name]})
+        row.model_copy(update={"speedup": speedup(row, fastest[row.cell.name])})
         if row.cell.name in fastest
         else row
         for row in rows
     ]
+
+
+def speedup(row: Row, plain: Row) -> float:
+    """Median over the rounds that both sides have; theirs come in the same order."""
+    return statistics.median(
+        own / other for own, other in zip(row.speeds, plain.speeds, strict=False)
+    )
