@@ -24,14 +24,34 @@ Turn = tuple[int, Engine, Cell]
 
 
 class Turns:
-    """Whose turn it is: nobody's until all engines have started."""
+    """Whose turn it is: nobody's until all engines have started, one by one."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """Take the engines' names in the order of their turns."""
         self.left = deque(names)
-        self.starting = set(names)
+        self.starting = list(dict.fromkeys(names))
         self.stopped = False
         self.changed = threading.Condition()
+
+    def wait_to_start(self, name: str) -> None:
+        """Wait until the engines before this one have started.
+
+        Raises:
+            EngineError: when no more engines start.
+
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.stopped or self.starting[0] == name)
+            self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        if self.stopped:
+            raise EngineError("stopped")
+
+    def _has_started(self, name: str) -> None:
+        if name in self.starting:
+            self.starting.remove(name)
+            self.changed.notify_all()
 
     def wait(self, name: str) -> None:
         """Note that an engine has started, and wait for its turn.
@@ -41,11 +61,9 @@ class Turns:
 
         """
         with self.changed:
-            self.starting.discard(name)
-            self.changed.notify_all()
+            self._has_started(name)
             self.changed.wait_for(lambda: self.stopped or self._is_turn(name))
-            if self.stopped:
-                raise EngineError("stopped")
+            self._check_stopped()
 
     def _is_turn(self, name: str) -> bool:
         return not self.starting and self.left[0] == name
@@ -65,7 +83,7 @@ class Turns:
     def leave(self, name: str) -> None:
         """Take an engine that has ended out."""
         with self.changed:
-            self.starting.discard(name)
+            self._has_started(name)
             self.left = deque(other for other in self.left if other != name)
             self.changed.notify_all()
 
@@ -169,4 +187,5 @@ def run_in_turns(
             advance()
             order.end()
 
+    order.wait_to_start(name)
     runner(job, plan.out / "logs" / f"{name}.log", take)

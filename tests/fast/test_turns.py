@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,10 @@ class Engines:
     def __call__(self, job: Job, log: Path, on_event: OnEvent) -> None:
         """Be the process of a side."""
         name = job.side.name
+        assert self.lock.acquire(blocking=False), "two engines start at a time"
+        time.sleep(0.01)
         self.started.append(name)
+        self.lock.release()
         for cell in job.cells:
             on_event({"event": READY})
             assert self.lock.acquire(blocking=False), "two engines measure at a time"
