@@ -44,17 +44,19 @@ class ProposerInputs:
     levels: Tensor | None = None
     # what drafts must promise; None: nothing. For proposers that weigh their drafts
     prices: Prices | None = None
-    # whether the host may wait for a value, to leave out levels without a draft
+    # whether the host may wait for a value, to leave out levels that are not worth it
     host_may_wait: bool = False
 
-    def has_ended(self, drafts: Tensor) -> bool:
-        """Whether no tree has a draft in a level, and so none below it.
+    def least(self, min_probability: float) -> list[float]:
+        """The probability that drafts of each tree have at least.
 
-        Args:
-            drafts: bool, which candidates of the level are drafts, of all requests.
-
+        A draft is worth its row where its probability, times what is kept of such
+        promises, is its price.
         """
-        return self.host_may_wait and not bool(drafts.any())
+        if self.prices is None:
+            return [min_probability] * len(self.root_token_ids)
+        price = self.prices.draft
+        return [max(min_probability, price / kept) for kept in self.prices.kept]
 
     def within_levels(self, values: Tensor, level: int) -> Tensor:
         """Leave out the candidates of a level where trees are not that deep.

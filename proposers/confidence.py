@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from vllm_treespec.proposers.base import ProposerInputs
+from vllm_treespec.proposers.worth import Worth
 
 
 class Confidence:
@@ -20,8 +19,8 @@ class Confidence:
     """
 
     def __init__(self, min_probability: float, inputs: ProposerInputs) -> None:
-        """Begin at the roots; ``min_probability`` 0 leaves nothing out."""
-        self.least = math.log(min_probability) if min_probability else -math.inf
+        """Begin at the roots."""
+        self.worth = Worth(min_probability, inputs)
         self.sampling = inputs.sampling
         # float64 [num_reqs, width], log confidence of the level's nodes
         self.nodes = torch.zeros_like(
@@ -39,7 +38,7 @@ class Confidence:
             float64 [num_reqs, width, count], -inf for those to leave out.
 
         """
-        if self.least == -math.inf:
+        if not self.worth.asks:
             return torch.zeros_like(columns, dtype=torch.float64)
         if self.sampling.all_greedy:
             mass = probs.gather(-1, columns)
@@ -48,5 +47,16 @@ class Confidence:
             if not self.sampling.all_random:
                 greedy = self.sampling.greedy[:, None, None]
                 mass = torch.where(greedy, probs.gather(-1, columns), mass)
-        values = self.nodes[..., None] + mass.double().log()
-        return values.masked_fill(values < self.least, -torch.inf)
+        return self.worth.of_drafts(self.nodes[..., None] + mass.double().log())
+
+    def likely(self, drawn: Tensor) -> Tensor:
+        """The highest confidence of the level's nodes, 0 where there is none.
+
+        Args:
+            drawn: bool [num_reqs, width], which places of the level hold a node.
+
+        Returns:
+            float64 [num_reqs].
+
+        """
+        return (self.nodes.exp() * drawn).amax(1)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_candidates
+from vllm_treespec.core.tree_builders import from_levels, highest
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
     register_proposer,
     tokens_of,
 )
+from vllm_treespec.proposers.worth import Worth
 
 
 def useful(top_k: int, depth: int, num_drafts: int) -> tuple[int, int]:
@@ -66,7 +67,7 @@ class DynamicTree(Proposer):
         """Take nodes read a level (and children of each), levels, and draft nodes."""
         self.top_k, self.depth = useful(top_k, depth, num_drafts)
         self.num_drafts = num_drafts
-        self.least = math.log(min_probability) if min_probability else -math.inf
+        self.min_probability = min_probability
         self.sizes = sizes(top_k, depth, num_drafts)
 
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
@@ -76,6 +77,7 @@ class DynamicTree(Proposer):
         logits = draft_model.root_logits()[:, None]
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
         joint = torch.zeros_like(place, dtype=torch.float64)
+        worth = Worth(self.min_probability, inputs)
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         log_probs: list[Tensor] = []
@@ -83,27 +85,31 @@ class DynamicTree(Proposer):
             probs = inputs.sampling.probs(logits)
             count = min(self.top_k, probs.shape[-1])
             mass, columns = probs.topk(count, dim=-1)
-            children = joint[..., None] + mass.double().log()
-            children = children.masked_fill(children < self.least, -torch.inf)
+            children = worth.of_drafts(joint[..., None] + mass.double().log())
             children = inputs.within_levels(children, level + 1)
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))
             log_probs.append(children.flatten(1))
-            is_last = level + 1 == self.depth
-            if is_last or inputs.has_ended(log_probs[-1] > -torch.inf):
+            if level + 1 == self.depth:
                 break
             place = frontier(log_probs[-1], self.top_k)
             joint = log_probs[-1].gather(1, place)
+            if worth.ends(level + 1, joint.exp().sum(1)):
+                break
             read = tokens[-1].gather(1, place)
             logits = draft_model.extend(read, place // count)
-        return from_candidates(
+        values = torch.cat(log_probs, dim=1)
+        kept = highest(values, self.num_drafts, inputs.num_drafts)
+        tree = from_levels(
             inputs.root_token_ids,
             tokens,
             parents,
-            log_probs,
-            self.num_drafts,
-            limits=inputs.num_drafts,
+            kept.split([level.shape[1] for level in tokens], dim=1),
+            draft_probs=None,
+            max_nodes=1 + self.num_drafts,
         )
+        promised = (values.exp() * kept).sum(1)
+        return replace(tree, promised=promised, num_levels=len(tokens))
 
 
 def frontier(values: Tensor, top_k: int) -> Tensor:

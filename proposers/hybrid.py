@@ -64,18 +64,23 @@ class Hybrid(Proposer):
         if self.model is None or not inputs.draft_models:
             tree = self.index.propose(inputs)
             return replace(tree, parts=(tree.depths > 0) * FIRST_PART)
-        (found,) = inputs.continuations
+        (continuations,) = inputs.continuations
         assert inputs.first_shares is not None
         places = self._places(inputs.first_shares)
-        least = [self.index.min_probability] * len(places)
-        grown = self.index.grow(found, places, least)
+        least = inputs.least(self.index.min_probability)
+        grown = self.index.grow(continuations, places, least)
         left = 1 + self.num_drafts - grown.num_nodes
         left[inputs.first_shares == 1] = 0
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
         drafted = self.model.propose(replace(inputs, num_drafts=num_drafts))
-        max_depth = max(int(grown.depths.max()), self.model.depth)
-        return merge_trees(grown.tree(roots), drafted, max_depth, 1 + self.num_drafts)
+        found = grown.tree(roots)
+        merged = merge_trees(found, drafted, drafted.num_levels, 1 + self.num_drafts)
+        return replace(
+            merged,
+            promised=found.promised + drafted.promised,
+            num_levels=drafted.num_levels,
+        )
 
     def _places(self, shares: np.ndarray) -> list[int]:
         """Draft tokens of the index's part: all, or at least one less."""

@@ -75,4 +75,4 @@ class Lyanna(Proposer):
         second = self.leftover.propose(
             replace(inputs, draft_models=[left], levels=left.levels_left)
         )
-        return merge_trees(tree, second, self.sizes.max_depth)
+        return merge_trees(tree, second, self.leftover.depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -72,6 +73,7 @@ class RsdC(Proposer):
         parents: list[Tensor] = []
         valid: list[Tensor] = []
         level_probs: list[Tensor] = []
+        likely: list[Tensor] = []
         for level, count in enumerate(self.branching_factors):
             probs = inputs.sampling.probs(logits)
             drawn, exists = draw_children(
@@ -85,13 +87,15 @@ class RsdC(Proposer):
             valid.append(reached)
             parent = torch.arange(self.widths[level], device=device)
             parents.append(parent.repeat_interleave(count).expand(num_reqs, -1))
-            if level + 1 == self.sizes.max_depth or inputs.has_ended(reached):
+            likely.append(confidence.likely(reached))
+            is_last = level + 1 == self.sizes.max_depth
+            if is_last or confidence.worth.ends(level + 1, likely[-1]):
                 break
             logits = draft_model.extend(tokens[-1], parents[-1])
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )
-        return from_levels(
+        tree = from_levels(
             inputs.root_token_ids,
             tokens,
             parents,
@@ -99,6 +103,7 @@ class RsdC(Proposer):
             draft_probs,
             draft_model.vocabulary,
         )
+        return replace(tree, promised=sum(likely), num_levels=len(tokens))
 
 
 def draw_children(

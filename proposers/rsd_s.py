@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,7 @@ class RsdS(Proposer):
         parents: list[Tensor] = []
         valid: list[Tensor] = []
         level_probs: list[Tensor] = []
+        likely: list[Tensor] = []
         used = 0
         for level in range(self.depth):
             width = logits.shape[1]
@@ -90,13 +93,15 @@ class RsdS(Proposer):
             parents.append(parent)
             tokens.append(tokens_of(column, draft_model.vocabulary))
             valid.append(perturbed > -torch.inf)
-            if level + 1 == self.depth or inputs.has_ended(valid[-1]):
+            likely.append(confidence.likely(valid[-1]))
+            is_last = level + 1 == self.depth
+            if is_last or confidence.worth.ends(level + 1, likely[-1]):
                 break
             logits = draft_model.extend(tokens[-1], parent)
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )
-        return from_levels(
+        tree = from_levels(
             inputs.root_token_ids,
             tokens,
             parents,
@@ -104,6 +109,7 @@ class RsdS(Proposer):
             draft_probs,
             draft_model.vocabulary,
         )
+        return replace(tree, promised=sum(likely), num_levels=len(tokens))
 
 
 def expand_beam(

@@ -66,7 +66,7 @@ class GrownTrees:
             parents=torch.from_numpy(self.parents).to(device),
             depths=torch.from_numpy(self.depths).to(device),
             num_nodes=torch.from_numpy(self.num_nodes).to(device),
-            promised=self.promised,
+            promised=torch.from_numpy(self.promised).to(device),
         )
 
 
@@ -102,12 +102,10 @@ class Suffix(Proposer):
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
         limits = [self.num_drafts] * len(found.by_request)
-        least = [self.min_probability] * len(limits)
+        grown = self.grow(found, limits, inputs.least(self.min_probability))
         prices = inputs.prices
         if prices is None:
-            return self.grow(found, limits, least).tree(inputs.root_token_ids)
-        least = [max(self.min_probability, prices.draft / kept) for kept in prices.kept]
-        grown = self.grow(found, limits, least)
+            return grown.tree(inputs.root_token_ids)
         gained = sum(
             promised * kept
             for promised, kept in zip(grown.promised.tolist(), prices.kept, strict=True)

@@ -180,6 +180,42 @@ def convert_head(
         raise _fail(error) from None
 
 
+@app.command()
+def shrink(
+    draft: Annotated[
+        str, typer.Argument(metavar="DRAFT", help="Draft model: folder or hub id.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="New folder.", file_okay=False)
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text like the target's answers, for hot tokens: any JSONL (or .gz), "
+            "or plain text. Without it every token is drafted.",
+        ),
+    ] = None,
+    hot_tokens: Annotated[
+        int, typer.Option(min=1, help="The text's commonest tokens, which are drafted.")
+    ] = 32768,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Whose tokenizer it has, if its own folder holds none."),
+    ] = None,
+) -> None:
+    """Make a draft model cheaper to run: int8 weights, and hot tokens alone."""
+    from rich.console import Console
+
+    from vllm_treespec.tools import shrink as shrinking
+
+    console = Console()
+    try:
+        shrunk = shrinking.shrink(draft, out, text, hot_tokens, tokenizer, console)
+    except (OSError, ValueError) as error:
+        raise _fail(error) from None
+    console.print(shrinking.table(shrunk))
+
+
 app.command()(plan)
 app.command()(soak)
 app.command()(tune)

@@ -69,7 +69,7 @@ class OwnProbability(Confidence):
     def of_children(self, probs: Tensor, columns: Tensor) -> Tensor:
         """Log probability of each child's path."""
         values = self.nodes[..., None] + probs.gather(-1, columns).double().log()
-        return values.masked_fill(values < self.least, -torch.inf)
+        return self.worth.of_drafts(values)
 
 
 @pytest.mark.parametrize("name", PROPOSERS)

@@ -21,13 +21,17 @@ from vllm_treespec.sources.base import Continuations
 PLAIN = 0.05
 
 
-def measured(each: float, first: float, seed: int, num_steps: int = 60) -> DraftCosts:
+def measured(
+    each: float, first: float, seed: int, num_steps: int = 60, level: float = 0.0
+) -> DraftCosts:
     """Costs after steps of 8 requests whose times scatter by 6 per cent."""
     costs, source = DraftCosts(), random.Random(seed)
     for step in range(num_steps):
         num_drafts = source.randrange(1, 30)
-        seconds = (PLAIN + first + each * num_drafts) * source.gauss(1, 0.06)
-        costs.add(step, 8, num_drafts, seconds, PLAIN)
+        num_levels = source.randrange(1, 5) if level else 0
+        seconds = PLAIN + first + level * num_levels + each * num_drafts
+        seconds *= source.gauss(1, 0.06)
+        costs.add(step, 8, num_levels, num_drafts, seconds, PLAIN)
     return costs
 
 
@@ -41,11 +45,28 @@ def test_costs_of_drafts_are_found(each: float, seed: int) -> None:
     assert prices.first == pytest.approx(0.005 * 8 / PLAIN, abs=1.2)
 
 
+@pytest.mark.parametrize("level", [0.004, 0.02])
+@pytest.mark.parametrize("seed", range(4))
+def test_costs_of_levels_are_told_from_those_of_drafts(level: float, seed: int) -> None:
+    """Red when a draft model's forwards make rows of the target dear."""
+    prices = measured(0.0005, 0.005, seed, level=level).prices(60, 8, PLAIN, [1.0])
+    assert prices.draft == pytest.approx(0.0005 * 8 / PLAIN, abs=0.06)
+    assert prices.level == pytest.approx(level * 8 / PLAIN, rel=0.25, abs=0.2)
+
+
+def test_levels_are_learned_where_no_draft_was_worth_a_row() -> None:
+    """Red when a model whose drafts are all left out looks cheap."""
+    costs = DraftCosts()
+    for step in range(60):
+        costs.add(step, 1, 2, 0, 2 * PLAIN, PLAIN)
+    assert costs.prices(60, 1, PLAIN, [1.0]).level == pytest.approx(0.5, rel=0.1)
+
+
 def test_a_disturbed_step_changes_little() -> None:
     """Red when one step that took ten times as long makes drafts too dear."""
     costs = measured(0.001, 0.005, seed=0)
     before = costs.prices(60, 8, PLAIN, []).draft
-    costs.add(60, 8, 20, 0.8, PLAIN)
+    costs.add(60, 8, 0, 20, 0.8, PLAIN)
     assert costs.prices(61, 8, PLAIN, []).draft < before + 0.05
 
 

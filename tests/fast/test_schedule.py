@@ -72,8 +72,6 @@ def test_measured_trees_have_no_limits() -> None:
     trees = parse_spec_config(SPEC).scheduled_trees()
     assert [tree.name for tree in trees] == [
         "rsd_s 3x3",
-        "rsd_s 3x3x0.05",
-        "rsd_s 3x3x0.2",
         "rsd_s 2x1",
         "rsd_s 1x1",
     ]

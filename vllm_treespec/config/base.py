@@ -297,16 +297,6 @@ def hot_token_files(
     return tuple(own) if equal else (None,) * len(own)
 
 
-def likely_drafts(least: float | None) -> list[dict[str, Any]]:
-    """The whole tree with its likely drafts alone, for a measured schedule.
-
-    Args:
-        least: probability of the drafts of the whole tree; None: all are kept.
-
-    """
-    return [{"min_probability": max(p, least or 0.0)} for p in (0.05, 0.2)]
-
-
 class DraftModelConfig(MethodConfig):
     """What all methods with one draft model share."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -15,9 +16,8 @@ from vllm_treespec.config.base import (
 
 # Smaller trees: children per node, levels, draft tokens.
 SMALLER = ((4, 3, 8), (4, 2, 5), (4, 1, 4), (2, 1, 2))
-
-# Drafts that are less likely are worth no row where many requests run.
-LIKELY = 0.1
+# Enough where a tree's drafts and levels are weighed.
+ONE_LEVEL = ((4, 1, 4),)
 
 
 class HeadMethodConfig(MethodConfig):
@@ -44,10 +44,13 @@ class HeadMethodConfig(MethodConfig):
         return "target_draw"
 
 
-def smaller_trees(**limits: int | None) -> list[dict[str, int]]:
-    """Smaller trees: three levels of eight draft tokens, down to one level of two.
+def smaller_trees(
+    shapes: Sequence[tuple[int, int, int]], **limits: int | None
+) -> list[dict[str, int]]:
+    """Trees of these shapes that are smaller than the whole tree, or as large.
 
     Args:
+        shapes: children per node, levels, draft tokens.
         limits: of the whole tree, by its keys: children per node, levels, and draft
             tokens, which is None where all are kept.
 
@@ -58,21 +61,8 @@ def smaller_trees(**limits: int | None) -> list[dict[str, int]]:
             for (key, limit), size in zip(limits.items(), sizes, strict=True)
             if limit is not None
         }
-        for sizes in SMALLER
+        for sizes in shapes
     ]
-
-
-def with_likely(
-    trees: list[dict[str, Any]], least: float | None
-) -> list[dict[str, Any]]:
-    """Put the whole tree with its likely drafts alone before smaller ones.
-
-    Args:
-        trees: smaller ones.
-        least: probability of the drafts of the whole tree; None: all are kept.
-
-    """
-    return [{"min_probability": max(LIKELY, least or 0.0)}, *trees]
 
 
 def for_dynamic_trees(least: float | None, info: ValidationInfo) -> float | None:
@@ -123,14 +113,19 @@ class GrownTreeConfig(HeadMethodConfig):
         """Drawn trees have a distribution to reject by, the others have none."""
         return "recursive_rejection" if self.tree == "stochastic" else super().rule
 
+    @property
+    def weighs_drafts(self) -> bool:
+        """Whether its trees are dynamic ones."""
+        return self.tree == "dynamic"
+
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """The likely drafts alone; then smaller trees down to one level of two."""
-        trees = smaller_trees(
-            top_k=self.top_k, depth=self.depth, num_drafts=self.num_drafts
+        """Smaller trees down to one level of two; of a dynamic one, one level."""
+        return smaller_trees(
+            ONE_LEVEL if self.weighs_drafts else SMALLER,
+            top_k=self.top_k,
+            depth=self.depth,
+            num_drafts=self.num_drafts,
         )
-        if self.tree != "dynamic":
-            return trees
-        return with_likely(trees, self.min_probability)
 
     @field_validator("min_probability")
     @classmethod

@@ -8,7 +8,6 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, NonNegativeInt, model_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_files
-from vllm_treespec.config.heads import smaller_trees
 from vllm_treespec.config.suffix_tree import IndexConfig
 from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
@@ -87,8 +86,8 @@ class HybridConfig(IndexConfig):
 
     @property
     def weighs_drafts(self) -> bool:
-        """Only where the index drafts alone."""
-        return not self.model_depth
+        """Yes: both parts do."""
+        return True
 
     def shares(self) -> Shares:
         """Make the count of what each part brought."""
@@ -97,11 +96,8 @@ class HybridConfig(IndexConfig):
         return Shares(min(self.sure_match, self.max_match))
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Smaller trees of both parts, then the index alone."""
-        both = smaller_trees(
-            top_k=self.top_k, model_depth=self.model_depth, num_drafts=self.num_drafts
-        )
-        return [*both[:-1], {"model_depth": 0}]
+        """The index alone."""
+        return [{"model_depth": 0}]
 
     @model_validator(mode="after")
     def _hot_tokens_are_a_draft_models(self) -> Self:

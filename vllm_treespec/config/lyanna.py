@@ -59,6 +59,11 @@ class LyannaConfig(GrownTreeConfig):
         return keys
 
     @property
+    def weighs_drafts(self) -> bool:
+        """Whether its trees are dynamic ones of one chain."""
+        return super().weighs_drafts and self.resample != "merge"
+
+    @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         width, depth = self.top_k, self.depth

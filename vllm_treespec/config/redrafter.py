@@ -8,10 +8,11 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, MinProbability
 from vllm_treespec.config.heads import (
+    ONE_LEVEL,
+    SMALLER,
     HeadMethodConfig,
     for_dynamic_trees,
     smaller_trees,
-    with_likely,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
@@ -91,14 +92,19 @@ class ReDrafterConfig(HeadMethodConfig):
             )
         return super().proposer()
 
+    @property
+    def weighs_drafts(self) -> bool:
+        """Whether its trees are dynamic ones."""
+        return self.tree == "dynamic"
+
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """The likely drafts alone; then smaller trees down to one level of two."""
-        trees = smaller_trees(
-            beam_width=self.beam_width, length=self.length, num_drafts=self.num_drafts
+        """Smaller trees down to one level of two; of a dynamic one, one level."""
+        return smaller_trees(
+            ONE_LEVEL if self.weighs_drafts else SMALLER,
+            beam_width=self.beam_width,
+            length=self.length,
+            num_drafts=self.num_drafts,
         )
-        if self.tree != "dynamic":
-            return trees
-        return with_likely(trees, self.min_probability)
 
     @field_validator("min_probability")
     @classmethod

@@ -12,7 +12,6 @@ from vllm_treespec.config.base import (
     Count,
     DraftModelConfig,
     MinProbability,
-    likely_drafts,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_c
@@ -39,10 +38,12 @@ class RsdCConfig(DraftModelConfig):
         """How large its trees become."""
         return rsd_c.sizes(self.branching_factors)
 
+    @property
+    def weighs_drafts(self) -> bool:
+        """Yes: likely drafts alone, and levels that are worth reading."""
+        return True
+
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """The likely drafts alone; then one level of two draft tokens, of one."""
+        """One level of two draft tokens, of one."""
         width = prod(self.branching_factors)
-        return [
-            *likely_drafts(self.min_probability),
-            *({"branching_factors": (min(n, width),)} for n in (2, 1)),
-        ]
+        return [{"branching_factors": (min(n, width),)} for n in (2, 1)]

@@ -11,7 +11,6 @@ from vllm_treespec.config.base import (
     Count,
     DraftModelConfig,
     MinProbability,
-    likely_drafts,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_s
@@ -39,9 +38,11 @@ class RsdSConfig(DraftModelConfig):
         """How large its trees become."""
         return rsd_s.sizes(self.beam_width, self.depth)
 
+    @property
+    def weighs_drafts(self) -> bool:
+        """Yes: likely drafts alone, and levels that are worth reading."""
+        return True
+
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """The likely drafts alone; then one level of two draft tokens, of one."""
-        return [
-            *likely_drafts(self.min_probability),
-            *({"beam_width": min(n, self.beam_width), "depth": 1} for n in (2, 1)),
-        ]
+        """One level of two draft tokens, of one."""
+        return [{"beam_width": min(n, self.beam_width), "depth": 1} for n in (2, 1)]

@@ -11,7 +11,6 @@ from vllm_treespec.config.base import (
     Count,
     DraftModelConfig,
     MinProbability,
-    likely_drafts,
 )
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import sd
@@ -33,6 +32,11 @@ class SdConfig(DraftModelConfig):
         """How large its trees become."""
         return sd.sizes(self.depth)
 
+    @property
+    def weighs_drafts(self) -> bool:
+        """Yes: likely drafts alone, and levels that are worth reading."""
+        return True
+
     def smaller_shapes(self) -> list[dict[str, Any]]:
-        """The likely drafts alone; then one draft token."""
-        return [*likely_drafts(self.min_probability), {"depth": 1}]
+        """One draft token."""
+        return [{"depth": 1}]

@@ -106,9 +106,10 @@ class Chooser:
         )
         slots = num_drafts = num_accepted = limits = NO_SLOTS
         promised = np.zeros(0)
-        num_drawn = 0
+        num_drawn = num_levels = 0
         if proposal is not None:
             num_drawn = len(proposal.slots)
+            num_levels = proposal.num_levels
             rows, places = proposal.rows_of(batch.slots)
             # A tree that did not come back tells nothing.
             told = (accepted[places] >= 0) | (proposal.num_drafts[rows] == 0)
@@ -137,6 +138,7 @@ class Chooser:
                 limits.tolist(),
                 promised.tolist(),
                 seconds,
+                num_levels,
             )
         )
 

@@ -76,12 +76,19 @@ class StepCosts:
         self._check_recalled(batch_size, index)
 
     def add_drafts(
-        self, step: int, batch_size: int, num_drafts: int, seconds: float
+        self,
+        step: int,
+        batch_size: int,
+        num_levels: int,
+        num_drafts: int,
+        seconds: float,
     ) -> None:
         """Add what a step took whose drafts were weighed."""
         plain = self.times.get(batch_size, {}).get(None)
-        if num_drafts and plain is not None:
-            self.drafts.add(step, batch_size, num_drafts, seconds, plain.seconds)
+        if (num_levels or num_drafts) and plain is not None:
+            self.drafts.add(
+                step, batch_size, num_levels, num_drafts, seconds, plain.seconds
+            )
 
     def _check_recalled(self, batch_size: int, index: int | None) -> None:
         """Forget all recalled times once new ones are far from one of them."""

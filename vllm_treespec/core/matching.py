@@ -47,6 +47,8 @@ class Proposal:
     parts: np.ndarray | None = None
     # float64 [num_trees], see ``TreeBatch.promised``; 0 where not all is proposed
     promised: np.ndarray | None = None
+    # that draft models read for the trees
+    num_levels: int = 0
 
     @classmethod
     def from_tree(
@@ -69,10 +71,13 @@ class Proposal:
         together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
         if tree.parts is not None:
             together.append(tree.parts)
+        if tree.promised is not None:
+            together.append(tree.promised.view(torch.int64)[:, None])
         host = torch.cat(together, dim=1).cpu().numpy()
         num_nodes = np.minimum(host[:, 2 * width], node_limits)
-        promised = tree.promised
-        if promised is not None:
+        promised = None
+        if tree.promised is not None:
+            promised = host[:, -1].copy().view(np.float64)
             promised = np.where(num_nodes == host[:, 2 * width], promised, 0.0)
         return cls(
             tree,
@@ -84,8 +89,11 @@ class Proposal:
             parents=host[:, width + 1 : 2 * width],
             num_drafts=num_nodes - 1,
             node_limits=node_limits,
-            parts=None if tree.parts is None else host[:, 2 * width + 2 :],
+            parts=None
+            if tree.parts is None
+            else host[:, 2 * width + 2 : 3 * width + 1],
             promised=promised,
+            num_levels=tree.num_levels,
         )
 
     def without(self, slots: np.ndarray) -> Proposal:

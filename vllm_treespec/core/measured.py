@@ -39,6 +39,8 @@ class TimedStep:
     index: int | None
     # of its requests, trees that were made smaller by their part that was left
     share: float
+    # that draft models read
+    num_levels: int
     # of all trees
     num_drafts: int
 
@@ -181,7 +183,9 @@ class MeasuredSchedule(Schedule):
         of_option = option is self.plain or share > 0
         if outcome.seconds is not None and self.settled and not forced and of_option:
             num_drafts = sum(outcome.num_drafts)
-            step = TimedStep(self.batch_size, outcome.index, share, num_drafts)
+            step = TimedStep(
+                self.batch_size, outcome.index, share, outcome.num_levels, num_drafts
+            )
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
             self.is_timed = True
@@ -230,7 +234,11 @@ class MeasuredSchedule(Schedule):
         ):
             if self._weighs(timed.index):
                 self.costs.add_drafts(
-                    self.step, timed.batch_size, timed.num_drafts, seconds
+                    self.step,
+                    timed.batch_size,
+                    timed.num_levels,
+                    timed.num_drafts,
+                    seconds,
                 )
             self.costs.add(
                 self.step, timed.batch_size, timed.index, timed.share, seconds

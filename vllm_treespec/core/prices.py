@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean, left_after
 
 # What is guessed of a step's drafts before steps with any were measured, as parts of a
-# plain step: what the first one costs besides, and how many requests' rows a target
-# reads in the time that one needs; then half of what that makes a row cost.
+# plain step: what the first one costs besides; a level that a draft model reads; and
+# how many requests' rows a target reads in the time that one needs, then half of what
+# that makes a row cost.
 GUESSED_FIRST = 0.08
+GUESSED_LEVEL = 0.15
 FREE_ROWS = 16
 GUESSED_EACH = 0.5
 # Standard error of a measured time, as a part of a plain step.
@@ -39,56 +41,76 @@ class Prices:
     first: float
     # of each request that drafts, in their order: accepted tokens over promised ones
     kept: Sequence[float]
+    # of all drafts below another level that draft models read
+    level: float = 0.0
 
 
 @dataclass
 class DraftTimes:
     """How much longer than a plain step one with drafts takes, at one batch size.
 
-    A line over the number of drafts, fitted to measured steps by least squares. The
-    guess counts as one more measurement of each of its two parts, with an error as
-    large as the part (ridge regression). Older steps count less.
+    A sum of three parts: what any drafts cost, each level that draft models read, and
+    each draft. It is fitted to measured steps by least squares. The guess counts as one
+    more measurement of each part, with an error as large as the part (ridge
+    regression). Older steps count less.
 
     Attributes:
-        first: seconds that any drafts cost, guessed.
-        each: seconds that each draft costs besides, guessed.
+        guess: seconds of the three parts.
         error: of a measured step, in seconds.
 
     """
 
-    first: float
-    each: float
+    guess: tuple[float, float, float]
     error: float
     step: int = 0
-    # over the measured steps: 1, drafts, drafts², seconds, drafts x seconds
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    # over the measured steps: products of how often each part came with how often the
+    # others came, and in the last column with the seconds
+    sums: list[list[float]] = field(
+        default_factory=lambda: [[0.0] * 4 for _ in range(3)]
+    )
 
-    def add(self, step: int, num_drafts: int, seconds: float) -> None:
+    def add(self, step: int, num_levels: int, num_drafts: int, seconds: float) -> None:
         """Add a measured step that took so much longer than a plain one."""
         self._fade(step)
-        parts = (1.0, num_drafts, num_drafts**2, seconds, num_drafts * seconds)
-        self.sums = [old + new for old, new in zip(self.sums, parts, strict=True)]
+        counts = (float(num_drafts > 0), float(num_levels), float(num_drafts))
+        for row, count in zip(self.sums, counts, strict=True):
+            for column, other in enumerate((*counts, seconds)):
+                row[column] += count * other
 
-    def fit(self, step: int) -> tuple[float, float]:
-        """Seconds of any drafts, and of each draft besides; neither is below 0."""
+    def fit(self, step: int) -> list[float]:
+        """Seconds of the three parts; none is below 0."""
         self._fade(step)
-        count, drafts, squares, seconds, products = self.sums
-        weight_first = (self.error / self.first) ** 2
-        weight_each = (self.error / self.each) ** 2
-        count += weight_first
-        seconds += weight_first * self.first
-        squares += weight_each
-        products += weight_each * self.each
-        size = count * squares - drafts * drafts
-        first = (seconds * squares - drafts * products) / size
-        each = (count * products - drafts * seconds) / size
-        return max(first, 0.0), max(each, 0.0)
+        rows = [list(row) for row in self.sums]
+        for part, guess in enumerate(self.guess):
+            weight = (self.error / guess) ** 2
+            rows[part][part] += weight
+            rows[part][-1] += weight * guess
+        return [max(seconds, 0.0) for seconds in solved(rows)]
 
     def _fade(self, step: int) -> None:
         """Let the past fade up to a step."""
         left = left_after(step - self.step, MEMORY_STEPS)
-        self.sums = [total * left for total in self.sums]
+        self.sums = [[total * left for total in row] for row in self.sums]
         self.step = step
+
+
+def solved(rows: list[list[float]]) -> list[float]:
+    """Solve linear equations of a positive definite matrix, by elimination.
+
+    Args:
+        rows: of the matrix, each with its right side at the end. They are changed.
+
+    """
+    for pivot, row in enumerate(rows):
+        for other in rows[pivot + 1 :]:
+            factor = other[pivot] / row[pivot]
+            other[:] = [b - factor * a for a, b in zip(row, other, strict=True)]
+    found: list[float] = []
+    for row in reversed(rows):
+        *factors, right = row[len(rows) - len(found) - 1 :]
+        known = sum(a * b for a, b in zip(factors[1:], found, strict=True))
+        found.insert(0, (right - known) / factors[0])
+    return found
 
 
 class DraftCosts:
@@ -99,31 +121,42 @@ class DraftCosts:
         self.times: dict[int, DraftTimes] = {}
 
     def add(
-        self, step: int, batch_size: int, num_drafts: int, seconds: float, plain: float
+        self,
+        step: int,
+        batch_size: int,
+        num_levels: int,
+        num_drafts: int,
+        seconds: float,
+        plain: float,
     ) -> None:
         """Add a step with drafts, and the seconds of a plain one."""
         times = self._times(batch_size, plain)
-        first, each = times.fit(step)
-        most = LONGEST * (plain + first + each * num_drafts)
-        times.add(step, num_drafts, min(seconds, most) - plain)
+        first, level, each = times.fit(step)
+        expected = plain + first + level * num_levels + each * num_drafts
+        seconds = min(seconds, LONGEST * expected) - plain
+        times.add(step, num_levels, num_drafts, seconds)
 
     def prices(
         self, step: int, batch_size: int, plain: float, kept: Sequence[float]
     ) -> Prices:
         """What drafts must promise where plain steps take so many seconds."""
-        first, each = self._times(batch_size, plain).fit(step)
+        first, level, each = self._times(batch_size, plain).fit(step)
         tokens_a_second = batch_size / plain
         each = max(each, LEAST_EACH * plain / batch_size)
-        return Prices(each * tokens_a_second, first * tokens_a_second, kept)
+        return Prices(
+            draft=each * tokens_a_second,
+            first=first * tokens_a_second,
+            kept=kept,
+            level=level * tokens_a_second,
+        )
 
     def _times(self, batch_size: int, plain: float) -> DraftTimes:
         """Times at a batch size; in the beginning those of a guess."""
         if batch_size not in self.times:
-            self.times[batch_size] = DraftTimes(
-                first=GUESSED_FIRST * plain,
-                each=GUESSED_EACH * plain / (batch_size + FREE_ROWS),
-                error=ERROR * plain,
-            )
+            each = GUESSED_EACH / (batch_size + FREE_ROWS)
+            parts = GUESSED_FIRST, GUESSED_LEVEL, each
+            first, level, each = (part * plain for part in parts)
+            self.times[batch_size] = DraftTimes((first, level, each), ERROR * plain)
         return self.times[batch_size]
 
 

@@ -79,6 +79,8 @@ class StepOutcome:
     # from the choice of this tree to the next choice; None where the step did other
     # work, too, such as reading a prompt
     seconds: float | None
+    # that draft models read for these trees
+    num_levels: int = 0
 
 
 class Schedule(ABC):

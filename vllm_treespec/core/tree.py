@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,9 +107,11 @@ class TreeBatch:
     # int64 [num_reqs, max_nodes], which of a method's two parts drafted each node, as
     # bits; 0 at roots and in unused entries. None = the trees have one part
     parts: Tensor | None = None
-    # float64 [num_reqs], on the host: tokens of each tree that its proposer expects to
-    # be accepted. None = it expects nothing
-    promised: np.ndarray | None = None
+    # float64 [num_reqs], tokens of each tree that its proposer expects to be accepted.
+    # None = it expects nothing
+    promised: Tensor | None = None
+    # that draft models read for these trees
+    num_levels: int = 0
 
     @property
     def num_reqs(self) -> int:

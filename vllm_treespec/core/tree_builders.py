@@ -201,7 +201,7 @@ def from_draws(
 
 
 def merge_trees(
-    one: TreeBatch, other: TreeBatch, max_depth: int, max_nodes: int | None = None
+    one: TreeBatch, other: TreeBatch, other_depth: int, max_nodes: int | None = None
 ) -> TreeBatch:
     """Put two trees of each request together; equal paths become one.
 
@@ -211,7 +211,7 @@ def merge_trees(
     Args:
         one: deterministic trees.
         other: of the same requests and roots, deterministic, too.
-        max_depth: levels below the roots, or more.
+        other_depth: levels of ``other`` below the roots, or more.
         max_nodes: no tree has more; left out: all nodes of both.
 
     Returns:
@@ -232,7 +232,7 @@ def merge_trees(
     num_nodes = torch.ones_like(one.num_nodes)
     # number of each old node among the merged ones
     numbers = torch.zeros_like(drawn)
-    for depth in range(1, max_depth + 1):
+    for depth in range(1, other_depth + 1):
         parent = numbers.gather(1, above).masked_fill(depths != depth, spare)
         parent, order = parent.sort(dim=1, stable=True)
         node, is_new = merge_equal(parent, drawn.gather(1, order), num_nodes)
@@ -247,6 +247,16 @@ def merge_trees(
         # Siblings of one tree differ, so that no bit is added twice.
         part = torch.where(order < width, FIRST_PART, SECOND_PART)
         parts.scatter_add_(1, node, part)
+    # Levels below hold nodes of ``one`` alone, which stay in their order.
+    deeper = one.depths > other_depth
+    place = num_nodes[:, None] + deeper.cumsum(1) - 1
+    numbers = torch.where(deeper, place, numbers[:, :width])
+    place = place.masked_fill(~deeper, spare)
+    tokens.scatter_(1, place, one.token_ids)
+    parents.scatter_(1, place, numbers.gather(1, one.parents.clamp(min=0)))
+    node_depths.scatter_(1, place, one.depths)
+    parts.scatter_(1, place, FIRST_PART)
+    num_nodes = num_nodes + deeper.sum(1)
     kept = spare if max_nodes is None else max_nodes
     return TreeBatch(
         tokens[:, :kept],

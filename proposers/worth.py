@@ -1,0 +1,73 @@
+"""Worth: which drafts are worth a row of the target, and which levels a forward."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.proposers.base import ProposerInputs
+
+
+class Worth:
+    """What drafts must promise: ``min_probability``, and the step's prices.
+
+    Another level is worth a forward where the drafts that may be found there are,
+    together. Prices follow from past steps alone.
+    """
+
+    def __init__(self, min_probability: float, inputs: ProposerInputs) -> None:
+        """Take both; without either nothing is left out."""
+        self.inputs = inputs
+        self.asks = bool(min_probability) or inputs.prices is not None
+        # log of the least probability, float64 [num_reqs]
+        logs = [
+            math.log(least) if least else -math.inf
+            for least in inputs.least(min_probability)
+        ]
+        self.least = torch.tensor(logs, dtype=torch.float64).to(
+            inputs.root_token_ids.device
+        )
+
+    def of_drafts(self, log_probs: Tensor) -> Tensor:
+        """Leave out drafts that promise too little.
+
+        Args:
+            log_probs: float64 [num_reqs, width, count], of each draft's path.
+
+        Returns:
+            the same with -inf for those that are left out.
+
+        """
+        if not self.asks:
+            return log_probs
+        too_little = log_probs < self.least[:, None, None]
+        return log_probs.masked_fill(too_little, -torch.inf)
+
+    def ends(self, level: int, likely: Tensor) -> bool:
+        """Whether no level below this one is worth reading.
+
+        The next level is thought as likely as those above were in the mean. Where the
+        host must not wait for the device, all levels are read.
+
+        Args:
+            level: of the drafts that were found last, from 1.
+            likely: float64 [num_reqs], how likely one of those that would be read is
+                accepted; 0 where there is none.
+
+        """
+        inputs = self.inputs
+        if not inputs.host_may_wait:
+            return False
+        if inputs.num_drafts is not None:
+            likely = likely * (inputs.num_drafts > 0)
+        prices = inputs.prices
+        if prices is None:
+            return not bool(likely.any())
+        hoped = likely ** ((level + 1) / level)
+        gains = [
+            max(promised * kept - prices.draft, 0.0)
+            for promised, kept in zip(hoped.tolist(), prices.kept, strict=True)
+        ]
+        return sum(gains) <= prices.level

@@ -1,0 +1,116 @@
+"""`treespec shrink`: a draft model in int8, with a list of hot tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from vllm_treespec.cli import app
+from vllm_treespec.tools.shrink import texts_of
+
+WORDS = ["<end>", "one", "two", "three"]
+ROWS = [
+    {"messages": [{"content": "one two two"}], "score": 1},
+    {"answer": "two three three three", "tags": ["two"]},
+]
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of a few words."""
+    folder = tmp_path_factory.mktemp("draft")
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="<end>"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def shrink(*arguments: Any) -> Any:
+    """Run the command."""
+    return CliRunner().invoke(app, ["shrink", *map(str, arguments)])
+
+
+def text_file(folder: Path) -> Path:
+    """Some rows of JSON."""
+    file = folder / "text.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    return file
+
+
+def test_weights_are_int8_and_close(draft: Path, tmp_path: Path) -> None:
+    """Red when a weight is off by more than rounding, or a layer is left out."""
+    done = shrink(draft, tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert "likeliest token unchanged" in done.stdout
+    before = load_file(draft / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    linear = [name for name in before if name.endswith("proj.weight")]
+    assert len(linear) == 7 * sum("q_proj.weight" in name for name in before) > 0
+    for name in linear:
+        scale = after[f"{name}_scale"].float()
+        error = (after[name].float() * scale - before[name].float()).abs()
+        assert after[name].dtype == torch.int8
+        # half a step, and the scale's own rounding to bfloat16
+        assert bool((error <= scale * (0.5 + 127 / 256)).all())
+    others = before.keys() - set(linear)
+    assert all(after[name].equal(before[name]) for name in others)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    form = config["quantization_config"]
+    assert (form["quant_method"], form["ignore"]) == ("compressed-tensors", ["lm_head"])
+    assert not (tmp_path / "out" / "hot_tokens.json").exists()
+
+
+def test_hot_tokens_are_the_commonest_of_the_text(draft: Path, tmp_path: Path) -> None:
+    """Red when keys of the rows are counted, or no draft can end an answer."""
+    done = shrink(
+        draft, tmp_path / "out", "--text", text_file(tmp_path), "--hot-tokens", 2
+    )
+    assert done.exit_code == 0, done.stderr
+    hot = json.loads((tmp_path / "out" / "hot_tokens.json").read_text())
+    assert [WORDS[token] for token in hot] == ["<end>", "two", "three"]
+
+
+def test_texts(tmp_path: Path) -> None:
+    """Red when a text within a row is missed, or plain text is read as JSON."""
+    found = ["one two two", "two three three three", "two"]
+    assert list(texts_of(text_file(tmp_path))) == found
+    plain = tmp_path / "plain.txt"
+    plain.write_text("a text\n")
+    assert list(texts_of(plain)) == ["a text"]
+
+
+def test_refusals(draft: Path, tmp_path: Path) -> None:
+    """Red when a folder is overwritten, or a message names no remedy."""
+    out = tmp_path / "out"
+    assert shrink(draft, out).exit_code == 0
+    for arguments, says in (
+        ((draft, out), "is not empty; name a new folder"),
+        ((out, tmp_path / "again"), "is quantised already; name the model it was"),
+        ((tmp_path / "none", tmp_path / "new"), "cannot be read as a draft model"),
+        ((draft, tmp_path / "new", "--tokenizer", tmp_path), "--tokenizer"),
+        ((draft, tmp_path / "new", "--text", tmp_path / "none.txt"), "no file with"),
+    ):
+        done = shrink(*arguments)
+        assert done.exit_code == 1
+        assert says in " ".join(done.stderr.split())
+        assert not (tmp_path / "new").exists()

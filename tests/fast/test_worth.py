@@ -1,0 +1,190 @@
+"""Drafts of a model and levels that are not worth their time are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fast.enumeration import LawMeter, Weighted, token_uniforms
+from tests.fast.languages import (
+    NUM_TOKENS,
+    Language,
+    LanguageDraft,
+    plain_sampling,
+    random_tables,
+)
+from vllm_treespec.core.prices import Prices
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.tree import Draws, TreeBatch
+from vllm_treespec.proposers import (
+    DynamicTree,
+    Proposer,
+    ProposerInputs,
+    RsdC,
+    RsdS,
+    Sd,
+)
+from vllm_treespec.scorers import recursive_rejection
+
+EXACT = 1e-12
+PROPOSERS: dict[str, Proposer] = {
+    "sd": Sd(6),
+    "rsd_c": RsdC((2, 1, 1, 1, 1, 1)),
+    "rsd_s": RsdS(2, 6),
+    "dynamic": DynamicTree(2, 6, 12),
+}
+
+
+class SureModel:
+    """A draft model whose likeliest token has the same probability everywhere."""
+
+    vocabulary = None
+
+    def __init__(self, *sureness: float) -> None:
+        """Take the probability, of each request."""
+        others = [(1 - p) / 7 for p in sureness]
+        rows = [[p] + [o] * 7 for p, o in zip(sureness, others, strict=True)]
+        self.logits = torch.tensor(rows).log()
+        self.num_read = 0
+
+    def root_logits(self) -> torch.Tensor:
+        """Logits below the roots."""
+        return self.logits
+
+    def extend(self, token_ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+        """Logits below a level."""
+        self.num_read += 1
+        return self.logits[:, None].expand(-1, token_ids.shape[1], -1)
+
+
+def propose(
+    proposer: Proposer,
+    draft: Any,
+    prices: Prices | None,
+    greedy: bool = True,
+    may_wait: bool = True,
+) -> TreeBatch:
+    """One tree for each request that has a price."""
+    count = len(draft.logits)
+    temperature = torch.zeros(count) if greedy else torch.ones(count)
+    return proposer.propose(
+        ProposerInputs(
+            torch.zeros(count, dtype=torch.int64),
+            SamplingTensors(temperature, all_greedy=greedy, all_random=not greedy),
+            torch.rand(count, proposer.sizes.num_uniforms, dtype=torch.float64),
+            [draft],
+            prices=prices,
+            host_may_wait=may_wait,
+        )
+    )
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_sure_model_drafts_deep(name: str, greedy: bool) -> None:
+    """Red when all trees of a step have the same depth, whatever the model thinks."""
+    levels = []
+    for sureness in (0.3, 0.6, 0.95):
+        draft = SureModel(sureness)
+        tree = propose(
+            PROPOSERS[name], draft, Prices(0.02, 0.1, [1.0], level=0.3), greedy
+        )
+        assert tree.num_levels == draft.num_read + 1
+        levels.append(tree.num_levels)
+    assert levels[0] == 1 < levels[1] < levels[2] == 6
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_dear_rows_leave_drafts_out(name: str) -> None:
+    """Red when a model's drafts have no price of their own."""
+    cheap, dear = (
+        propose(PROPOSERS[name], SureModel(0.7), Prices(price, 0.0, [1.0]))
+        for price in (0.01, 0.4)
+    )
+    assert int(dear.num_nodes[0]) == 1 + 2 < int(cheap.num_nodes[0])
+    assert dear.promised is not None
+    assert float(dear.promised[0]) == pytest.approx(0.7 + 0.49, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_requests_that_keep_little_count_little(name: str) -> None:
+    """Red when one request's promises cost another its levels, or pay for them."""
+    draft = SureModel(0.9, 0.9)
+    both = propose(PROPOSERS[name], draft, Prices(0.01, 0.0, [1.0, 1.0], level=0.9))
+    draft = SureModel(0.9, 0.9)
+    one = propose(PROPOSERS[name], draft, Prices(0.01, 0.0, [1.0, 0.01], level=0.9))
+    assert one.num_levels < both.num_levels
+    assert int(one.num_nodes[1]) == 1 < int(one.num_nodes[0])
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_host_that_must_not_wait_reads_all_levels(name: str) -> None:
+    """Red when a GPU's step waits for a probability."""
+    draft = SureModel(0.3)
+    prices = Prices(0.02, 0.1, [1.0], level=0.9)
+    tree = propose(PROPOSERS[name], draft, prices, may_wait=False)
+    assert (draft.num_read, tree.num_levels) == (5, 6)
+    assert int(tree.depths.max()) < 6, "drafts are left out all the same"
+
+
+@pytest.mark.parametrize(("kind", "level"), [("random", 0.15), ("zeros", 0.25)])
+def test_the_law_stays(kind: str, level: float) -> None:
+    """Red when what was drawn decides whether it is a draft.
+
+    Whether a level is read depends on the draws above it, of all nodes. So each draw
+    is a request of its own here.
+    """
+    draft, target = random_tables(kind, 3, 3)
+    proposer = Sd(3)
+    uniforms, weights = token_uniforms(draft, proposer.branching_factors)
+    prices = Prices(0.05, 0.0, [1.0], level=level)
+    trees = [draw_alone(proposer, draft, row, prices) for row in uniforms]
+    by_depth: dict[int, list[int]] = {}
+    for number, tree in enumerate(trees):
+        by_depth.setdefault(tree.num_levels, []).append(number)
+    assert len(by_depth) > 1, "prices change nothing"
+    law = sum(
+        LawMeter(
+            recursive_rejection,
+            Weighted(together([trees[n] for n in numbers]), weights[numbers]),
+            target,
+        ).law(NUM_TOKENS)
+        for numbers in by_depth.values()
+    )
+    assert float((law - target.true_law(NUM_TOKENS)).abs().max()) < EXACT
+
+
+def together(trees: Sequence[TreeBatch]) -> TreeBatch:
+    """Trees of one width as a batch."""
+    draws = [tree.draws for tree in trees if tree.draws is not None]
+    return TreeBatch(
+        torch.cat([tree.token_ids for tree in trees]),
+        torch.cat([tree.parents for tree in trees]),
+        torch.cat([tree.depths for tree in trees]),
+        torch.cat([tree.num_nodes for tree in trees]),
+        Draws(
+            torch.cat([draw.nodes for draw in draws]),
+            torch.cat([draw.rows for draw in draws]),
+            torch.cat([draw.without_replacement for draw in draws]),
+            torch.cat([draw.probs for draw in draws]),
+        ),
+    )
+
+
+def draw_alone(
+    proposer: Proposer, draft: Language, uniforms: torch.Tensor, prices: Prices
+) -> TreeBatch:
+    """The tree of one request."""
+    return proposer.propose(
+        ProposerInputs(
+            torch.zeros(1, dtype=torch.int64),
+            plain_sampling(1),
+            uniforms[None],
+            [LanguageDraft(draft, 1)],
+            prices=prices,
+            host_may_wait=True,
+        )
+    )
