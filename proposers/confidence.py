@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers.base import ProposerInputs
 from vllm_treespec.proposers.worth import Worth
 
@@ -22,6 +25,9 @@ class Confidence:
         """Begin at the roots."""
         self.worth = Worth(min_probability, inputs)
         self.sampling = inputs.sampling
+        self.num_levels = 0
+        # float64 [num_reqs], tokens that are likely accepted
+        self.promised = torch.zeros_like(inputs.root_token_ids, dtype=torch.float64)
         # float64 [num_reqs, width], log confidence of the level's nodes
         self.nodes = torch.zeros_like(
             inputs.root_token_ids[:, None], dtype=torch.float64
@@ -49,14 +55,18 @@ class Confidence:
                 mass = torch.where(greedy, probs.gather(-1, columns), mass)
         return self.worth.of_drafts(self.nodes[..., None] + mass.double().log())
 
-    def likely(self, drawn: Tensor) -> Tensor:
-        """The highest confidence of the level's nodes, 0 where there is none.
+    def ends(self, drawn: Tensor) -> bool:
+        """Count a level, and say whether no level below it is worth reading.
 
         Args:
             drawn: bool [num_reqs, width], which places of the level hold a node.
 
-        Returns:
-            float64 [num_reqs].
-
         """
-        return (self.nodes.exp() * drawn).amax(1)
+        likely = (self.nodes.exp() * drawn).amax(1)
+        self.promised = self.promised + likely
+        self.num_levels += 1
+        return self.worth.ends(self.num_levels, likely)
+
+    def promise(self, tree: TreeBatch) -> TreeBatch:
+        """Note in the trees what they promise: of each level its likeliest node."""
+        return replace(tree, promised=self.promised, num_levels=self.num_levels)

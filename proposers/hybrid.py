@@ -75,6 +75,8 @@ class Hybrid(Proposer):
         num_drafts = torch.from_numpy(left).to(roots.device)
         drafted = self.model.propose(replace(inputs, num_drafts=num_drafts))
         found = grown.tree(roots)
+        assert found.promised is not None
+        assert drafted.promised is not None
         merged = merge_trees(found, drafted, drafted.num_levels, 1 + self.num_drafts)
         return replace(
             merged,

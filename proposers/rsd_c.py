@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -73,7 +72,6 @@ class RsdC(Proposer):
         parents: list[Tensor] = []
         valid: list[Tensor] = []
         level_probs: list[Tensor] = []
-        likely: list[Tensor] = []
         for level, count in enumerate(self.branching_factors):
             probs = inputs.sampling.probs(logits)
             drawn, exists = draw_children(
@@ -87,9 +85,7 @@ class RsdC(Proposer):
             valid.append(reached)
             parent = torch.arange(self.widths[level], device=device)
             parents.append(parent.repeat_interleave(count).expand(num_reqs, -1))
-            likely.append(confidence.likely(reached))
-            is_last = level + 1 == self.sizes.max_depth
-            if is_last or confidence.worth.ends(level + 1, likely[-1]):
+            if confidence.ends(reached) or level + 1 == self.sizes.max_depth:
                 break
             logits = draft_model.extend(tokens[-1], parents[-1])
         draft_probs = (
@@ -103,7 +99,7 @@ class RsdC(Proposer):
             draft_probs,
             draft_model.vocabulary,
         )
-        return replace(tree, promised=sum(likely), num_levels=len(tokens))
+        return confidence.promise(tree)
 
 
 def draw_children(

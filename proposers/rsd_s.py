@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -70,7 +68,6 @@ class RsdS(Proposer):
         parents: list[Tensor] = []
         valid: list[Tensor] = []
         level_probs: list[Tensor] = []
-        likely: list[Tensor] = []
         used = 0
         for level in range(self.depth):
             width = logits.shape[1]
@@ -93,9 +90,7 @@ class RsdS(Proposer):
             parents.append(parent)
             tokens.append(tokens_of(column, draft_model.vocabulary))
             valid.append(perturbed > -torch.inf)
-            likely.append(confidence.likely(valid[-1]))
-            is_last = level + 1 == self.depth
-            if is_last or confidence.worth.ends(level + 1, likely[-1]):
+            if confidence.ends(valid[-1]) or level + 1 == self.depth:
                 break
             logits = draft_model.extend(tokens[-1], parent)
         draft_probs = (
@@ -109,7 +104,7 @@ class RsdS(Proposer):
             draft_probs,
             draft_model.vocabulary,
         )
-        return replace(tree, promised=sum(likely), num_levels=len(tokens))
+        return confidence.promise(tree)
 
 
 def expand_beam(

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fast.test_measured_schedule import HEAD, INDEX, Machine, Run, median
+from tests.fast.test_measured_schedule import (
+    HEAD,
+    INDEX,
+    Machine,
+    Run,
+    Tree,
+    median,
+)
 from vllm_treespec.core.experience import Experience, experience_of, recall
 from vllm_treespec.core.measured import MeasuredSchedule
 
@@ -55,6 +62,23 @@ def test_what_is_kept_is_what_was_learned() -> None:
     assert experience.accepted["sampled"] == {}
     assert set(experience.text) == {"greedy"}
     assert experience == experience_of(start(1, experience).schedule)
+
+
+def test_prices_are_kept() -> None:
+    """Red when a start has to learn again what drafts cost, and what they keep."""
+    trees = [Tree(16, 12, 16, weighs_drafts=True)]
+    schedule = MeasuredSchedule(trees, 64)
+    schedule.costs.add(0, 4, None, 0.0, 0.05)
+    for number in range(60):
+        schedule.costs.drafts.add(0, 4, 1 + number % 3, number % 8, 0.09, 0.05)
+        schedule.promises.observe(0, number, True, promised=2.0, accepted=1)
+    as_text = experience_of(schedule).model_dump_json()
+    again = MeasuredSchedule(trees, 64)
+    recall(again, Experience.model_validate_json(as_text))
+    before, after = (s.costs.drafts.times[4].fit(0) for s in (schedule, again))
+    assert after == pytest.approx(before, abs=1e-4)
+    assert again.promises.kept(0, 999, True) == pytest.approx(0.5, abs=0.25)
+    assert again.promises.kept(0, 999, False) == 1
 
 
 def test_nothing_learned_is_nothing_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,11 @@ from tests.fast.languages import (
     plain_sampling,
     random_tables,
 )
+from tests.fast.test_measured_schedule import Tree, running
+from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.schedule import StepOutcome
 from vllm_treespec.core.tree import Draws, TreeBatch
 from vllm_treespec.proposers import (
     DynamicTree,
@@ -188,3 +192,75 @@ def draw_alone(
             host_may_wait=True,
         )
     )
+
+
+# With the schedule
+
+
+class Steps:
+    """One request whose draft model is sure in some steps, and what they cost."""
+
+    def __init__(self, level: float, each: float) -> None:
+        """Take what a level and a row cost, in plain steps."""
+        self.level, self.each = level, each
+        self.random = random.Random(0)
+        self.schedule = MeasuredSchedule([Tree(8, 8, 1, weighs_drafts=True)], 64)
+        self.tokens = self.seconds = 0.0
+
+    def step(self, depth: int | None) -> None:
+        """Run a step: with a tree of this depth, or as the schedule says."""
+        sureness = self.random.choice([0.2, 0.5, 0.8, 0.95])
+        accepted = 0
+        while self.random.random() < sureness:
+            accepted += 1
+        index, slots = self.schedule.choose(running([0]))
+        num_levels = num_drafts = 0
+        promised = 0.0
+        if depth is not None:
+            num_levels = num_drafts = depth
+        elif index is not None:
+            prices = self.schedule.prices(slots)
+            tree = propose(Sd(8), SureModel(sureness), prices)
+            assert tree.promised is not None
+            promised = float(tree.promised[0])
+            num_levels, num_drafts = tree.num_levels, int(tree.num_nodes[0]) - 1
+        accepted = min(accepted, num_drafts)
+        first = 0.05 if num_drafts else 0.0
+        seconds = 1 + first + self.level * num_levels + self.each * num_drafts
+        self.tokens += 1 + accepted
+        self.seconds += seconds
+        if depth is None:
+            drawn = index is not None
+            self.schedule.observe(
+                StepOutcome(
+                    index,
+                    1,
+                    [0] * drawn,
+                    [num_drafts] * drawn,
+                    [accepted] * drawn,
+                    [63] * drawn,
+                    [promised] * drawn,
+                    seconds * self.random.gauss(1, 0.05),
+                    num_levels,
+                )
+            )
+
+    def speed(self, depth: int | None = None) -> float:
+        """Tokens in the time of a plain step, over 800 steps."""
+        for _ in range(800):
+            self.step(depth)
+        return self.tokens / self.seconds
+
+
+@pytest.mark.parametrize("level", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("each", [0.02, 0.1])
+def test_weighing_beats_every_fixed_depth(level: float, each: float) -> None:
+    """Red when a depth of one's own would be better than what is weighed."""
+    weighed = Steps(level, each).speed()
+    best = max(Steps(level, each).speed(depth) for depth in range(9))
+    assert weighed > 0.98 * best
+
+
+def test_a_model_that_never_pays_is_left_out() -> None:
+    """Red when plain decoding would be much faster."""
+    assert Steps(1.5, 0.3).speed() > 0.97

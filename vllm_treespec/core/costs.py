@@ -104,6 +104,7 @@ class StepCosts:
         for size, option in self.recalled:
             del self.times[size][option]
         self.recalled = {}
+        self.drafts = DraftCosts()
 
     def plain(self, step: int, batch_size: int) -> StepTimes | None:
         """Times of plain steps, of another batch size where none can be timed here."""

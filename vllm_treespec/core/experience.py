@@ -26,6 +26,10 @@ class Experience(BaseModel):
     accepted: dict[Kind, dict[str, NonNegativeFloat]]
     # accepted tokens over those that were guessed
     text: dict[Kind, NonNegativeFloat]
+    # batch size -> seconds of what drafts cost, see ``DraftTimes``
+    drafts: dict[int, tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]] = {}
+    # accepted tokens over those that trees promised
+    kept: dict[Kind, NonNegativeFloat] = {}
 
 
 def experience_of(schedule: MeasuredSchedule) -> Experience:
@@ -54,6 +58,16 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
             for kind, sampled in KINDS
             if schedule.text[sampled].weight > 0
         },
+        drafts={
+            size: times.fit(schedule.step)
+            for size, times in schedule.costs.drafts.times.items()
+            if PLAIN in known.get(size, {})
+        },
+        kept={
+            kind: mean.total / mean.weight
+            for kind, sampled in KINDS
+            if (mean := schedule.promises.text[sampled]).weight > 0
+        },
     )
 
 
@@ -69,11 +83,16 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
             times.add(schedule.step, seconds)
             schedule.costs.times.setdefault(size, {})[indices[name]] = times
             schedule.costs.recalled[size, indices[name]] = seconds
+        if size in experience.drafts:
+            parts = experience.drafts[size]
+            schedule.costs.drafts.recall(size, by_name[PLAIN], parts)
     for kind, sampled in KINDS:
         for name, accepted in experience.accepted.get(kind, {}).items():
             schedule.accepted[indices[name], sampled] = _recalled_mean(accepted)
         if kind in experience.text:
             schedule.text[sampled] = _recalled_mean(experience.text[kind])
+        if kind in experience.kept:
+            schedule.promises.text[sampled] = _recalled_mean(experience.kept[kind])
 
 
 def _names(schedule: MeasuredSchedule) -> Mapping[int | None, str]:

@@ -51,16 +51,18 @@ class DraftTimes:
 
     A sum of three parts: what any drafts cost, each level that draft models read, and
     each draft. It is fitted to measured steps by least squares. The guess counts as one
-    more measurement of each part, with an error as large as the part (ridge
-    regression). Older steps count less.
+    more measurement of each part, with an error of its own (ridge regression). Older
+    steps count less.
 
     Attributes:
         guess: seconds of the three parts.
+        doubt: errors of the guess, in seconds.
         error: of a measured step, in seconds.
 
     """
 
-    guess: tuple[float, float, float]
+    guess: Sequence[float]
+    doubt: Sequence[float]
     error: float
     step: int = 0
     # over the measured steps: products of how often each part came with how often the
@@ -77,15 +79,16 @@ class DraftTimes:
             for column, other in enumerate((*counts, seconds)):
                 row[column] += count * other
 
-    def fit(self, step: int) -> list[float]:
+    def fit(self, step: int) -> tuple[float, float, float]:
         """Seconds of the three parts; none is below 0."""
         self._fade(step)
         rows = [list(row) for row in self.sums]
-        for part, guess in enumerate(self.guess):
-            weight = (self.error / guess) ** 2
+        for part, (guess, doubt) in enumerate(zip(self.guess, self.doubt, strict=True)):
+            weight = (self.error / doubt) ** 2
             rows[part][part] += weight
             rows[part][-1] += weight * guess
-        return [max(seconds, 0.0) for seconds in solved(rows)]
+        first, level, each = (max(seconds, 0.0) for seconds in solved(rows))
+        return first, level, each
 
     def _fade(self, step: int) -> None:
         """Let the past fade up to a step."""
@@ -150,14 +153,23 @@ class DraftCosts:
             level=level * tokens_a_second,
         )
 
+    def recall(self, batch_size: int, plain: float, parts: Sequence[float]) -> None:
+        """Begin with the costs that an earlier start knew, in seconds."""
+        self.times[batch_size] = DraftTimes(
+            parts, guessed_parts(batch_size, plain), ERROR * plain
+        )
+
     def _times(self, batch_size: int, plain: float) -> DraftTimes:
         """Times at a batch size; in the beginning those of a guess."""
         if batch_size not in self.times:
-            each = GUESSED_EACH / (batch_size + FREE_ROWS)
-            parts = GUESSED_FIRST, GUESSED_LEVEL, each
-            first, level, each = (part * plain for part in parts)
-            self.times[batch_size] = DraftTimes((first, level, each), ERROR * plain)
+            self.recall(batch_size, plain, guessed_parts(batch_size, plain))
         return self.times[batch_size]
+
+
+def guessed_parts(batch_size: int, plain: float) -> list[float]:
+    """Seconds of the three parts before anything was measured."""
+    each = GUESSED_EACH / (batch_size + FREE_ROWS)
+    return [part * plain for part in (GUESSED_FIRST, GUESSED_LEVEL, each)]
 
 
 class Promises:
