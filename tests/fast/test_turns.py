@@ -140,6 +140,22 @@ def test_a_process_waits_until_it_is_told(
     assert events == ["told", "ready", "cell"] * 2 + ["done"]
 
 
+def test_a_process_that_is_killed_while_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when an engine that ran out of memory ends the others without a word."""
+    (tmp_path / "asks.py").write_text(
+        ASKS.replace(
+            'send("ready")',
+            'import os, signal; print(json.dumps({"event": "ready"}), file=out, '
+            "flush=True); os.kill(os.getpid(), signal.SIGKILL)",
+        ).replace("import sys", "import json, os, sys\nout = os.fdopen(os.dup(1), 'w')")
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with pytest.raises(EngineError, match="was killed, perhaps for memory"):
+        launch("asks", CELLS[0], tmp_path / "log", lambda _: time.sleep(0.5))
+
+
 def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     """Red when engines go on after the command was killed."""
     (tmp_path / "asks.py").write_text(ASKS)

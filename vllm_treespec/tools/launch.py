@@ -92,6 +92,9 @@ def launch(
                 process.wait(timeout=30)
         except BrokenPipeError:
             done = False
+            # what is left to write would make leaving the block fail, too
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         finally:
             timed_out = not timer.is_alive()
             timer.cancel()
