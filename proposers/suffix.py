@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import groupby
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
+from vllm_treespec.core.tree import NO_GUESS, NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
 from vllm_treespec.sources.base import Continuation, Continuations
 
@@ -113,7 +113,28 @@ class Suffix(Proposer):
         num_drafts = int((grown.num_nodes - 1).sum())
         if gained - num_drafts * prices.draft <= prices.first:
             grown = grown.without_drafts()
-        return grown.tree(inputs.root_token_ids)
+        guesses = self._guess(found, grown)
+        tree = grown.tree(inputs.root_token_ids)
+        return replace(tree, guesses=torch.from_numpy(guesses).to(tree.parents.device))
+
+    def _guess(self, found: Continuations, grown: GrownTrees) -> np.ndarray:
+        """Promise the likeliest token where no draft is worth its price.
+
+        So it is learned what promises are worth, also where they are not believed.
+
+        Returns:
+            int64 [num_reqs], the tokens, NO_GUESS where there are drafts, or none is
+            likely enough; ``grown.promised`` is changed.
+
+        """
+        guesses = np.full(len(grown.num_nodes), NO_GUESS)
+        for row in np.flatnonzero(grown.num_nodes == 1).tolist():
+            shares = next_tokens(found.by_request[row], 0)
+            likely = ((share, token) for token, (share, _) in shares.items())
+            share, token = max(likely, default=(0.0, NO_GUESS))
+            if share >= self.min_probability:
+                guesses[row], grown.promised[row] = token, share
+        return guesses
 
     def grow(
         self, found: Continuations, limits: Sequence[int], least: Sequence[float]

@@ -24,6 +24,7 @@ class Tree:
     batch_size: int = 10**9
     min_acceptance_length: float = 1.0
     weighs_drafts: bool = False
+    is_free: bool = False
 
     @property
     def name(self) -> str:

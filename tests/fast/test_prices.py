@@ -5,18 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
+from tests.fast.fake_engine import FakeEngine
+from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.test_measured_schedule import Tree, running
+from tests.fast.toy_models import Language
+from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.prices import DraftCosts, Prices, Promises
 from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.schedule import StepOutcome
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.schedule import RunningRequests, StepOutcome
+from vllm_treespec.core.tree import NO_GUESS, TreeBatch
 from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.proposers.suffix import Suffix
+from vllm_treespec.proposers.suffix import Suffix, next_tokens
+from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import Continuations
+from vllm_treespec.sources.suffix_index import SuffixIndex
 
 PLAIN = 0.05
 
@@ -128,7 +135,7 @@ def test_drafts_below_their_price_are_left_out() -> None:
     assert tree.promised[0] == pytest.approx(
         sum(torch.tensor(path).cumprod(0).tolist())
     )
-    assert tree.promised[1] == 0
+    assert tree.promised[1] == pytest.approx(0.25 / 1.5), "of a guess"
 
 
 def test_what_a_request_keeps_counts() -> None:
@@ -144,10 +151,25 @@ def test_few_drafts_are_not_worth_a_step_with_drafts() -> None:
     none = propose([SHORT], price)
     assert num_drafts(none) == [0]
     assert none.promised is not None
-    assert none.promised.tolist() == [0]
+    assert none.promised.tolist() == pytest.approx([0.25 / 1.5]), "of a guess"
     assert none.parents.tolist() == [[-1] * 17]
     both = propose([LONG, SHORT], Prices(0.1, 1.5, [1.0, 1.0]))
     assert num_drafts(both)[1] > 0
+
+
+def test_what_is_not_drawn_is_guessed() -> None:
+    """Red when nothing is learned of a text whose drafts are all too dear."""
+    tree = propose([LONG, SHORT, []], Prices(0.9, 0.0, [0.9, 1.0, 1.0]))
+    assert num_drafts(tree) == [0, 0, 0]
+    assert tree.guesses is not None
+    assert tree.promised is not None
+    # equally likely after one matching token: 0.2 / (1 + 2 x 0.25) each
+    assert tree.guesses.tolist() == [1, 7, NO_GUESS]
+    expected = [1 - 0.8**8, 0.25 / 1.5, 0.0]
+    assert tree.promised.tolist() == pytest.approx(expected)
+    drawn = propose([LONG], Prices(0.1, 0.0, [1.0]))
+    assert drawn.guesses is not None
+    assert drawn.guesses.tolist() == [NO_GUESS], "drafts tell more"
 
 
 # With the schedule
@@ -168,7 +190,8 @@ class Weighing:
         """
         self.random = random.Random(seed)
         self.num_reqs, self.each, self.kept = num_reqs, each, kept
-        self.schedule = MeasuredSchedule([Tree(16, 12, 16, weighs_drafts=True)], 64)
+        tree = Tree(16, 12, 16, weighs_drafts=True, is_free=True)
+        self.schedule = MeasuredSchedule([tree], 64)
         self.tokens = self.seconds = 0.0
 
     def chain(self) -> list[float]:
@@ -204,8 +227,17 @@ class Weighing:
         prices = None if index is None else self.schedule.prices(drawn)
         if price is not None:
             drawn, prices = slots, Prices(price, 0.0, [1.0] * self.num_reqs)
-        chains = self.weigh([self.chain() for _ in slots][: len(drawn)], prices)
+        offered = [self.chain() for _ in slots][: len(drawn)]
+        chains = self.weigh(offered, prices)
         accepted = [self.accepted(chain) for chain in chains]
+        # of what is not drawn the first draft is guessed
+        told = [
+            chain or offer[:1] for chain, offer in zip(chains, offered, strict=True)
+        ]
+        kept = [
+            number if chain else self.accepted(guess)
+            for number, chain, guess in zip(accepted, chains, told, strict=True)
+        ]
         drafts = [len(chain) for chain in chains]
         first = 0.08 if any(drafts) else 0.01 * (prices is not None)
         seconds = 1 + first + self.each * sum(drafts) / self.num_reqs
@@ -221,8 +253,9 @@ class Weighing:
                 drafts,
                 accepted,
                 [63] * len(drafts),
-                [sum(chain) for chain in chains],
+                [sum(chain) for chain in told],
                 seconds * self.random.gauss(1, 0.05),
+                num_kept=kept,
             )
         )
 
@@ -252,6 +285,15 @@ def test_drafts_that_never_pay_cost_little_from_the_start(seed: int) -> None:
     assert Weighing(seed, 8, each=0.8, kept=0.4).speed(120) > 0.92
 
 
+def test_a_text_that_changes_is_noticed() -> None:
+    """Red when drafts that were not believed are not tried again for long."""
+    text = Weighing(0, 8, each=0.2, kept=0.02)
+    assert text.speed(600) > 0.97
+    text.kept, text.tokens, text.seconds = 1.0, 0.0, 0.0
+    best = Weighing(1, 8, each=0.2, kept=1.0).speed(1500, price=0.2)
+    assert text.speed(150) > 0.9 * best > 1.2
+
+
 def test_ranks_have_equal_prices() -> None:
     """Red when prices depend on a rank's own clock."""
     first = Weighing(0, 4, 0.2, 1.0)
@@ -277,3 +319,51 @@ def test_ranks_have_equal_prices() -> None:
         running(slots)
     )
     assert second.schedule.prices(slots) == first.schedule.prices(slots)
+
+
+class Dear(MeasuredSchedule):
+    """Asks so much that nothing is drawn, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        """Have one tree."""
+        super().__init__([Tree(8, 5, 8, weighs_drafts=True, is_free=True)], 64)
+        self.outcomes: list[StepOutcome] = []
+
+    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
+        """Always ask the index."""
+        return 0, requests.slots
+
+    def _prices(self, slots: Sequence[int]) -> Prices:
+        """More than any draft promises."""
+        return Prices(9.0, 0.0, [1.0] * len(slots))
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Keep it."""
+        self.outcomes.append(outcome)
+
+
+def test_guesses_are_compared_with_what_was_emitted() -> None:
+    """Red when a guess is judged by another step's token, or by another request's."""
+    language, schedule = Language(3), Dear()
+    proposer = Suffix(8, depth=5, min_probability=0.0)
+    method = Method(schedule, [proposer], RULES["target_draw"], False, 16)
+    index = SuffixIndex(depth=5, max_match=6, max_cached_tokens=0)
+    engine = FakeEngine(language, method, [index], Habits(), 0)
+    prompt = [1, 2, 3, 1, 2]
+    (answer,) = engine.run(Request("r", list(prompt), max_tokens=30))
+    text = np.array(prompt + answer)
+    expected = []
+    for end in range(1 + len(prompt), len(text)):
+        likely = next_tokens(index.continuations(text[:end]), 0)
+        best = max(((share, t) for t, (share, _) in likely.items()), default=(0, -1))
+        if best[1] >= 0:
+            expected.append((best[0], int(best[1] == text[end])))
+    told = [
+        (promised, kept)
+        for outcome in schedule.outcomes
+        for promised, kept in zip(outcome.promised, outcome.num_kept, strict=True)
+        if promised
+    ]
+    assert told == [(pytest.approx(p), kept) for p, kept in expected]
+    assert {kept for _, kept in told} == {0, 1}
+    assert not any(sum(outcome.num_accepted) for outcome in schedule.outcomes)

@@ -97,6 +97,7 @@ class Scheduled:
     name: str = "toy"
     min_acceptance_length: float = 1.0
     weighs_drafts: bool = False
+    is_free: bool = False
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Nobody asks for a shape."""

@@ -134,6 +134,11 @@ class MethodConfig(BaseModel, ABC):
         return False
 
     @property
+    def is_free(self) -> bool:
+        """Whether a step is nearly a plain one where all its drafts are left out."""
+        return False
+
+    @property
     def rule(self) -> str:
         """Name of the verification rule for sampled requests."""
         return "recursive_rejection"
@@ -249,6 +254,11 @@ class ScheduledTree:
     def weighs_drafts(self) -> bool:
         """Whether its proposer leaves out drafts that promise less than their price."""
         return self.config.weighs_drafts
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a step is nearly a plain one where all its drafts are left out."""
+        return self.config.is_free
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Whether this is the tree that ``shape`` makes of its spec-config.

@@ -89,6 +89,11 @@ class HybridConfig(IndexConfig):
         """Yes: both parts do."""
         return True
 
+    @property
+    def is_free(self) -> bool:
+        """Whether the index drafts alone."""
+        return not self.model_depth
+
     def shares(self) -> Shares:
         """Make the count of what each part brought."""
         if self.sure_match is None:

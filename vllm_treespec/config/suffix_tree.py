@@ -64,3 +64,8 @@ class SuffixTreeConfig(IndexConfig):
     def weighs_drafts(self) -> bool:
         """Yes: so a measured schedule needs no smaller trees."""
         return True
+
+    @property
+    def is_free(self) -> bool:
+        """Yes: an index is looked up."""
+        return True

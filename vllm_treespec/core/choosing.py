@@ -11,6 +11,7 @@ import numpy as np
 from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.schedule import RunningRequests, Schedule, StepOutcome
 from vllm_treespec.core.stats import StepStats
+from vllm_treespec.core.tree import NO_GUESS
 from vllm_treespec.core.views import GREEDY_BELOW, EmittedBatch, ScheduledBatch
 
 # What a step drafts with that draws no tree, in statistics.
@@ -104,7 +105,7 @@ class Chooser:
         self.only_decoded = bool(
             (scheduled.num_scheduled == 1 + scheduled.num_drafts).all()
         )
-        slots = num_drafts = num_accepted = limits = NO_SLOTS
+        slots = num_drafts = num_accepted = num_kept = limits = NO_SLOTS
         promised = np.zeros(0)
         num_drawn = num_levels = 0
         if proposal is not None:
@@ -120,7 +121,11 @@ class Chooser:
             promised = np.zeros(len(rows))
             if proposal.promised is not None:
                 promised = proposal.promised[rows]
-            num_accepted = accepted[places].clip(min=0)
+            num_accepted = num_kept = accepted[places].clip(min=0)
+            if proposal.guesses is not None:
+                guesses = proposal.guesses[rows]
+                came = guesses == batch.token_ids[places, batch.end[places]]
+                num_kept = np.where(guesses == NO_GUESS, num_accepted, came)
         some_drawn = num_drawn > 0
         as_chosen = some_drawn == (self.last.index is not None)
         all_back = len(slots) == num_drawn
@@ -139,6 +144,7 @@ class Chooser:
                 promised.tolist(),
                 seconds,
                 num_levels,
+                num_kept.tolist(),
             )
         )
 

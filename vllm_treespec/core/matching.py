@@ -49,6 +49,8 @@ class Proposal:
     promised: np.ndarray | None = None
     # that draft models read for the trees
     num_levels: int = 0
+    # int64 [num_trees], see ``TreeBatch.guesses``
+    guesses: np.ndarray | None = None
 
     @classmethod
     def from_tree(
@@ -71,6 +73,8 @@ class Proposal:
         together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
         if tree.parts is not None:
             together.append(tree.parts)
+        if tree.guesses is not None:
+            together.append(tree.guesses[:, None])
         if tree.promised is not None:
             together.append(tree.promised.view(torch.int64)[:, None])
         host = torch.cat(together, dim=1).cpu().numpy()
@@ -94,6 +98,7 @@ class Proposal:
             else host[:, 2 * width + 2 : 3 * width + 1],
             promised=promised,
             num_levels=tree.num_levels,
+            guesses=None if tree.guesses is None else host[:, -2],
         )
 
     def without(self, slots: np.ndarray) -> Proposal:

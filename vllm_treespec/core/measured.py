@@ -96,6 +96,9 @@ class MeasuredSchedule(Schedule):
         drawn.reverse()
         drawn.sort(key=lambda option: (option.num_drafts, option.guess))
         self.plain = Option(None, 0, 0.0)
+        free = {index for index, tree in enumerate(trees) if tree.is_free}
+        # takes the place of plain decoding: an index says in each step what it has
+        self.free = next((option for option in drawn if option.index in free), None)
         # from the smallest to the largest
         self.options = [self.plain, *drawn]
         self.by_index = {option.index: option for option in self.options}
@@ -209,8 +212,9 @@ class MeasuredSchedule(Schedule):
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
         """Learn what was accepted of the tokens that trees promised."""
+        kept = outcome.num_kept or outcome.num_accepted
         for slot, promised, accepted in zip(
-            outcome.slots, outcome.promised, outcome.num_accepted, strict=True
+            outcome.slots, outcome.promised, kept, strict=True
         ):
             if promised and slot in self.sampled:
                 self.promises.observe(
@@ -233,6 +237,8 @@ class MeasuredSchedule(Schedule):
             self.new_steps, self.share(self.new_seconds), strict=True
         ):
             if self._weighs(timed.index):
+                if not (timed.num_levels or timed.num_drafts):
+                    self.costs.add(self.step, timed.batch_size, None, 0.0, seconds)
                 self.costs.add_drafts(
                     self.step,
                     timed.batch_size,
@@ -283,6 +289,8 @@ class MeasuredSchedule(Schedule):
             if self.costs.is_new(option.index):
                 # Larger trees wait for what this one will show.
                 break
+        if self.free is not None and best in (self.plain, self.free):
+            return self.free, nobody
         return best, left_out
 
     def _gains(self, option: Option, requests: RunningRequests) -> list[Gain]:

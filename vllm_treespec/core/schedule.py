@@ -40,6 +40,10 @@ class ScheduledTree(Protocol):
     def weighs_drafts(self) -> bool:
         """Whether its proposer leaves out drafts that promise less than their price."""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether a step is nearly a plain one where all its drafts are left out."""
+
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Whether it is the tree that these keys of a spec-config stand for."""
 
@@ -81,6 +85,8 @@ class StepOutcome:
     seconds: float | None
     # that draft models read for these trees
     num_levels: int = 0
+    # what came true of ``promised``; left out: ``num_accepted``
+    num_kept: Sequence[int] = ()
 
 
 class Schedule(ABC):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 MAX_NODES = 64
 NO_NODE = -1
+NO_GUESS = -1
 # Bits of ``TreeBatch.parts``.
 FIRST_PART, SECOND_PART = 1, 2
 
@@ -112,6 +113,9 @@ class TreeBatch:
     promised: Tensor | None = None
     # that draft models read for these trees
     num_levels: int = 0
+    # int64 [num_reqs], of trees without drafts the token that ``promised`` stands for,
+    # a draft that was not worth its price; else NO_GUESS. None = nothing is guessed
+    guesses: Tensor | None = None
 
     @property
     def num_reqs(self) -> int:
