@@ -19,6 +19,20 @@ PLAIN = "plain"
 NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
+def with_guesses(
+    guesses: np.ndarray, emitted: np.ndarray, num_accepted: np.ndarray
+) -> np.ndarray:
+    """What came true of what trees promised, int64 [n].
+
+    Args:
+        guesses: int64 [n], see ``TreeBatch.guesses``.
+        emitted: int64 [n], the token that came after a root without drafts.
+        num_accepted: int64 [n], of the drafts of the others.
+
+    """
+    return np.where(guesses == NO_GUESS, num_accepted, guesses == emitted)
+
+
 @dataclass(frozen=True)
 class Choice:
     """What the schedule chose at the end of a step."""
@@ -123,9 +137,8 @@ class Chooser:
                 promised = proposal.promised[rows]
             num_accepted = num_kept = accepted[places].clip(min=0)
             if proposal.guesses is not None:
-                guesses = proposal.guesses[rows]
-                came = guesses == batch.token_ids[places, batch.end[places]]
-                num_kept = np.where(guesses == NO_GUESS, num_accepted, came)
+                emitted = batch.token_ids[places, batch.end[places]]
+                num_kept = with_guesses(proposal.guesses[rows], emitted, num_accepted)
         some_drawn = num_drawn > 0
         as_chosen = some_drawn == (self.last.index is not None)
         all_back = len(slots) == num_drawn
