@@ -83,9 +83,12 @@ class StepCosts:
         num_drafts: int,
         seconds: float,
     ) -> None:
-        """Add what a step took whose drafts were weighed."""
+        """Add what a step took whose drafts were weighed; a plain one without any."""
+        if not (num_levels or num_drafts):
+            self.add(step, batch_size, None, 0.0, seconds)
+            return
         plain = self.times.get(batch_size, {}).get(None)
-        if (num_levels or num_drafts) and plain is not None:
+        if plain is not None:
             self.drafts.add(
                 step, batch_size, num_levels, num_drafts, seconds, plain.seconds
             )

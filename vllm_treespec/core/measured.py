@@ -237,8 +237,6 @@ class MeasuredSchedule(Schedule):
             self.new_steps, self.share(self.new_seconds), strict=True
         ):
             if self._weighs(timed.index):
-                if not (timed.num_levels or timed.num_drafts):
-                    self.costs.add(self.step, timed.batch_size, None, 0.0, seconds)
                 self.costs.add_drafts(
                     self.step,
                     timed.batch_size,

@@ -95,7 +95,6 @@ def from_candidates(
     draft_probs: Tensor | None = None,
     vocabulary: Tensor | None = None,
     rows: Tensor | None = None,
-    limits: Tensor | None = None,
 ) -> TreeBatch:
     """Build the trees of the candidates with the highest values of all levels.
 
@@ -110,11 +109,9 @@ def from_candidates(
             are lawful as they are. A tree that is cut keeps none of its draws.
         vocabulary: of ``draft_probs``' columns, see ``Draws``.
         rows: int64 [sum of widths], see ``from_levels``.
-        limits: int64 [num_reqs], how many are kept of each request, if fewer; they must
-            not depend on what was drawn.
 
     """
-    kept = highest(torch.cat(list(values), dim=1), num_drafts, limits)
+    kept = highest(torch.cat(list(values), dim=1), num_drafts)
     tree = from_levels(
         root_token_ids,
         token_ids,
