@@ -165,7 +165,8 @@ def render(content: Content, out: Path) -> None:
     for temperature in sorted({row.cell.temperature for row in rows}):
         here = [row for row in rows if row.cell.temperature == temperature]
         parts += [f"## Speed-up at temperature {temperature:g}", speedup_table(here)]
-    parts += ["## All cells", report.table_of(rows, COLUMNS), "## Reading it", NOTES]
+    columns = COLUMNS | (MODES if any(row.modes for row in rows) else {})
+    parts += ["## All cells", report.table_of(rows, columns), "## Reading it", NOTES]
     report.write_markdown(out, "Workloads", parts, content)
     plot.bar_panels(
         [
@@ -203,6 +204,19 @@ COLUMNS = {
     ),
     "rounds": lambda row: str(row.rounds),
 }
+
+
+def modes(row: Row) -> str:
+    """Write how many steps drew each tree or none, and how fast they were."""
+    written = [
+        f"{mode.steps} {name}: {number(mode.tokens_per_s, '{:.1f}')}"
+        for name, mode in row.modes.items()
+    ]
+    return "; ".join(written) or "–"
+
+
+# tables from before 2026-11-24 have none
+MODES = {"steps: tokens/s": modes}
 
 
 def speedup_table(rows: Sequence[Row]) -> str:

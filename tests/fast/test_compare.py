@@ -15,7 +15,7 @@ from benchmarks.harness.plan import Plan, base_job, make_plan
 from benchmarks.rsd.trees import PAPER_TREES
 from vllm_treespec.tools.launch import failure
 from vllm_treespec.tools.prompts import PromptError, load_prompts, spread
-from vllm_treespec.tools.rows import summarise, with_speedups
+from vllm_treespec.tools.rows import Mode, summarise, with_speedups
 from vllm_treespec.tools.sides import (
     NGRAM,
     Acceptance,
@@ -114,10 +114,15 @@ def test_row_takes_the_median_round_and_pools_acceptance() -> None:
             acceptance=Acceptance(trees=2, nodes=14, at_least=[1]),
             stage_seconds={"forward": seconds / 2, "draft": seconds / 4},
             steps=5,
+            mode_steps={"sd 6": 4, "plain": 1},
+            mode_seconds={"sd 6": seconds / 2},
+            mode_tokens={"sd 6": 7},
         )
         for seconds in (1.0, 2.0, 4.0)
     ]
     row = summarise(SD_6, rounds)
+    assert row.modes["sd 6"] == Mode(steps=12, tokens_per_s=21 / 3.5)
+    assert row.modes["plain"] == Mode(steps=3)
     assert (row.tokens_per_s_min, row.tokens_per_s, row.tokens_per_s_max) == (1, 2, 4)
     assert row.tpot_ms == pytest.approx(20)
     assert row.acceptance_length == pytest.approx(1.5)

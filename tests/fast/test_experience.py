@@ -60,7 +60,6 @@ def test_what_is_kept_is_what_was_learned() -> None:
             exact = machine.seconds(index, 4)
             assert experience.seconds[4][tree.name] == pytest.approx(exact, rel=0.2)
     assert experience.accepted["sampled"] == {}
-    assert set(experience.text) == {"greedy"}
     assert experience == experience_of(start(1, experience).schedule)
 
 
@@ -84,7 +83,7 @@ def test_prices_are_kept() -> None:
 def test_nothing_learned_is_nothing_kept() -> None:
     """Red when a start without steps makes a mean of nothing."""
     assert experience_of(start(0).schedule) == Experience(
-        seconds={}, accepted={"greedy": {}, "sampled": {}}, text={}
+        seconds={}, accepted={"greedy": {}, "sampled": {}}
     )
 
 

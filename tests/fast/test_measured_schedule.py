@@ -487,7 +487,7 @@ def test_ended_requests_are_forgotten() -> None:
     schedule = MeasuredSchedule(HEAD, 64)
     run = Run(Machine(1, HEAD), schedule)
     run.steps(50, batch_size=2)
-    assert schedule.requests.keys() == {0, 1}
+    assert schedule.requests.keys() == {(0, False), (1, False)}
     schedule.forget([0, 1, 7])
     assert not schedule.requests
 

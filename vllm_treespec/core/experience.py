@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
-from vllm_treespec.core.learned import FadingMean, StepTimes
+from vllm_treespec.core.learned import StepTimes
 from vllm_treespec.core.measured import MeasuredSchedule
 
 PLAIN = "plain"
@@ -15,6 +15,10 @@ Kind = Literal["greedy", "sampled"]
 KINDS: tuple[tuple[Kind, bool], ...] = (("greedy", False), ("sampled", True))
 # Trees that recalled accepted tokens count for: the text may be another one now.
 RECALLED_TREES = 8.0
+# Accepted tokens, of those that were guessed of all trees, that they count for.
+RECALLED_TEXT = 8.0
+# Promised tokens that what is kept of them counts for.
+RECALLED_PROMISES = 8.0
 
 
 class Experience(BaseModel):
@@ -24,8 +28,6 @@ class Experience(BaseModel):
     seconds: dict[int, dict[str, PositiveFloat]]
     # name of a tree -> accepted tokens of one
     accepted: dict[Kind, dict[str, NonNegativeFloat]]
-    # accepted tokens over those that were guessed
-    text: dict[Kind, NonNegativeFloat]
     # batch size -> seconds of what drafts cost, see ``DraftTimes``
     drafts: dict[int, tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]] = {}
     # accepted tokens over those that trees promised
@@ -52,11 +54,6 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
                 if is_sampled is sampled and mean.weight > 0
             }
             for kind, sampled in KINDS
-        },
-        text={
-            kind: schedule.text[sampled].total / schedule.text[sampled].weight
-            for kind, sampled in KINDS
-            if schedule.text[sampled].weight > 0
         },
         drafts={
             size: times.fit(schedule.step)
@@ -88,16 +85,21 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
             schedule.costs.drafts.recall(size, by_name[PLAIN], parts)
     for kind, sampled in KINDS:
         for name, accepted in experience.accepted.get(kind, {}).items():
-            schedule.accepted[indices[name], sampled] = _recalled_mean(accepted)
-        if kind in experience.text:
-            schedule.text[sampled] = _recalled_mean(experience.text[kind])
+            schedule.accepted[indices[name], sampled].add(
+                schedule.step, RECALLED_TREES, accepted * RECALLED_TREES
+            )
+            option = schedule.by_index[indices[name]]
+            weight = RECALLED_TEXT / len(experience.accepted[kind])
+            schedule.text[option.is_free, sampled].add(
+                schedule.step, weight, weight * accepted / option.guess
+            )
         if kind in experience.kept:
-            schedule.promises.text[sampled] = _recalled_mean(experience.kept[kind])
+            schedule.promises.text[sampled].add(
+                schedule.step,
+                RECALLED_PROMISES,
+                experience.kept[kind] * RECALLED_PROMISES,
+            )
 
 
 def _names(schedule: MeasuredSchedule) -> Mapping[int | None, str]:
     return {None: PLAIN, **{i: tree.name for i, tree in enumerate(schedule.trees)}}
-
-
-def _recalled_mean(mean: float) -> FadingMean:
-    return FadingMean(weight=RECALLED_TREES, total=mean * RECALLED_TREES)

@@ -89,16 +89,17 @@ class MeasuredSchedule(Schedule):
         self.max_trees = max_trees
         self.share = share
         drawn = [
-            Option(index, tree.sizes.max_nodes - 1, guessed_accepted(tree))
+            Option(
+                index, tree.sizes.max_nodes - 1, guessed_accepted(tree), tree.is_free
+            )
             for index, tree in enumerate(trees)
         ]
         # of equal sizes, such as trees of surer drafts, later ones count as smaller
         drawn.reverse()
         drawn.sort(key=lambda option: (option.num_drafts, option.guess))
         self.plain = Option(None, 0, 0.0)
-        free = {index for index, tree in enumerate(trees) if tree.is_free}
         # takes the place of plain decoding: an index says in each step what it has
-        self.free = next((option for option in drawn if option.index in free), None)
+        self.free = next((option for option in drawn if option.is_free), None)
         # from the smallest to the largest
         self.options = [self.plain, *drawn]
         self.by_index = {option.index: option for option in self.options}
@@ -110,10 +111,15 @@ class MeasuredSchedule(Schedule):
             for option in self.options
             for sampled in (False, True)
         }
-        # sampled -> accepted tokens over those that were guessed
-        self.text = {False: FadingMean(), True: FadingMean()}
-        # by slot
-        self.requests: dict[int, RequestHistory] = {}
+        # whether an index drafts alone, sampled -> accepted tokens over those that were
+        # guessed
+        self.text = {
+            (is_free, sampled): FadingMean()
+            for is_free in (False, True)
+            for sampled in (False, True)
+        }
+        # by slot, of trees that an index drafts alone or not
+        self.requests: dict[tuple[int, bool], RequestHistory] = {}
         # of trees whose proposers weigh drafts
         self.promises = Promises()
         # of the requests of the last choice, by slot
@@ -127,6 +133,8 @@ class MeasuredSchedule(Schedule):
         self.left_out: frozenset[int] = frozenset()
         self.steps_left = 0
         self.is_timed = False
+        # whether a step was decoded with it, or without a tree
+        self.is_seen = False
         # whether the step before was of the same option and batch size; only then a
         # step is timed
         self.settled = False
@@ -142,6 +150,7 @@ class MeasuredSchedule(Schedule):
         self.left_out = left_out
         self.steps_left = ROUND_STEPS
         self.is_timed = False
+        self.is_seen = option is self.plain
 
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Go on with the round, or begin one with the best option."""
@@ -179,6 +188,7 @@ class MeasuredSchedule(Schedule):
         option = self.by_index[outcome.index]
         share = 0.0
         if option is not self.plain:
+            self.is_seen |= bool(outcome.slots)
             whole_trees = sum(map(option.share, outcome.limits))
             share = whole_trees / max(outcome.num_reqs, 1)
             self._observe_trees(option, outcome)
@@ -202,13 +212,16 @@ class MeasuredSchedule(Schedule):
                 outcome.slots, outcome.num_accepted, outcome.limits, strict=True
             ):
                 if self.sampled.get(slot) is sampled:
-                    history = self.requests.setdefault(slot, RequestHistory())
+                    history = self.requests.setdefault(
+                        (slot, option.is_free), RequestHistory()
+                    )
                     history.add(self.step, expected, accepted)
                     if limit >= option.num_drafts:
                         num_trees, total = num_trees + 1, total + accepted
             if num_trees:
                 self.accepted[option.index, sampled].add(self.step, num_trees, total)
-                self.text[sampled].add(self.step, num_trees * option.guess, total)
+                text = self.text[option.is_free, sampled]
+                text.add(self.step, num_trees * option.guess, total)
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
         """Learn what was accepted of the tokens that trees promised."""
@@ -225,12 +238,15 @@ class MeasuredSchedule(Schedule):
         """Forget requests that ended; their slots will be other requests'."""
         self.promises.forget(slots)
         for slot in slots:
-            self.requests.pop(slot, None)
+            for is_free in (False, True):
+                self.requests.pop((slot, is_free), None)
         self.left_out -= set(slots)
 
     def _end_round(self) -> None:
         """Take in the times of a round, rank 0's on every rank."""
-        self.costs.end_round(self.step, self.batch_size, self.chosen, self.is_timed)
+        # Requests that ended at once tell nothing.
+        if self.is_seen:
+            self.costs.end_round(self.step, self.batch_size, self.chosen, self.is_timed)
         if not self.new_steps:
             return
         for timed, seconds in zip(
@@ -302,14 +318,15 @@ class MeasuredSchedule(Schedule):
         for slot, sampled, limit in zip(
             requests.slots, requests.sampled, requests.limits, strict=True
         ):
-            factor = self.requests.get(slot, unknown).hopeful(self.step)
+            history = self.requests.get((slot, option.is_free), unknown)
+            factor = history.hopeful(self.step)
             tokens = min(hopes[sampled] * factor, limit)
             gains.append(Gain(tokens, slot, option.share(limit)))
         return sorted(gains, reverse=True)
 
     def expected_accepted(self, option: Option, sampled: bool) -> float:
         """Tokens that will be accepted of a tree, for a request like most."""
-        text = self.text[sampled].mean(self.step, 1.0, GUESSED_TEXT)
+        text = self.text[option.is_free, sampled].mean(self.step, 1.0, GUESSED_TEXT)
         means = self.accepted[option.index, sampled]
         return means.mean(self.step, option.guess * text, GUESSED_TREES)
 

@@ -22,6 +22,9 @@ class Option:
     num_drafts: int
     # accepted tokens that are thought likely before anything was measured
     guess: float
+    # whether an index drafts it alone: what is accepted of one tells nothing of trees
+    # that a model drafts
+    is_free: bool = False
 
     def share(self, limit: int) -> float:
         """The part of the tree that a request's own limit leaves."""

@@ -15,6 +15,14 @@ from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Side
 MIN_SPEEDUP = 1.05
 
 
+class Mode(BaseModel):
+    """Steps that drafted with one tree, or with none."""
+
+    steps: int
+    # None where none of them only decoded
+    tokens_per_s: float | None = None
+
+
 class Row(BaseModel):
     """A table row: one side in one cell, all rounds."""
 
@@ -42,6 +50,8 @@ class Row(BaseModel):
     stage_shares: dict[str, float] = {}
     # milliseconds per step, STAGES and parts of draft, ours only
     stage_ms: dict[str, float] = {}
+    # what steps drafted with, a tree's name or "plain", ours only
+    modes: dict[str, Mode] = {}
 
 
 def summarise(side: Side, results: Sequence[CellResult]) -> Row:
@@ -83,7 +93,26 @@ def summarise(side: Side, results: Sequence[CellResult]) -> Row:
         row.stage_shares = {**shares, "other": 1 - sum(shares.values())}
         names = dict.fromkeys((*STAGES, "draft_forward", *stages))
         row.stage_ms = {name: 1000 * stages[name] / max(steps, 1) for name in names}
+    row.modes = modes_of(results)
     return row
+
+
+def modes_of(results: Sequence[CellResult]) -> dict[str, Mode]:
+    """How many steps drew each tree or none, and how fast these were."""
+    steps: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for result in results:
+        steps.update(result.mode_steps)
+        seconds.update(result.mode_seconds)
+        tokens.update(result.mode_tokens)
+    return {
+        name: Mode(
+            steps=count,
+            tokens_per_s=tokens[name] / seconds[name] if seconds[name] else None,
+        )
+        for name, count in steps.most_common()
+    }
 
 
 def with_speedups(rows: Sequence[Row]) -> list[Row]:

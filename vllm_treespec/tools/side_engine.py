@@ -169,6 +169,9 @@ class SideEngine:
             )
             result.steps = totals["steps"]
             result.stage_seconds = totals["seconds"]
+            result.mode_steps = totals["modes"]
+            result.mode_seconds = totals["mode_seconds"]
+            result.mode_tokens = totals["mode_tokens"]
         elif self.job.side.family != PLAIN:
             after = self.read_counters()
             before += [0] * (len(after) - len(before))

@@ -177,6 +177,11 @@ class CellResult(BaseModel):
     steps: int | None = None
     # seconds in each of STAGES, ours only
     stage_seconds: dict[str, float] = {}
+    # what steps drafted with, a tree's name or "plain" -> steps; seconds of those that
+    # only decoded; tokens emitted in them. Ours only
+    mode_steps: dict[str, int] = Field(default={}, exclude_if=_is_unset)
+    mode_seconds: dict[str, float] = Field(default={}, exclude_if=_is_unset)
+    mode_tokens: dict[str, int] = Field(default={}, exclude_if=_is_unset)
     # what the cell's own function found besides
     details: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
 

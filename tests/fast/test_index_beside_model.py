@@ -1,0 +1,98 @@
+"""The schedule that measures judges an index and a model apart."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.fast.test_measured_schedule import Tree, running
+from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.schedule import StepOutcome
+
+BOTH, INDEX_ALONE = 0, 1
+TREES = [
+    Tree(16, 12, 16, weighs_drafts=True),
+    Tree(16, 12, 16, weighs_drafts=True, is_free=True),
+]
+
+
+class Chat:
+    """Requests of 64 steps; the index finds next to nothing, the model guesses well."""
+
+    def __init__(self, seed: int, model_accepted: float, model_seconds: float) -> None:
+        """Take accepted tokens and time of a step with the model; plain takes 1."""
+        self.random = random.Random(seed)
+        self.schedule = MeasuredSchedule(TREES, 64)
+        self.accepted, self.seconds = model_accepted, model_seconds
+        self.chosen: Counter[int | None] = Counter()
+
+    def read_prompts(self, count: int) -> None:
+        """Answer requests with one token: a tree is chosen, and does not come back."""
+        for slot in range(count):
+            self.schedule.choose(running([slot]))
+            self.schedule.observe(self.outcome(None, [], None))
+            self.schedule.forget([slot])
+
+    def answer(self, slot: int, num_steps: int) -> None:
+        """Answer a request."""
+        for step in range(num_steps):
+            index, slots = self.schedule.choose(running([slot]))
+            self.chosen[index] += 1
+            seconds = self.seconds if index == BOTH else 1.0
+            if self.chosen[BOTH] < 6:
+                # its first forwards are slow
+                seconds *= 1.3
+            seconds *= self.random.gauss(1, 0.04)
+            self.schedule.observe(self.outcome(index, slots, seconds if step else None))
+        self.schedule.forget([slot])
+
+    def outcome(
+        self, index: int | None, slots: list[int], seconds: float | None
+    ) -> StepOutcome:
+        """What a step brought; its tree has drafts where the model drew it."""
+        drafts = 4 if index == BOTH else 0
+        share = self.accepted / (1 + self.accepted)
+        accepted = 0
+        while drafts and accepted < 12 and self.random.random() < share:
+            accepted += 1
+        count = len(slots)
+        return StepOutcome(
+            index,
+            1,
+            slots,
+            [drafts] * count,
+            [accepted] * count,
+            [63] * count,
+            [self.accepted * (drafts > 0)] * count,
+            seconds,
+            num_levels=3 if drafts else 0,
+        )
+
+
+@pytest.mark.parametrize("num_read", [0, 3])
+def test_an_index_that_finds_nothing_tells_nothing_of_the_model(num_read: int) -> None:
+    """Red when what an index finds in a text decides whether a model is asked.
+
+    And when prompts that were read, without an answer, count as steps that could not be
+    timed.
+    """
+    with_model = []
+    for seed in range(20):
+        chat = Chat(seed, model_accepted=1.5, model_seconds=1.7)
+        for slot in range(6):
+            chat.read_prompts(num_read)
+            chat.answer(10 + slot, 64)
+        with_model.append(chat.chosen[BOTH] / chat.chosen.total())
+    assert sum(with_model) / len(with_model) > 0.8
+    assert min(with_model) > 0.25
+
+
+def test_a_model_that_does_not_pay_is_left_out() -> None:
+    """Red when the model is asked because the index says nothing against it."""
+    for seed in range(20):
+        chat = Chat(seed, model_accepted=0.4, model_seconds=1.7)
+        for slot in range(6):
+            chat.answer(10 + slot, 64)
+        assert chat.chosen[BOTH] < 0.2 * chat.chosen.total()
