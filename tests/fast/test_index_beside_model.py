@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -49,7 +50,7 @@ class Chat:
         self.schedule.forget([slot])
 
     def outcome(
-        self, index: int | None, slots: list[int], seconds: float | None
+        self, index: int | None, slots: Sequence[int], seconds: float | None
     ) -> StepOutcome:
         """What a step brought; its tree has drafts where the model drew it."""
         drafts = 4 if index == BOTH else 0
