@@ -15,7 +15,12 @@ from tests.fast.test_measured_schedule import Tree, running
 from tests.fast.toy_models import Language
 from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.prices import DraftCosts, Prices, Promises
+from vllm_treespec.core.prices import (
+    DraftCosts,
+    Prices,
+    Promises,
+    guessed_parts,
+)
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.schedule import RunningRequests, StepOutcome
 from vllm_treespec.core.tree import NO_GUESS, TreeBatch
@@ -277,6 +282,20 @@ def test_the_best_price_is_found(num_reqs: int, each: float, kept: float) -> Non
         for price in (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)
     )
     assert found > 0.92 * max(best, 1.0)
+
+
+def test_prices_of_a_new_batch_size_are_those_of_the_nearest() -> None:
+    """Red when each batch size learns anew what a row and a level take."""
+    costs = DraftCosts()
+    for number in range(200):
+        levels, drafts = number % 4, number % 7
+        seconds = 0.05 + (drafts > 0) * 0.004 + levels * 0.006 + drafts * 0.003
+        costs.add(number, 4, levels, drafts, seconds, plain=0.05)
+    prices = costs.prices(200, 8, plain=0.08, kept=[1.0])
+    assert prices.draft == pytest.approx(0.003 * 8 / 0.08, rel=0.1)
+    assert prices.level == pytest.approx(0.006 * 8 / 0.08, rel=0.1)
+    far = costs.prices(200, 1, plain=0.4, kept=[1.0])
+    assert far.draft == pytest.approx(guessed_parts(1, 0.4)[-1] / 0.4)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -133,7 +133,7 @@ class DraftCosts:
         plain: float,
     ) -> None:
         """Add a step with drafts, and the seconds of a plain one."""
-        times = self._times(batch_size, plain)
+        times = self._times(step, batch_size, plain)
         first, level, each = times.fit(step)
         expected = plain + first + level * num_levels + each * num_drafts
         seconds = min(seconds, LONGEST * expected) - plain
@@ -143,7 +143,7 @@ class DraftCosts:
         self, step: int, batch_size: int, plain: float, kept: Sequence[float]
     ) -> Prices:
         """What drafts must promise where plain steps take so many seconds."""
-        first, level, each = self._times(batch_size, plain).fit(step)
+        first, level, each = self._times(step, batch_size, plain).fit(step)
         tokens_a_second = batch_size / plain
         each = max(each, LEAST_EACH * plain / batch_size)
         return Prices(
@@ -159,10 +159,23 @@ class DraftCosts:
             parts, guessed_parts(batch_size, plain), ERROR * plain
         )
 
-    def _times(self, batch_size: int, plain: float) -> DraftTimes:
-        """Times at a batch size; in the beginning those of a guess."""
+    def _times(self, step: int, batch_size: int, plain: float) -> DraftTimes:
+        """Times at a batch size.
+
+        In the beginning drafts are thought to take as long as at the nearest batch
+        size, and a row at least what is guessed.
+        """
         if batch_size not in self.times:
-            self.recall(batch_size, plain, guessed_parts(batch_size, plain))
+            nearest = min(
+                self.times,
+                key=lambda size: max(size, batch_size) / min(size, batch_size),
+                default=None,
+            )
+            parts = guessed_parts(batch_size, plain)
+            if nearest is not None:
+                first, level, each = self.times[nearest].fit(step)
+                parts = [first, level, max(each, parts[-1])]
+            self.recall(batch_size, plain, parts)
         return self.times[batch_size]
 
 
