@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import FEW_TIMES, FadingMean, StepTimes
 from vllm_treespec.core.options import Option
 from vllm_treespec.core.prices import DraftCosts
@@ -173,11 +174,7 @@ class StepCosts:
             for size, known in self.times.items()
             if index in known and None in known
         ]
-        return min(
-            sizes,
-            key=lambda s: max(s, batch_size) / min(s, batch_size),
-            default=None,
-        )
+        return nearest_size(sizes, batch_size)
 
     def _had_no_times(self, step: int, batch_size: int, index: int | None) -> bool:
         """Whether an option could not be timed in several rounds lately."""

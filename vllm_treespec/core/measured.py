@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.learned import FadingMean, RequestHistory
-from vllm_treespec.core.options import Option, guessed_accepted, measured_together
+from vllm_treespec.core.options import Option, guessed_accepted
 from vllm_treespec.core.prices import Prices, Promises
 from vllm_treespec.core.schedule import (
     RunningRequests,

@@ -1,15 +1,11 @@
-"""What a measured schedule chooses from, and at which batch sizes apart."""
+"""What a measured schedule chooses from."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from vllm_treespec.core.schedule import ScheduledTree
-
-# Batch sizes up to which costs are measured together.
-BATCH_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,6 @@ class Option:
     def share(self, limit: int) -> float:
         """The part of the tree that a request's own limit leaves."""
         return min(limit / self.num_drafts, 1.0)
-
-
-def measured_together(num_reqs: int) -> int:
-    """The largest batch size that is measured together with this one."""
-    return BATCH_SIZES[min(bisect_left(BATCH_SIZES, num_reqs), len(BATCH_SIZES) - 1)]
 
 
 def guessed_accepted(tree: ScheduledTree) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean, left_after
 
 # What is guessed of a step's drafts before steps with any were measured, as parts of a
@@ -166,11 +167,7 @@ class DraftCosts:
         size, and a row at least what is guessed.
         """
         if batch_size not in self.times:
-            nearest = min(
-                self.times,
-                key=lambda size: max(size, batch_size) / min(size, batch_size),
-                default=None,
-            )
+            nearest = nearest_size(self.times, batch_size)
             parts = guessed_parts(batch_size, plain)
             if nearest is not None:
                 first, level, each = self.times[nearest].fit(step)

@@ -1,0 +1,23 @@
+"""Batch sizes that a measured schedule tells apart."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+# Batch sizes up to which costs are measured together.
+BATCH_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+def measured_together(num_reqs: int) -> int:
+    """The largest batch size that is measured together with this one."""
+    return BATCH_SIZES[min(bisect_left(BATCH_SIZES, num_reqs), len(BATCH_SIZES) - 1)]
+
+
+def nearest_size(sizes: Iterable[int], batch_size: int) -> int | None:
+    """The batch size that is nearest, by ratio; None without any."""
+    return min(
+        sizes,
+        key=lambda size: max(size, batch_size) / min(size, batch_size),
+        default=None,
+    )
