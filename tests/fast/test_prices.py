@@ -15,12 +15,7 @@ from tests.fast.test_measured_schedule import Tree, running
 from tests.fast.toy_models import Language
 from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.prices import (
-    DraftCosts,
-    Prices,
-    Promises,
-    guessed_parts,
-)
+from vllm_treespec.core.prices import DraftCosts, Prices, Promises, guessed_parts
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.schedule import RunningRequests, StepOutcome
 from vllm_treespec.core.tree import NO_GUESS, TreeBatch

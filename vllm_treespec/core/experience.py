@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
-from vllm_treespec.core.learned import StepTimes
+from vllm_treespec.core.learned import FadingMean, StepTimes
 from vllm_treespec.core.measured import MeasuredSchedule
 
 PLAIN = "plain"
@@ -84,21 +84,20 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
             parts = experience.drafts[size]
             schedule.costs.drafts.recall(size, by_name[PLAIN], parts)
     for kind, sampled in KINDS:
-        for name, accepted in experience.accepted.get(kind, {}).items():
-            schedule.accepted[indices[name], sampled].add(
-                schedule.step, RECALLED_TREES, accepted * RECALLED_TREES
-            )
+        accepted = experience.accepted.get(kind, {})
+        for name, tokens in accepted.items():
             option = schedule.by_index[indices[name]]
-            weight = RECALLED_TEXT / len(experience.accepted[kind])
-            schedule.text[option.is_free, sampled].add(
-                schedule.step, weight, weight * accepted / option.guess
-            )
+            text = schedule.text[option.is_free, sampled]
+            _believe(schedule.accepted[option.index, sampled], RECALLED_TREES, tokens)
+            _believe(text, RECALLED_TEXT / len(accepted), tokens / option.guess)
         if kind in experience.kept:
-            schedule.promises.text[sampled].add(
-                schedule.step,
-                RECALLED_PROMISES,
-                experience.kept[kind] * RECALLED_PROMISES,
-            )
+            kept = schedule.promises.text[sampled]
+            _believe(kept, RECALLED_PROMISES, experience.kept[kind])
+
+
+def _believe(mean: FadingMean, weight: float, recalled: float) -> None:
+    """Let a recalled mean count for so much; nothing fades before the first step."""
+    mean.add(0, weight, weight * recalled)
 
 
 def _names(schedule: MeasuredSchedule) -> Mapping[int | None, str]:
