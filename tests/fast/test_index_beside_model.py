@@ -36,40 +36,51 @@ class Chat:
             self.schedule.observe(self.outcome(None, [], None))
             self.schedule.forget([slot])
 
-    def answer(self, slot: int, num_steps: int) -> None:
-        """Answer a request."""
+    def answer(self, slot: int, num_steps: int, batch_size: int = 1) -> None:
+        """Answer requests; a plain step takes 1 whatever their number."""
+        requests = range(slot, slot + batch_size)
         for step in range(num_steps):
-            index, slots = self.schedule.choose(running([slot]))
+            index, slots = self.schedule.choose(running(requests))
             self.chosen[index] += 1
             seconds = self.seconds if index == BOTH else 1.0
             if self.chosen[BOTH] < 6:
-                # its first forwards are slow
+                # the model's first forwards
                 seconds *= 1.3
             seconds *= self.random.gauss(1, 0.04)
-            self.schedule.observe(self.outcome(index, slots, seconds if step else None))
-        self.schedule.forget([slot])
+            timed = seconds if step else None
+            self.schedule.observe(self.outcome(index, slots, timed, batch_size))
+        self.schedule.forget(requests)
 
     def outcome(
-        self, index: int | None, slots: Sequence[int], seconds: float | None
+        self,
+        index: int | None,
+        slots: Sequence[int],
+        seconds: float | None,
+        batch_size: int = 1,
     ) -> StepOutcome:
         """What a step brought; its tree has drafts where the model drew it."""
         drafts = 4 if index == BOTH else 0
-        share = self.accepted / (1 + self.accepted)
-        accepted = 0
-        while drafts and accepted < 12 and self.random.random() < share:
-            accepted += 1
+        accepted = [self.draw() if drafts else 0 for _ in slots]
         count = len(slots)
         return StepOutcome(
             index,
-            1,
+            batch_size,
             slots,
             [drafts] * count,
-            [accepted] * count,
+            accepted,
             [63] * count,
             [self.accepted * (drafts > 0)] * count,
             seconds,
             num_levels=3 if drafts else 0,
         )
+
+    def draw(self) -> int:
+        """Accepted tokens of one tree of the model."""
+        share = self.accepted / (1 + self.accepted)
+        accepted = 0
+        while accepted < 12 and self.random.random() < share:
+            accepted += 1
+        return accepted
 
 
 @pytest.mark.parametrize("num_read", [0, 3])
@@ -97,3 +108,21 @@ def test_a_model_that_does_not_pay_is_left_out() -> None:
         for slot in range(6):
             chat.answer(10 + slot, 64)
         assert chat.chosen[BOTH] < 0.2 * chat.chosen.total()
+
+
+def test_a_model_that_pays_at_one_batch_size_only() -> None:
+    """Red when the small trees of a large batch tell what one request would accept."""
+    accepted = {1: 1.2, 4: 0.2}
+    with_model: Counter[int] = Counter()
+    for seed in range(20):
+        chat = Chat(seed, model_accepted=0.0, model_seconds=1.6)
+        for number in range(10):
+            batch_size = 1 if number % 2 else 4
+            chat.accepted = accepted[batch_size]
+            before = chat.chosen[BOTH]
+            chat.answer(100 * number, 64, batch_size)
+            if number > 1:
+                with_model[batch_size] += chat.chosen[BOTH] - before
+    num_steps = 20 * 4 * 64
+    assert with_model[1] > 0.9 * num_steps
+    assert with_model[4] < 0.1 * num_steps

@@ -408,8 +408,8 @@ def test_limited_trees_do_not_fool_the_schedule() -> None:
         schedule.observe(outcome(index, 4, drawn, accepted, seconds, allowed))
         if step >= 300:
             drawn_for.update(drawn)
-            assert index is None or schedule.expected_accepted(
-                schedule.by_index[index], False
+            assert index is None or schedule.acceptance.expected(
+                schedule.step, 4, schedule.by_index[index], False
             ) == pytest.approx(most, rel=0.2)
     assert drawn_for[0] > 250
     assert drawn_for[1] > 250
@@ -487,9 +487,9 @@ def test_ended_requests_are_forgotten() -> None:
     schedule = MeasuredSchedule(HEAD, 64)
     run = Run(Machine(1, HEAD), schedule)
     run.steps(50, batch_size=2)
-    assert schedule.requests.keys() == {(0, False), (1, False)}
+    assert schedule.acceptance.requests.keys() == {(0, False), (1, False)}
     schedule.forget([0, 1, 7])
-    assert not schedule.requests
+    assert not schedule.acceptance.requests
 
 
 def test_surer_trees_are_tried_first() -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
-from vllm_treespec.core.learned import FadingMean, StepTimes
+from vllm_treespec.core.learned import StepTimes
 from vllm_treespec.core.measured import MeasuredSchedule
 
 PLAIN = "plain"
@@ -36,7 +36,7 @@ class Experience(BaseModel):
 
 def experience_of(schedule: MeasuredSchedule) -> Experience:
     """Write down what a schedule knows by now."""
-    names = _names(schedule)
+    names, acceptance = _names(schedule), schedule.acceptance
     known = {
         size: {
             names[index]: times.seconds
@@ -49,9 +49,9 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
         seconds={size: by_name for size, by_name in known.items() if PLAIN in by_name},
         accepted={
             kind: {
-                names[index]: mean.total / mean.weight
-                for (index, is_sampled), mean in schedule.accepted.items()
-                if is_sampled is sampled and mean.weight > 0
+                names[option.index]: mean.total / mean.weight
+                for option in schedule.options
+                if (mean := acceptance.together(schedule.step, option, sampled)).weight
             }
             for kind, sampled in KINDS
         },
@@ -85,19 +85,13 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
             schedule.costs.drafts.recall(size, by_name[PLAIN], parts)
     for kind, sampled in KINDS:
         accepted = experience.accepted.get(kind, {})
+        text = RECALLED_TEXT / max(len(accepted), 1)
         for name, tokens in accepted.items():
             option = schedule.by_index[indices[name]]
-            text = schedule.text[option.is_free, sampled]
-            _believe(schedule.accepted[option.index, sampled], RECALLED_TREES, tokens)
-            _believe(text, RECALLED_TEXT / len(accepted), tokens / option.guess)
+            schedule.acceptance.recall(option, sampled, tokens, RECALLED_TREES, text)
         if kind in experience.kept:
-            kept = schedule.promises.text[sampled]
-            _believe(kept, RECALLED_PROMISES, experience.kept[kind])
-
-
-def _believe(mean: FadingMean, weight: float, recalled: float) -> None:
-    """Let a recalled mean count for so much; nothing fades before the first step."""
-    mean.add(0, weight, weight * recalled)
+            kept = RECALLED_PROMISES * experience.kept[kind]
+            schedule.promises.text[sampled].add(0, RECALLED_PROMISES, kept)
 
 
 def _names(schedule: MeasuredSchedule) -> Mapping[int | None, str]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_treespec.core.acceptance import Acceptance
 from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
-from vllm_treespec.core.learned import FadingMean, RequestHistory
 from vllm_treespec.core.options import Option, guessed_accepted
 from vllm_treespec.core.prices import Prices, Promises
 from vllm_treespec.core.schedule import (
@@ -21,12 +21,6 @@ from vllm_treespec.core.schedule import (
 
 # Steps between two choices; the first one after a change is not timed.
 ROUND_STEPS = 4
-# Trees that a guess of what is accepted counts for, and accepted tokens that a guess
-# about the text counts for.
-GUESSED_TREES = 4.0
-GUESSED_TEXT = 3.0
-# Standard errors by which more may be accepted than was.
-HOPED_ERRORS = 0.5
 # How much faster than plain decoding a tree must promise to be. Hopes come true in part
 # only, so a tree that promises less costs time in looking at it.
 WORTH_A_TREE = 1.04
@@ -91,7 +85,11 @@ class MeasuredSchedule(Schedule):
         self.share = share
         drawn = [
             Option(
-                index, tree.sizes.max_nodes - 1, guessed_accepted(tree), tree.is_free
+                index,
+                tree.sizes.max_nodes - 1,
+                guessed_accepted(tree),
+                tree.is_free,
+                tree.weighs_drafts,
             )
             for index, tree in enumerate(trees)
         ]
@@ -106,21 +104,7 @@ class MeasuredSchedule(Schedule):
         self.by_index = {option.index: option for option in self.options}
         self.step = 0
         self.costs = StepCosts(self.options)
-        # option's index, sampled -> accepted tokens of a tree
-        self.accepted = {
-            (option.index, sampled): FadingMean()
-            for option in self.options
-            for sampled in (False, True)
-        }
-        # whether an index drafts alone, sampled -> accepted tokens over those that were
-        # guessed
-        self.text = {
-            (is_free, sampled): FadingMean()
-            for is_free in (False, True)
-            for sampled in (False, True)
-        }
-        # by slot, of trees that an index drafts alone or not
-        self.requests: dict[tuple[int, bool], RequestHistory] = {}
+        self.acceptance = Acceptance(self.options)
         # of trees whose proposers weigh drafts
         self.promises = Promises()
         # of the requests of the last choice, by slot
@@ -192,7 +176,9 @@ class MeasuredSchedule(Schedule):
             self.is_seen |= bool(outcome.slots)
             whole_trees = sum(map(option.share, outcome.limits))
             share = whole_trees / max(outcome.num_reqs, 1)
-            self._observe_trees(option, outcome)
+            self.acceptance.observe(
+                self.step, self.batch_size, option, self.sampled, outcome
+            )
             self._observe_promises(outcome)
         of_option = option is self.plain or share > 0
         if outcome.seconds is not None and self.settled and not forced and of_option:
@@ -203,26 +189,6 @@ class MeasuredSchedule(Schedule):
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
             self.is_timed = True
-
-    def _observe_trees(self, option: Option, outcome: StepOutcome) -> None:
-        """Learn what was accepted of the trees of a step."""
-        for sampled in (False, True):
-            expected = self.expected_accepted(option, sampled)
-            num_trees = total = 0
-            for slot, accepted, limit in zip(
-                outcome.slots, outcome.num_accepted, outcome.limits, strict=True
-            ):
-                if self.sampled.get(slot) is sampled:
-                    history = self.requests.setdefault(
-                        (slot, option.is_free), RequestHistory()
-                    )
-                    history.add(self.step, expected, accepted)
-                    if limit >= option.num_drafts:
-                        num_trees, total = num_trees + 1, total + accepted
-            if num_trees:
-                self.accepted[option.index, sampled].add(self.step, num_trees, total)
-                text = self.text[option.is_free, sampled]
-                text.add(self.step, num_trees * option.guess, total)
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
         """Learn what was accepted of the tokens that trees promised."""
@@ -238,9 +204,7 @@ class MeasuredSchedule(Schedule):
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
         self.promises.forget(slots)
-        for slot in slots:
-            for is_free in (False, True):
-                self.requests.pop((slot, is_free), None)
+        self.acceptance.forget(slots)
         self.left_out -= set(slots)
 
     def _end_round(self) -> None:
@@ -289,7 +253,7 @@ class MeasuredSchedule(Schedule):
             if self.costs.is_fruitless(*at):
                 continue
             extra = self.costs.extra_seconds(*at, plain.seconds)
-            gains = self._gains(option, requests)
+            gains = self._gains(batch_size, option, requests)
             tokens: float = requests.num_reqs
             num_trees = 0.0
             for count, gain in enumerate(gains[: self.max_trees], start=1):
@@ -308,34 +272,19 @@ class MeasuredSchedule(Schedule):
             return self.free, nobody
         return best, left_out
 
-    def _gains(self, option: Option, requests: RunningRequests) -> list[Gain]:
+    def _gains(
+        self, batch_size: int, option: Option, requests: RunningRequests
+    ) -> list[Gain]:
         """What each request's tree would bring; the most first."""
         hopes = {
-            sampled: self.hopeful_accepted(option, sampled)
+            sampled: self.acceptance.hopeful(self.step, batch_size, option, sampled)
             for sampled in set(requests.sampled)
         }
-        unknown = RequestHistory()
         gains = []
         for slot, sampled, limit in zip(
             requests.slots, requests.sampled, requests.limits, strict=True
         ):
-            history = self.requests.get((slot, option.is_free), unknown)
-            factor = history.hopeful(self.step)
+            factor = self.acceptance.factor(self.step, slot, option)
             tokens = min(hopes[sampled] * factor, limit)
             gains.append(Gain(tokens, slot, option.share(limit)))
         return sorted(gains, reverse=True)
-
-    def expected_accepted(self, option: Option, sampled: bool) -> float:
-        """Tokens that will be accepted of a tree, for a request like most."""
-        text = self.text[option.is_free, sampled].mean(self.step, 1.0, GUESSED_TEXT)
-        means = self.accepted[option.index, sampled]
-        return means.mean(self.step, option.guess * text, GUESSED_TREES)
-
-    def hopeful_accepted(self, option: Option, sampled: bool) -> float:
-        """What may be accepted for all we know: half a standard error more.
-
-        The number of accepted tokens is taken as geometric.
-        """
-        mean = self.expected_accepted(option, sampled)
-        num_trees = self.accepted[option.index, sampled].weight + GUESSED_TREES
-        return mean + HOPED_ERRORS * math.sqrt(mean * (1 + mean) / num_trees)

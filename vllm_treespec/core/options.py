@@ -21,6 +21,8 @@ class Option:
     # whether an index drafts it alone: what is accepted of one tells nothing of trees
     # that a model drafts
     is_free: bool = False
+    # whether its proposer leaves out drafts that promise less than their price
+    weighs_drafts: bool = False
 
     def share(self, limit: int) -> float:
         """The part of the tree that a request's own limit leaves."""

@@ -1,0 +1,160 @@
+"""What a measured schedule learned of accepted tokens: of trees, and of requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from vllm_treespec.core.learned import FadingMean, RequestHistory
+from vllm_treespec.core.options import Option
+from vllm_treespec.core.schedule import StepOutcome
+
+# Trees that a guess of what is accepted counts for, and accepted tokens that a guess
+# about the text counts for.
+GUESSED_TREES = 4.0
+GUESSED_TEXT = 3.0
+# Stands for the batch size of trees that are the same in any batch.
+ANY_SIZE = 0
+# Standard errors by which more may be accepted than was.
+HOPED_ERRORS = 0.5
+
+
+class Acceptance:
+    """Means of accepted tokens, greedy and sampled requests apart.
+
+    A mean for each tree. Trees whose drafts are weighed are smaller in larger batches,
+    so they have means for each batch size besides. Each request has a factor of its
+    own: how much more is accepted of its trees than of others'.
+    """
+
+    def __init__(self, options: Sequence[Option]) -> None:
+        """Begin with nothing measured."""
+        kinds = (False, True)
+        # option's index, sampled -> batch size -> accepted tokens of a tree
+        self.trees: dict[tuple[int | None, bool], dict[int, FadingMean]] = {
+            (option.index, sampled): {} for option in options for sampled in kinds
+        }
+        # whether an index drafts alone, sampled -> accepted tokens over those that were
+        # guessed
+        self.text = {
+            (is_free, sampled): FadingMean() for is_free in kinds for sampled in kinds
+        }
+        # by slot, of trees that an index drafts alone or not
+        self.requests: dict[tuple[int, bool], RequestHistory] = {}
+
+    def observe(
+        self,
+        step: int,
+        batch_size: int,
+        option: Option,
+        sampled_slots: Mapping[int, bool],
+        outcome: StepOutcome,
+    ) -> None:
+        """Learn what was accepted of the trees of a step.
+
+        Args:
+            step: number of the current step.
+            batch_size: of the step that brought the outcome.
+            option: what it drew.
+            sampled_slots: whether requests are sampled, by slot. Others tell nothing.
+            outcome: what it brought.
+
+        """
+        for sampled in (False, True):
+            expected = self.expected(step, batch_size, option, sampled)
+            num_trees = total = 0
+            for slot, accepted, limit in zip(
+                outcome.slots, outcome.num_accepted, outcome.limits, strict=True
+            ):
+                if sampled_slots.get(slot) is sampled:
+                    key = slot, option.is_free
+                    history = self.requests.setdefault(key, RequestHistory())
+                    history.add(step, expected, accepted)
+                    if limit >= option.num_drafts:
+                        num_trees, total = num_trees + 1, total + accepted
+            if num_trees:
+                self._add(step, batch_size, option, sampled, num_trees, total)
+
+    def _add(
+        self,
+        step: int,
+        batch_size: int,
+        option: Option,
+        sampled: bool,
+        num_trees: int,
+        total: int,
+    ) -> None:
+        """Add whole trees, and what was accepted of them."""
+        size = batch_size if option.weighs_drafts else ANY_SIZE
+        by_size = self.trees[option.index, sampled]
+        by_size.setdefault(size, FadingMean()).add(step, num_trees, total)
+        text = self.text[option.is_free, sampled]
+        text.add(step, num_trees * option.guess, total)
+
+    def expected(
+        self, step: int, batch_size: int, option: Option, sampled: bool
+    ) -> float:
+        """Tokens that will be accepted of a tree, for a request like most."""
+        return self._mean_and_trees(step, batch_size, option, sampled)[0]
+
+    def hopeful(
+        self, step: int, batch_size: int, option: Option, sampled: bool
+    ) -> float:
+        """What may be accepted for all we know: half a standard error more.
+
+        The number of accepted tokens is taken as geometric.
+        """
+        mean, num_trees = self._mean_and_trees(step, batch_size, option, sampled)
+        return mean + HOPED_ERRORS * math.sqrt(mean * (1 + mean) / num_trees)
+
+    def factor(self, step: int, slot: int, option: Option) -> float:
+        """How much more a request's trees may have than others'; hopeful."""
+        history = self.requests.get((slot, option.is_free))
+        return (history or RequestHistory()).hopeful(step)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Forget requests that ended; their slots will be other requests'."""
+        for slot in slots:
+            for is_free in (False, True):
+                self.requests.pop((slot, is_free), None)
+
+    def _mean_and_trees(
+        self, step: int, batch_size: int, option: Option, sampled: bool
+    ) -> tuple[float, float]:
+        """The mean of a tree, and how many it is of, guessed ones included."""
+        text = self.text[option.is_free, sampled].mean(step, 1.0, GUESSED_TEXT)
+        size = batch_size if option.weighs_drafts else ANY_SIZE
+        others = self.together(step, option, sampled, but=size)
+        guess = others.mean(step, option.guess * text, GUESSED_TREES)
+        own = self.trees[option.index, sampled].get(size, FadingMean())
+        mean = own.mean(step, guess, GUESSED_TREES)
+        return mean, own.weight + GUESSED_TREES
+
+    def together(
+        self, step: int, option: Option, sampled: bool, but: int | None = None
+    ) -> FadingMean:
+        """Accepted tokens of a tree at all batch sizes, or at all but one."""
+        together = FadingMean(step=step)
+        for size, means in self.trees[option.index, sampled].items():
+            if size != but:
+                means.fade(step)
+                together.add(step, means.weight, means.total)
+        return together
+
+    def recall(
+        self, option: Option, sampled: bool, mean: float, trees: float, text: float
+    ) -> None:
+        """Begin with what an earlier start knew of a tree.
+
+        Args:
+            option: the tree.
+            sampled: whether its requests were.
+            mean: accepted tokens.
+            trees: that they count for.
+            text: accepted tokens, of those that were guessed of all trees, that they
+                count for.
+
+        """
+        by_size = self.trees[option.index, sampled]
+        by_size.setdefault(ANY_SIZE, FadingMean()).add(0, trees, trees * mean)
+        self.text[option.is_free, sampled].add(0, text, text * mean / option.guess)
