@@ -296,7 +296,7 @@ def test_a_step_without_trees_stays_plain() -> None:
     """Red when emptying the schedule does not make steps plain."""
     spec = {"method": "suffix_tree", "schedule": "fixed"}
     schedule = ListedSchedule(parse_spec_config(spec).scheduled_trees())
-    requests = RunningRequests(1, [0], [False], [63])
+    requests = RunningRequests(1, [0], [False], [63], [0])
     assert schedule.choose(requests) == (0, [0])
     decoder = SimpleNamespace(method=SimpleNamespace(schedule=schedule))
     runner = SimpleNamespace(decoder=decoder)

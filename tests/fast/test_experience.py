@@ -14,6 +14,7 @@ from tests.fast.test_measured_schedule import (
 )
 from vllm_treespec.core.experience import Experience, experience_of, recall
 from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.prices import DraftParts
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
@@ -69,7 +70,8 @@ def test_prices_are_kept() -> None:
     schedule = MeasuredSchedule(trees, 64)
     schedule.costs.add(0, 4, None, 0.0, 0.05)
     for number in range(60):
-        schedule.costs.drafts.add(0, 4, 1 + number % 3, number % 8, 0.09, 0.05)
+        counts = DraftParts.of_step(1 + number % 3, number % 8, number % 5)
+        schedule.costs.drafts.add(0, 4, counts, 0.09, 0.05)
         schedule.promises.observe(0, number, True, promised=2.0, accepted=1)
     as_text = experience_of(schedule).model_dump_json()
     again = MeasuredSchedule(trees, 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,8 @@ class Chat:
         self.random = random.Random(seed)
         self.schedule = MeasuredSchedule(TREES, 64)
         self.accepted, self.seconds = model_accepted, model_seconds
+        # time of a token that the model must catch up on
+        self.token_seconds = 0.0
         self.chosen: Counter[int | None] = Counter()
 
     def read_prompts(self, count: int) -> None:
@@ -36,19 +39,26 @@ class Chat:
             self.schedule.observe(self.outcome(None, [], None))
             self.schedule.forget([slot])
 
-    def answer(self, slot: int, num_steps: int, batch_size: int = 1) -> None:
+    def answer(
+        self, slot: int, num_steps: int, batch_size: int = 1, prompt: int = 0
+    ) -> None:
         """Answer requests; a plain step takes 1 whatever their number."""
         requests = range(slot, slot + batch_size)
         for step in range(num_steps):
-            index, slots = self.schedule.choose(running(requests))
+            behind = [prompt] * batch_size
+            index, slots = self.schedule.choose(running(requests, num_behind=behind))
             self.chosen[index] += 1
-            seconds = self.seconds if index == BOTH else 1.0
+            seconds, caught_up = 1.0, 0
+            if index == BOTH:
+                seconds, caught_up, prompt = self.seconds, sum(behind), 0
             if self.chosen[BOTH] < 6:
                 # the model's first forwards
                 seconds *= 1.3
             seconds *= self.random.gauss(1, 0.04)
-            timed = seconds if step else None
-            self.schedule.observe(self.outcome(index, slots, timed, batch_size))
+            seconds += caught_up * self.token_seconds
+            timed = seconds if step or caught_up else None
+            outcome = self.outcome(index, slots, timed, batch_size)
+            self.schedule.observe(replace(outcome, num_caught_up=caught_up))
         self.schedule.forget(requests)
 
     def outcome(
@@ -126,3 +136,22 @@ def test_a_model_that_pays_at_one_batch_size_only() -> None:
     num_steps = 20 * 4 * 64
     assert with_model[1] > 0.9 * num_steps
     assert with_model[4] < 0.1 * num_steps
+
+
+@pytest.mark.parametrize(("prompt", "is_worth_it"), [(20, True), (20_000, False)])
+def test_a_model_that_must_read_a_long_prompt(prompt: int, is_worth_it: bool) -> None:
+    """Red when the time in which a model reads a prompt counts for nothing.
+
+    A token of it takes a hundredth of a step: 20,000 take as long as 200 steps, which
+    the model does not win back in 64.
+    """
+    with_model = 0
+    for seed in range(20):
+        chat = Chat(seed, model_accepted=1.5, model_seconds=1.7)
+        chat.token_seconds = 0.01
+        for number in range(8):
+            before = chat.chosen[BOTH]
+            chat.answer(number, 64, prompt=prompt)
+            if number > 2:
+                with_model += chat.chosen[BOTH] > before
+    assert with_model > 85 if is_worth_it else with_model < 15

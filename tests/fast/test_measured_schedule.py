@@ -55,11 +55,18 @@ ALL = 63
 
 
 def running(
-    slots: Sequence[int], sampled: bool = False, limits: Sequence[int] = ()
+    slots: Sequence[int],
+    sampled: bool = False,
+    limits: Sequence[int] = (),
+    num_behind: Sequence[int] = (),
 ) -> RunningRequests:
     """Requests that all may draft, without limits where none are given."""
     return RunningRequests(
-        len(slots), slots, [sampled] * len(slots), limits or [ALL] * len(slots)
+        len(slots),
+        slots,
+        [sampled] * len(slots),
+        limits or [ALL] * len(slots),
+        num_behind or [0] * len(slots),
     )
 
 
@@ -396,7 +403,7 @@ def test_limited_trees_do_not_fool_the_schedule() -> None:
     """
     schedule = MeasuredSchedule(INDEX, 64)
     limits = {0: ALL, 1: ALL, 2: 1}
-    requests = RunningRequests(4, [*limits], [False] * 3, [*limits.values()])
+    requests = RunningRequests(4, [*limits], [False] * 3, [*limits.values()], [0] * 3)
     drawn_for: Counter[int] = Counter()
     for step in range(600):
         index, drawn = schedule.choose(requests)
@@ -466,7 +473,7 @@ def test_without_drafting_requests_steps_are_plain() -> None:
     """Red when requests that may not draft are timed as if they had trees."""
     schedule = MeasuredSchedule(HEAD, 64)
     for _ in range(20):
-        assert schedule.choose(RunningRequests(4, [], [], [])) == (None, ())
+        assert schedule.choose(RunningRequests(4, [], [], [], [])) == (None, ())
         schedule.observe(StepOutcome(None, 4, [], [], [], [], [], 1.0))
 
 

@@ -15,7 +15,13 @@ from tests.fast.test_measured_schedule import Tree, running
 from tests.fast.toy_models import Language
 from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.prices import DraftCosts, Prices, Promises, guessed_parts
+from vllm_treespec.core.prices import (
+    DraftCosts,
+    DraftParts,
+    Prices,
+    Promises,
+    guessed_parts,
+)
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.schedule import RunningRequests, StepOutcome
 from vllm_treespec.core.tree import NO_GUESS, TreeBatch
@@ -38,7 +44,8 @@ def measured(
         num_levels = source.randrange(1, 5) if level else 0
         seconds = PLAIN + first + level * num_levels + each * num_drafts
         seconds *= source.gauss(1, 0.06)
-        costs.add(step, 8, num_levels, num_drafts, seconds, PLAIN)
+        counts = DraftParts.of_step(num_levels, num_drafts, 0)
+        costs.add(step, 8, counts, seconds, PLAIN)
     return costs
 
 
@@ -65,15 +72,26 @@ def test_levels_are_learned_where_no_draft_was_worth_a_row() -> None:
     """Red when a model whose drafts are all left out looks cheap."""
     costs = DraftCosts()
     for step in range(60):
-        costs.add(step, 1, 2, 0, 2 * PLAIN, PLAIN)
+        costs.add(step, 1, DraftParts.of_step(2, 0, 0), 2 * PLAIN, PLAIN)
     assert costs.prices(60, 1, PLAIN, [1.0]).level == pytest.approx(0.5, rel=0.1)
+
+
+def test_catching_up_is_told_from_levels() -> None:
+    """Red when a draft model that reads a long prompt makes its levels dear."""
+    costs, source = DraftCosts(), random.Random(0)
+    for step in range(60):
+        counts = DraftParts.of_step(3, 4, 500 if step % 10 == 0 else 0)
+        seconds = PLAIN * (1.45 + 0.01 * counts.caught_up) * source.gauss(1, 0.05)
+        costs.add(step, 1, counts, seconds, PLAIN)
+    assert costs.caught_up_seconds(60, 1, PLAIN) == pytest.approx(0.01 * PLAIN, rel=0.2)
+    assert costs.prices(60, 1, PLAIN, [1.0]).level == pytest.approx(0.12, abs=0.04)
 
 
 def test_a_disturbed_step_changes_little() -> None:
     """Red when one step that took ten times as long makes drafts too dear."""
     costs = measured(0.001, 0.005, seed=0)
     before = costs.prices(60, 8, PLAIN, []).draft
-    costs.add(60, 8, 0, 20, 0.8, PLAIN)
+    costs.add(60, 8, DraftParts.of_step(0, 20, 0), 0.8, PLAIN)
     assert costs.prices(61, 8, PLAIN, []).draft < before + 0.05
 
 
@@ -285,12 +303,13 @@ def test_prices_of_a_new_batch_size_are_those_of_the_nearest() -> None:
     for number in range(200):
         levels, drafts = number % 4, number % 7
         seconds = 0.05 + (drafts > 0) * 0.004 + levels * 0.006 + drafts * 0.003
-        costs.add(number, 4, levels, drafts, seconds, plain=0.05)
+        counts = DraftParts.of_step(levels, drafts, 0)
+        costs.add(number, 4, counts, seconds, plain=0.05)
     prices = costs.prices(200, 8, plain=0.08, kept=[1.0])
     assert prices.draft == pytest.approx(0.003 * 8 / 0.08, rel=0.1)
     assert prices.level == pytest.approx(0.006 * 8 / 0.08, rel=0.1)
     far = costs.prices(200, 1, plain=0.4, kept=[1.0])
-    assert far.draft == pytest.approx(guessed_parts(1, 0.4)[-1] / 0.4)
+    assert far.draft == pytest.approx(guessed_parts(1, 0.4).each / 0.4)
 
 
 @pytest.mark.parametrize("seed", range(6))

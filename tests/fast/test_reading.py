@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.fast.fake_engine import FakeEngine
+from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_models import Language, ToyDraftModel
+from tests.fast.toy_workloads import make_method
 from vllm_treespec.core.reading import ReadMarks, plan_reading
+from vllm_treespec.core.schedule import RunningRequests
+from vllm_treespec.proposers import RsdS
 
 BLOCK = 4
 
@@ -75,3 +81,32 @@ def test_plan_limits_the_number_of_trees() -> None:
     plan = plan_reading(ints(0, 1, 2), ints(0, 0, 0), ints(3, 3, 3), may_draft, 100, 1)
     assert plan.end.tolist() == [3, 3, 3]
     assert plan.drafting.tolist() == [0]
+
+
+def test_schedules_are_told_how_far_models_are_behind() -> None:
+    """Red when a prompt, or tokens of plain steps, are no cost of asking a model."""
+    language = Language(0)
+    method = make_method([RsdS(2, 2)], "recursive_rejection")
+    model = ToyDraftModel(language)
+    engine = FakeEngine(language, method, [model], Habits())
+    told: list[int] = []
+    caught_up: list[int] = []
+
+    def choose(requests: RunningRequests) -> tuple[int | None, list[int]]:
+        told.extend(requests.num_behind)
+        may_draft = len(told) in (4, 5, 6, 10)
+        return (0, list(requests.slots)) if may_draft else (None, [])
+
+    method.schedule.choose = choose  # type: ignore[method-assign]
+    method.schedule.observe = lambda outcome: caught_up.append(outcome.num_caught_up)  # type: ignore[method-assign]
+    engine.add(Request("r", [1, 2, 3, 4, 5, 6, 1], 40))
+    for _ in range(10):
+        engine.step()
+    # A prompt of 7 tokens emits one; each plain step leaves one more unread.
+    assert told[:4] == [6, 7, 8, 9]
+    assert told[4:7] == [0, 0, 0], "the model has read"
+    last = told[7]
+    assert last in (1, 2, 3), "what the step emitted whose tree was the last one"
+    assert told[7:] == [last, last + 1, last + 2]
+    assert caught_up[4:7] == [9, 0, 0]
+    assert model.num_read[0] == 11, "the token before the root, and the root besides"

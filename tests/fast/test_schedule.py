@@ -31,7 +31,9 @@ class Listed(ListedSchedule):
     def tree_of(self, num_reqs: int) -> int | None:
         """Index of the tree for so many requests."""
         slots = range(num_reqs)
-        requests = RunningRequests(num_reqs, slots, [False] * num_reqs, [63] * num_reqs)
+        requests = RunningRequests(
+            num_reqs, slots, [False] * num_reqs, [63] * num_reqs, [0] * num_reqs
+        )
         index, drawn = self.choose(requests)
         assert drawn == (() if index is None else slots)
         return index

@@ -70,28 +70,36 @@ class Chooser:
         self.only_decoded = False
 
     def choose(
-        self, batch: EmittedBatch, reqs: np.ndarray, limits: np.ndarray
+        self,
+        batch: EmittedBatch,
+        reqs: np.ndarray,
+        limits: np.ndarray,
+        num_behind: np.ndarray,
     ) -> tuple[int | None, np.ndarray]:
         """Choose the tree of a step.
 
         Args:
             batch: the step.
             reqs: int64 [n], places of the requests that may draft.
-            limits: int64 [num_reqs], draft tokens that their trees may have.
+            limits: int64 [n], draft tokens that their trees may have.
+            num_behind: int64 [n], tokens of earlier steps that draft models would have
+                to read.
 
         Returns:
             the tree's index, None for a plain step; and the slots of the requests that
             it is drawn for, int64.
 
         """
-        reqs = reqs[batch.emitted[reqs]]
+        emitted = batch.emitted[reqs]
+        reqs = reqs[emitted]
         sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
         index, slots = self.schedule.choose(
             RunningRequests(
                 batch.num_reqs,
                 batch.slots[reqs].tolist(),
                 sampled.tolist(),
-                limits[reqs].tolist(),
+                limits[emitted].tolist(),
+                num_behind[emitted].tolist(),
             )
         )
         mode = PLAIN if index is None else self.schedule.trees[index].name
@@ -121,10 +129,10 @@ class Chooser:
         )
         slots = num_drafts = num_accepted = num_kept = limits = NO_SLOTS
         promised = np.zeros(0)
-        num_drawn = num_levels = 0
+        num_drawn = num_levels = num_caught_up = 0
         if proposal is not None:
             num_drawn = len(proposal.slots)
-            num_levels = proposal.num_levels
+            num_levels, num_caught_up = proposal.num_levels, proposal.num_caught_up
             rows, places = proposal.rows_of(batch.slots)
             # A tree that did not come back tells nothing.
             told = (accepted[places] >= 0) | (proposal.num_drafts[rows] == 0)
@@ -142,7 +150,9 @@ class Chooser:
         some_drawn = num_drawn > 0
         as_chosen = some_drawn == (self.last.index is not None)
         all_back = len(slots) == num_drawn
-        seconds = self._seconds(scheduled) if as_chosen and all_back else None
+        seconds = None
+        if as_chosen and all_back:
+            seconds = self._seconds(scheduled, num_caught_up)
         if seconds is not None:
             num_tokens = int(batch.num_emitted.sum())
             self.stats.count_timed(self.last.mode, seconds, num_tokens)
@@ -158,13 +168,21 @@ class Chooser:
                 seconds,
                 num_levels,
                 num_kept.tolist(),
+                num_caught_up,
             )
         )
 
-    def _seconds(self, scheduled: ScheduledBatch) -> float | None:
-        """Time since the last choice; None where the step did other work, too."""
+    def _seconds(
+        self, scheduled: ScheduledBatch, num_caught_up: int
+    ) -> float | None:
+        """Time since the last choice; None where the step did other work, too.
+
+        That draft models read a prompt before they draft is such work, unless it is
+        known how many tokens they caught up on.
+        """
         same = np.array_equal(np.sort(scheduled.slots), np.sort(self.last.slots))
-        pure = same and self.only_decoded and self.last.only_decoded
+        reading_is_known = self.last.only_decoded or num_caught_up > 0
+        pure = same and self.only_decoded and reading_is_known
         return self.clock() - self.last.time if pure else None
 
     def forget(self, slots: np.ndarray) -> None:

@@ -51,10 +51,47 @@ class CommittedReader:
         ]
         self.features = {layer for s in sources for layer in s.reads.features}
         self.max_num_tokens = max_num_tokens
+        # tokens of earlier steps that late sources read in the last one
+        self.num_caught_up = 0
 
     def bind(self, num_blocks: int, block_size: int) -> None:
         """Take the size of the KV cache."""
         self.marks = ReadMarks(num_blocks, block_size)
+
+    def note(self, batch: EmittedBatch, rows: Tensor | slice | None) -> None:
+        """Note what the target computed in a step, before sources read.
+
+        Args:
+            batch: after the step.
+            rows: query rows of the step's committed tokens, for features.
+
+        """
+        if self.keepers:
+            places = token_places(batch.num_computed, batch.end)
+            slots = kv_slots(batch.blocks.host_table, *places, self.marks.block_size)
+            features = self._features(batch, rows)
+            for keeper in self.keepers:
+                keeper.keep(slots, features)
+        if self.late_sources:
+            self.marks.mark_written(
+                batch.blocks.host_table, batch.num_computed, batch.end
+            )
+
+    def num_behind(self, batch: EmittedBatch, reqs: np.ndarray) -> np.ndarray:
+        """Tokens of earlier steps that sources must read to draft, int64 [n].
+
+        A prompt counts: its step emits one token.
+
+        Args:
+            batch: after the step.
+            reqs: int64 [n], places in the batch.
+
+        """
+        if not self.late_sources:
+            return np.zeros(len(reqs), dtype=np.int64)
+        end = batch.end[reqs]
+        first = self.marks.first_unread(batch.blocks.host_table[reqs], end)
+        return (end - first - batch.num_emitted[reqs]).clip(min=0)
 
     def read(
         self,
@@ -66,7 +103,7 @@ class CommittedReader:
         max_trees: int,
         any_trees: bool,
     ) -> np.ndarray:
-        """Let the sources read.
+        """Let the sources read, after ``note``.
 
         Args:
             batch: after the step.
@@ -82,24 +119,15 @@ class CommittedReader:
 
         """
         drafting = reqs[may_draft][:max_trees]
-        if self.keepers:
-            places = token_places(batch.num_computed, batch.end)
-            slots = kv_slots(batch.blocks.host_table, *places, self.marks.block_size)
-            features = self._features(batch, rows)
-            for keeper in self.keepers:
-                keeper.keep(slots, features)
-        if self.late_sources:
-            self.marks.mark_written(
-                batch.blocks.host_table, batch.num_computed, batch.end
+        self.num_caught_up = 0
+        if self.late_sources and any_trees:
+            unread = may_draft & (np.cumsum(may_draft) <= max_trees)
+            unread &= self._unread(batch.slots[reqs], accepted)
+            others = reqs[~unread], may_draft[~unread]
+            others_drafting = self._catch_up(
+                batch, *others, max_trees - int(unread.sum())
             )
-            if any_trees:
-                unread = may_draft & (np.cumsum(may_draft) <= max_trees)
-                unread &= self._unread(batch.slots[reqs], accepted)
-                others = reqs[~unread], may_draft[~unread]
-                others_drafting = self._catch_up(
-                    batch, *others, max_trees - int(unread.sum())
-                )
-                drafting = np.sort(np.concatenate([reqs[unread], others_drafting]))
+            drafting = np.sort(np.concatenate([reqs[unread], others_drafting]))
         if self.step_sources:
             committed = self._step_tokens(batch, rows, drafting)
             for source in self.step_sources:
@@ -130,6 +158,9 @@ class CommittedReader:
         plan = plan_reading(reqs, first, end, may_draft, self.max_num_tokens, max_trees)
         self.marks.mark_read(table[plan.reqs], plan.first, plan.end)
         if len(plan.reqs):
+            num_read = plan.end - plan.first
+            behind = num_read - batch.num_emitted[plan.reqs]
+            self.num_caught_up = int(behind.clip(min=0).sum())
             committed = committed_tokens(batch, plan)
             for source in self.late_sources:
                 source.read(committed)

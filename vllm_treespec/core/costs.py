@@ -9,7 +9,7 @@ from statistics import median
 from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import FEW_TIMES, FadingMean, StepTimes
 from vllm_treespec.core.options import Option
-from vllm_treespec.core.prices import DraftCosts
+from vllm_treespec.core.prices import DraftCosts, DraftParts
 
 # What a step with trees takes longer than a plain one is hopefully less by this factor,
 # where it was not measured.
@@ -80,19 +80,26 @@ class StepCosts:
         self,
         step: int,
         batch_size: int,
-        num_levels: int,
-        num_drafts: int,
+        counts: DraftParts,
         seconds: float,
     ) -> None:
         """Add what a step took whose drafts were weighed; a plain one without any."""
-        if not (num_levels or num_drafts):
+        if not any(counts):
             self.add(step, batch_size, None, 0.0, seconds)
             return
         plain = self.times.get(batch_size, {}).get(None)
         if plain is not None:
-            self.drafts.add(
-                step, batch_size, num_levels, num_drafts, seconds, plain.seconds
-            )
+            self.drafts.add(step, batch_size, counts, seconds, plain.seconds)
+
+    def without_catching_up(
+        self, step: int, batch_size: int, num_tokens: float, seconds: float
+    ) -> float:
+        """What a step would have taken whose draft models were not behind."""
+        plain = self.times.get(batch_size, {}).get(None)
+        if plain is None or not num_tokens:
+            return seconds
+        each = self.drafts.caught_up_seconds(step, batch_size, plain.seconds)
+        return max(seconds - num_tokens * each, min(plain.seconds, seconds))
 
     def _check_recalled(self, batch_size: int, index: int | None) -> None:
         """Forget all recalled times once new ones are far from one of them."""

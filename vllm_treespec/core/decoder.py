@@ -222,8 +222,14 @@ class TreeDecoder:
             self.proposal = None
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
-            limits = self.slots.max_drafts(batch.slots)
-            index, drawn_for = self.chooser.choose(batch, reqs, limits)
+            rows = self._committed_rows(batch)
+            self.committed_reader.note(batch, rows)
+            index, drawn_for = self.chooser.choose(
+                batch,
+                reqs,
+                self.slots.max_drafts(batch.slots[reqs]),
+                self.committed_reader.num_behind(batch, reqs),
+            )
             may_draft = self._has_room(batch, index)[reqs]
             may_draft &= np.isin(batch.slots[reqs], drawn_for)
             models_draft = index is not None and self._models_draft(
@@ -231,7 +237,7 @@ class TreeDecoder:
             )
             drafting = self.committed_reader.read(
                 batch,
-                self._committed_rows(batch),
+                rows,
                 reqs,
                 may_draft,
                 accepted[reqs],
@@ -345,7 +351,13 @@ class TreeDecoder:
         )
         limits = self._node_limits(batch, drafting, tree)
         proposal = Proposal.from_tree(
-            tree, index, self.step, roots.slots, drafting, limits
+            tree,
+            index,
+            self.step,
+            roots.slots,
+            drafting,
+            limits,
+            self.committed_reader.num_caught_up,
         )
         if proposer.num_beam_tokens is not None:
             num_beam_tokens = proposer.num_beam_tokens * len(drafting)

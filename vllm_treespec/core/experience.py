@@ -9,6 +9,7 @@ from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
 from vllm_treespec.core.learned import StepTimes
 from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.prices import DraftParts
 
 PLAIN = "plain"
 Kind = Literal["greedy", "sampled"]
@@ -28,8 +29,11 @@ class Experience(BaseModel):
     seconds: dict[int, dict[str, PositiveFloat]]
     # name of a tree -> accepted tokens of one
     accepted: dict[Kind, dict[str, NonNegativeFloat]]
-    # batch size -> seconds of what drafts cost, see ``DraftTimes``
-    drafts: dict[int, tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]] = {}
+    # batch size -> seconds of what drafts cost, see ``DraftParts``
+    drafts: dict[
+        int,
+        tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat],
+    ] = {}
     # accepted tokens over those that trees promised
     kept: dict[Kind, NonNegativeFloat] = {}
 
@@ -81,7 +85,7 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
             schedule.costs.times.setdefault(size, {})[indices[name]] = times
             schedule.costs.recalled[size, indices[name]] = seconds
         if size in experience.drafts:
-            parts = experience.drafts[size]
+            parts = DraftParts(*experience.drafts[size])
             schedule.costs.drafts.recall(size, by_name[PLAIN], parts)
     for kind, sampled in KINDS:
         accepted = experience.accepted.get(kind, {})

@@ -51,6 +51,8 @@ class Proposal:
     num_levels: int = 0
     # int64 [num_trees], see ``TreeBatch.guesses``
     guesses: np.ndarray | None = None
+    # tokens of earlier steps that draft models read for the trees
+    num_caught_up: int = 0
 
     @classmethod
     def from_tree(
@@ -61,6 +63,7 @@ class Proposal:
         slots: np.ndarray,
         reqs: np.ndarray,
         node_limits: np.ndarray | None = None,
+        num_caught_up: int = 0,
     ) -> Proposal:
         """Bring the drafts of new trees to the host, waiting for the device once.
 
@@ -99,6 +102,7 @@ class Proposal:
             promised=promised,
             num_levels=tree.num_levels,
             guesses=None if tree.guesses is None else host[:, -2],
+            num_caught_up=num_caught_up,
         )
 
     def without(self, slots: np.ndarray) -> Proposal:

@@ -11,7 +11,7 @@ from vllm_treespec.core.acceptance import Acceptance
 from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.options import Option, guessed_accepted
-from vllm_treespec.core.prices import Prices, Promises
+from vllm_treespec.core.prices import DraftParts, Prices, Promises
 from vllm_treespec.core.schedule import (
     RunningRequests,
     Schedule,
@@ -24,6 +24,10 @@ ROUND_STEPS = 4
 # How much faster than plain decoding a tree must promise to be. Hopes come true in part
 # only, so a tree that promises less costs time in looking at it.
 WORTH_A_TREE = 1.04
+# A request is thought to go on for as many steps as it has had, but at least for these.
+LEAST_STEPS = 64
+# Tokens that draft models catch up on in a step which tells how long that takes.
+MANY_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,11 @@ class TimedStep:
     index: int | None
     # of its requests, trees that were made smaller by their part that was left
     share: float
-    # that draft models read
-    num_levels: int
-    # of all trees
-    num_drafts: int
+    # how often each part of what drafts cost came
+    counts: DraftParts
+    # whether the step before was of the same option and batch size; else it tells only
+    # what catching up takes
+    settled: bool
 
 
 class Gain(NamedTuple):
@@ -48,6 +53,9 @@ class Gain(NamedTuple):
     slot: int
     # of a whole tree
     share: float
+    # that draft models take for the request's tokens that they are behind, as a part of
+    # each step that it will go on
+    seconds: float
 
 
 class MeasuredSchedule(Schedule):
@@ -107,6 +115,8 @@ class MeasuredSchedule(Schedule):
         self.acceptance = Acceptance(self.options)
         # of trees whose proposers weigh drafts
         self.promises = Promises()
+        # the step in which a request decoded first, by slot
+        self.begun: dict[int, int] = {}
         # of the requests of the last choice, by slot
         self.sampled: dict[int, bool] = {}
         # the running round
@@ -120,8 +130,7 @@ class MeasuredSchedule(Schedule):
         self.is_timed = False
         # whether a step was decoded with it, or without a tree
         self.is_seen = False
-        # whether the step before was of the same option and batch size; only then a
-        # step is timed
+        # whether the step before was of the same option and batch size
         self.settled = False
         self.new_steps: list[TimedStep] = []
         self.new_seconds: list[float] = []
@@ -143,6 +152,8 @@ class MeasuredSchedule(Schedule):
         self.steps_left -= 1
         self.settled = True
         batch_size = measured_together(requests.num_reqs)
+        for slot in requests.slots:
+            self.begun.setdefault(slot, self.step)
         if self.steps_left <= 0 or batch_size != self.batch_size:
             self._end_round()
             self._begin_round(batch_size, *self._best(batch_size, requests))
@@ -181,14 +192,18 @@ class MeasuredSchedule(Schedule):
             )
             self._observe_promises(outcome)
         of_option = option is self.plain or share > 0
-        if outcome.seconds is not None and self.settled and not forced and of_option:
-            num_drafts = sum(outcome.num_drafts)
+        caught_up = outcome.num_caught_up >= MANY_TOKENS
+        of_use = of_option and (self.settled or caught_up)
+        if outcome.seconds is not None and not forced and of_use:
+            counts = DraftParts.of_step(
+                outcome.num_levels, sum(outcome.num_drafts), outcome.num_caught_up
+            )
             step = TimedStep(
-                self.batch_size, outcome.index, share, outcome.num_levels, num_drafts
+                self.batch_size, outcome.index, share, counts, self.settled
             )
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
-            self.is_timed = True
+            self.is_timed |= self.settled
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
         """Learn what was accepted of the tokens that trees promised."""
@@ -205,6 +220,8 @@ class MeasuredSchedule(Schedule):
         """Forget requests that ended; their slots will be other requests'."""
         self.promises.forget(slots)
         self.acceptance.forget(slots)
+        for slot in slots:
+            self.begun.pop(slot, None)
         self.left_out -= set(slots)
 
     def _end_round(self) -> None:
@@ -219,15 +236,15 @@ class MeasuredSchedule(Schedule):
         ):
             if self._weighs(timed.index):
                 self.costs.add_drafts(
-                    self.step,
-                    timed.batch_size,
-                    timed.num_levels,
-                    timed.num_drafts,
-                    seconds,
+                    self.step, timed.batch_size, timed.counts, seconds
                 )
-            self.costs.add(
-                self.step, timed.batch_size, timed.index, timed.share, seconds
-            )
+            if timed.settled:
+                usual = self.costs.without_catching_up(
+                    self.step, timed.batch_size, timed.counts.caught_up, seconds
+                )
+                self.costs.add(
+                    self.step, timed.batch_size, timed.index, timed.share, usual
+                )
         self.new_steps, self.new_seconds = [], []
 
     def _best(
@@ -255,13 +272,14 @@ class MeasuredSchedule(Schedule):
             extra = self.costs.extra_seconds(*at, plain.seconds)
             gains = self._gains(batch_size, option, requests)
             tokens: float = requests.num_reqs
-            num_trees = 0.0
+            num_trees = behind = 0.0
             for count, gain in enumerate(gains[: self.max_trees], start=1):
                 tokens += gain.tokens
                 num_trees += gain.share
+                behind += gain.seconds
                 # Fewer trees cost less, but more than their share.
                 share = math.sqrt(num_trees / requests.num_reqs)
-                rate = tokens / (plain.seconds + extra * share)
+                rate = tokens / (plain.seconds + extra * share + behind)
                 if rate > best_rate:
                     best, best_rate = option, rate
                     left_out = frozenset(left.slot for left in gains[count:])
@@ -280,11 +298,22 @@ class MeasuredSchedule(Schedule):
             sampled: self.acceptance.hopeful(self.step, batch_size, option, sampled)
             for sampled in set(requests.sampled)
         }
+        behind = 0.0
+        if not option.is_free and any(requests.num_behind):
+            behind = self.costs.drafts.caught_up_seconds(
+                self.step, batch_size, self.plain_seconds
+            )
         gains = []
-        for slot, sampled, limit in zip(
-            requests.slots, requests.sampled, requests.limits, strict=True
+        for slot, sampled, limit, num_behind in zip(
+            requests.slots,
+            requests.sampled,
+            requests.limits,
+            requests.num_behind,
+            strict=True,
         ):
             factor = self.acceptance.factor(self.step, slot, option)
             tokens = min(hopes[sampled] * factor, limit)
-            gains.append(Gain(tokens, slot, option.share(limit)))
+            num_steps = max(self.step - self.begun[slot], LEAST_STEPS)
+            seconds = behind * num_behind / num_steps
+            gains.append(Gain(tokens, slot, option.share(limit), seconds))
         return sorted(gains, reverse=True)

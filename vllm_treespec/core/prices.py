@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean, left_after
 
 # What is guessed of a step's drafts before steps with any were measured, as parts of a
-# plain step: what the first one costs besides; a level that a draft model reads; and
-# how many requests' rows a target reads in the time that one needs, then half of what
-# that makes a row cost.
+# plain step: what the first one costs besides; a level that a draft model reads; how
+# many requests' rows a target reads in the time that one needs, then half of what that
+# makes a row cost; and a token that a draft model catches up on.
 GUESSED_FIRST = 0.08
 GUESSED_LEVEL = 0.15
 FREE_ROWS = 16
 GUESSED_EACH = 0.5
+GUESSED_CAUGHT_UP = 0.004
 # Standard error of a measured time, as a part of a plain step.
 ERROR = 0.06
 # A measured time counts up to so many times what was expected.
@@ -46,50 +48,73 @@ class Prices:
     level: float = 0.0
 
 
+class DraftParts(NamedTuple):
+    """The parts of what a step's drafts cost: how often each came, or its seconds."""
+
+    # any drafts at all
+    first: float
+    # a level that draft models read
+    level: float
+    # a draft
+    each: float
+    # a token of earlier steps that draft models read, as they were behind
+    caught_up: float
+
+    @classmethod
+    def of_step(
+        cls, num_levels: int, num_drafts: int, num_caught_up: int
+    ) -> DraftParts:
+        """How often each part came in a step."""
+        return cls(num_drafts > 0, num_levels, num_drafts, num_caught_up)
+
+    def seconds(self, counts: DraftParts) -> float:
+        """What they take together that came so often."""
+        return sum(a * b for a, b in zip(self, counts, strict=True))
+
+
 @dataclass
 class DraftTimes:
     """How much longer than a plain step one with drafts takes, at one batch size.
 
-    A sum of three parts: what any drafts cost, each level that draft models read, and
-    each draft. It is fitted to measured steps by least squares. The guess counts as one
-    more measurement of each part, with an error of its own (ridge regression). Older
-    steps count less.
+    A sum of parts. It is fitted to measured steps by least squares. The guess counts as
+    one more measurement of each part, with an error of its own (ridge regression).
+    Older steps count less.
 
     Attributes:
-        guess: seconds of the three parts.
+        guess: seconds of the parts.
         doubt: errors of the guess, in seconds.
         error: of a measured step, in seconds.
 
     """
 
-    guess: Sequence[float]
-    doubt: Sequence[float]
+    guess: DraftParts
+    doubt: DraftParts
     error: float
     step: int = 0
     # over the measured steps: products of how often each part came with how often the
     # others came, and in the last column with the seconds
     sums: list[list[float]] = field(
-        default_factory=lambda: [[0.0] * 4 for _ in range(3)]
+        default_factory=lambda: [
+            [0.0] * (len(DraftParts._fields) + 1) for _ in DraftParts._fields
+        ]
     )
 
-    def add(self, step: int, num_levels: int, num_drafts: int, seconds: float) -> None:
+    def add(self, step: int, counts: DraftParts, seconds: float) -> None:
         """Add a measured step that took so much longer than a plain one."""
         self._fade(step)
-        counts = (float(num_drafts > 0), float(num_levels), float(num_drafts))
         for row, count in zip(self.sums, counts, strict=True):
             for column, other in enumerate((*counts, seconds)):
                 row[column] += count * other
 
-    def fit(self, step: int) -> tuple[float, float, float]:
-        """Seconds of the three parts; none is below 0."""
+    def fit(self, step: int) -> DraftParts:
+        """Seconds of the parts; none is below 0."""
         self._fade(step)
         rows = [list(row) for row in self.sums]
         for part, (guess, doubt) in enumerate(zip(self.guess, self.doubt, strict=True)):
             weight = (self.error / doubt) ** 2
             rows[part][part] += weight
             rows[part][-1] += weight * guess
-        first, level, each = (max(seconds, 0.0) for seconds in solved(rows))
-        return first, level, each
+        return DraftParts(*(max(seconds, 0.0) for seconds in solved(rows)))
 
     def _fade(self, step: int) -> None:
         """Let the past fade up to a step."""
@@ -128,33 +153,34 @@ class DraftCosts:
         self,
         step: int,
         batch_size: int,
-        num_levels: int,
-        num_drafts: int,
+        counts: DraftParts,
         seconds: float,
         plain: float,
     ) -> None:
         """Add a step with drafts, and the seconds of a plain one."""
         times = self._times(step, batch_size, plain)
-        first, level, each = times.fit(step)
-        expected = plain + first + level * num_levels + each * num_drafts
-        seconds = min(seconds, LONGEST * expected) - plain
-        times.add(step, num_levels, num_drafts, seconds)
+        expected = plain + times.fit(step).seconds(counts)
+        times.add(step, counts, min(seconds, LONGEST * expected) - plain)
 
     def prices(
         self, step: int, batch_size: int, plain: float, kept: Sequence[float]
     ) -> Prices:
         """What drafts must promise where plain steps take so many seconds."""
-        first, level, each = self._times(step, batch_size, plain).fit(step)
+        parts = self._times(step, batch_size, plain).fit(step)
         tokens_a_second = batch_size / plain
-        each = max(each, LEAST_EACH * plain / batch_size)
+        each = max(parts.each, LEAST_EACH * plain / batch_size)
         return Prices(
             draft=each * tokens_a_second,
-            first=first * tokens_a_second,
+            first=parts.first * tokens_a_second,
             kept=kept,
-            level=level * tokens_a_second,
+            level=parts.level * tokens_a_second,
         )
 
-    def recall(self, batch_size: int, plain: float, parts: Sequence[float]) -> None:
+    def caught_up_seconds(self, step: int, batch_size: int, plain: float) -> float:
+        """What a token of earlier steps takes that draft models read."""
+        return self._times(step, batch_size, plain).fit(step).caught_up
+
+    def recall(self, batch_size: int, plain: float, parts: DraftParts) -> None:
         """Begin with the costs that an earlier start knew, in seconds."""
         self.times[batch_size] = DraftTimes(
             parts, guessed_parts(batch_size, plain), ERROR * plain
@@ -170,16 +196,20 @@ class DraftCosts:
             nearest = nearest_size(self.times, batch_size)
             parts = guessed_parts(batch_size, plain)
             if nearest is not None:
-                first, level, each = self.times[nearest].fit(step)
-                parts = [first, level, max(each, parts[-1])]
+                known = self.times[nearest].fit(step)
+                parts = known._replace(each=max(known.each, parts.each))
             self.recall(batch_size, plain, parts)
         return self.times[batch_size]
 
 
-def guessed_parts(batch_size: int, plain: float) -> list[float]:
-    """Seconds of the three parts before anything was measured."""
-    each = GUESSED_EACH / (batch_size + FREE_ROWS)
-    return [part * plain for part in (GUESSED_FIRST, GUESSED_LEVEL, each)]
+def guessed_parts(batch_size: int, plain: float) -> DraftParts:
+    """Seconds of the parts before anything was measured."""
+    return DraftParts(
+        first=GUESSED_FIRST * plain,
+        level=GUESSED_LEVEL * plain,
+        each=GUESSED_EACH / (batch_size + FREE_ROWS) * plain,
+        caught_up=GUESSED_CAUGHT_UP * plain,
+    )
 
 
 class Promises:

@@ -60,6 +60,8 @@ class RunningRequests:
     sampled: Sequence[bool]
     # draft tokens that each of these requests lets its tree have
     limits: Sequence[int]
+    # tokens of earlier steps that draft models would have to read for these requests
+    num_behind: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class StepOutcome:
     num_levels: int = 0
     # what came true of ``promised``; left out: ``num_accepted``
     num_kept: Sequence[int] = ()
+    # tokens of earlier steps that draft models read for these trees
+    num_caught_up: int = 0
 
 
 class Schedule(ABC):
