@@ -138,20 +138,26 @@ def test_a_model_that_pays_at_one_batch_size_only() -> None:
     assert with_model[4] < 0.1 * num_steps
 
 
-@pytest.mark.parametrize(("prompt", "is_worth_it"), [(20, True), (20_000, False)])
-def test_a_model_that_must_read_a_long_prompt(prompt: int, is_worth_it: bool) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "num_steps", "is_worth_it"),
+    [(20, 64, True), (2000, 64, True), (2000, 8, False), (20_000, 64, False)],
+)
+def test_a_model_that_must_read_a_long_prompt(
+    prompt: int, num_steps: int, is_worth_it: bool
+) -> None:
     """Red when the time in which a model reads a prompt counts for nothing.
 
-    A token of it takes a hundredth of a step: 20,000 take as long as 200 steps, which
-    the model does not win back in 64.
+    Or when it is spread over more steps than answers have. A token of the prompt takes
+    a hundredth of a step: 2,000 take as long as 20 steps, which the model wins back in
+    64 steps, and not in 8.
     """
     with_model = 0
     for seed in range(20):
         chat = Chat(seed, model_accepted=1.5, model_seconds=1.7)
         chat.token_seconds = 0.01
-        for number in range(8):
+        for number in range(16):
             before = chat.chosen[BOTH]
-            chat.answer(number, 64, prompt=prompt)
-            if number > 2:
+            chat.answer(number, num_steps, prompt=prompt)
+            if number >= 8:
                 with_model += chat.chosen[BOTH] > before
-    assert with_model > 85 if is_worth_it else with_model < 15
+    assert with_model > 140 if is_worth_it else with_model < 24

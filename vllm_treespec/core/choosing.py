@@ -172,9 +172,7 @@ class Chooser:
             )
         )
 
-    def _seconds(
-        self, scheduled: ScheduledBatch, num_caught_up: int
-    ) -> float | None:
+    def _seconds(self, scheduled: ScheduledBatch, num_caught_up: int) -> float | None:
         """Time since the last choice; None where the step did other work, too.
 
         That draft models read a prompt before they draft is such work, unless it is

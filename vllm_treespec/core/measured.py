@@ -10,6 +10,7 @@ from typing import NamedTuple
 from vllm_treespec.core.acceptance import Acceptance
 from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
+from vllm_treespec.core.learned import FadingMean
 from vllm_treespec.core.options import Option, guessed_accepted
 from vllm_treespec.core.prices import DraftParts, Prices, Promises
 from vllm_treespec.core.schedule import (
@@ -24,8 +25,8 @@ ROUND_STEPS = 4
 # How much faster than plain decoding a tree must promise to be. Hopes come true in part
 # only, so a tree that promises less costs time in looking at it.
 WORTH_A_TREE = 1.04
-# A request is thought to go on for as many steps as it has had, but at least for these.
-LEAST_STEPS = 64
+# Steps that a request is thought to have, before any has ended.
+GUESSED_LIFE = 64.0
 # Tokens that draft models catch up on in a step which tells how long that takes.
 MANY_TOKENS = 16
 
@@ -117,6 +118,8 @@ class MeasuredSchedule(Schedule):
         self.promises = Promises()
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
+        # steps that requests had
+        self.lives = FadingMean()
         # of the requests of the last choice, by slot
         self.sampled: dict[int, bool] = {}
         # the running round
@@ -221,7 +224,10 @@ class MeasuredSchedule(Schedule):
         self.promises.forget(slots)
         self.acceptance.forget(slots)
         for slot in slots:
-            self.begun.pop(slot, None)
+            life = self.step - self.begun.pop(slot, self.step)
+            # What ends with its first token tells nothing of others.
+            if life:
+                self.lives.add(self.step, 1.0, life)
         self.left_out -= set(slots)
 
     def _end_round(self) -> None:
@@ -303,6 +309,7 @@ class MeasuredSchedule(Schedule):
             behind = self.costs.drafts.caught_up_seconds(
                 self.step, batch_size, self.plain_seconds
             )
+        life = self.lives.mean(self.step, GUESSED_LIFE, 1.0)
         gains = []
         for slot, sampled, limit, num_behind in zip(
             requests.slots,
@@ -313,7 +320,8 @@ class MeasuredSchedule(Schedule):
         ):
             factor = self.acceptance.factor(self.step, slot, option)
             tokens = min(hopes[sampled] * factor, limit)
-            num_steps = max(self.step - self.begun[slot], LEAST_STEPS)
+            # It goes on as long as others, or as it did so far.
+            num_steps = max(self.step - self.begun[slot], life)
             seconds = behind * num_behind / num_steps
             gains.append(Gain(tokens, slot, option.share(limit), seconds))
         return sorted(gains, reverse=True)
