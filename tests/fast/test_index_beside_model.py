@@ -140,7 +140,7 @@ def test_a_model_that_pays_at_one_batch_size_only() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "num_steps", "is_worth_it"),
-    [(20, 64, True), (2000, 64, True), (2000, 8, False), (20_000, 64, False)],
+    [(20, 64, True), (3000, 64, True), (3000, 8, False), (20_000, 64, False)],
 )
 def test_a_model_that_must_read_a_long_prompt(
     prompt: int, num_steps: int, is_worth_it: bool
@@ -148,7 +148,7 @@ def test_a_model_that_must_read_a_long_prompt(
     """Red when the time in which a model reads a prompt counts for nothing.
 
     Or when it is spread over more steps than answers have. A token of the prompt takes
-    a hundredth of a step: 2,000 take as long as 20 steps, which the model wins back in
+    a hundredth of a step: 3,000 take as long as 30 steps, which the model wins back in
     64 steps, and not in 8.
     """
     with_model = 0
