@@ -68,7 +68,7 @@ def test_prices_are_kept() -> None:
     """Red when a start has to learn again what drafts cost, and what they keep."""
     trees = [Tree(16, 12, 16, weighs_drafts=True)]
     schedule = MeasuredSchedule(trees, 64)
-    schedule.costs.add(0, 4, None, 0.0, 0.05)
+    schedule.costs.add(4, None, 0.0, 0.05)
     for number in range(60):
         counts = DraftParts.of_step(1 + number % 3, number % 8, number % 5)
         schedule.costs.drafts.add(0, 4, counts, 0.09, 0.05)

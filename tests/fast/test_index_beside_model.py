@@ -120,8 +120,12 @@ def test_a_model_that_does_not_pay_is_left_out() -> None:
         assert chat.chosen[BOTH] < 0.2 * chat.chosen.total()
 
 
-def test_a_model_that_pays_at_one_batch_size_only() -> None:
-    """Red when the small trees of a large batch tell what one request would accept."""
+@pytest.mark.parametrize("num_steps", [64, 800])
+def test_a_model_that_pays_at_one_batch_size_only(num_steps: int) -> None:
+    """Red when the small trees of a large batch tell what one request would accept.
+
+    And when what was learned of a batch size fades while another one runs.
+    """
     accepted = {1: 1.2, 4: 0.2}
     with_model: Counter[int] = Counter()
     for seed in range(20):
@@ -130,12 +134,12 @@ def test_a_model_that_pays_at_one_batch_size_only() -> None:
             batch_size = 1 if number % 2 else 4
             chat.accepted = accepted[batch_size]
             before = chat.chosen[BOTH]
-            chat.answer(100 * number, 64, batch_size)
+            chat.answer(100 * number, num_steps, batch_size)
             if number > 1:
                 with_model[batch_size] += chat.chosen[BOTH] - before
-    num_steps = 20 * 4 * 64
-    assert with_model[1] > 0.9 * num_steps
-    assert with_model[4] < 0.1 * num_steps
+    in_all = 20 * 4 * num_steps
+    assert with_model[1] > 0.9 * in_all
+    assert with_model[4] < 0.1 * in_all
 
 
 @pytest.mark.parametrize(

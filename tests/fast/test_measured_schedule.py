@@ -416,7 +416,7 @@ def test_limited_trees_do_not_fool_the_schedule() -> None:
         if step >= 300:
             drawn_for.update(drawn)
             assert index is None or schedule.acceptance.expected(
-                schedule.step, 4, schedule.by_index[index], False
+                4, schedule.by_index[index], False
             ) == pytest.approx(most, rel=0.2)
     assert drawn_for[0] > 250
     assert drawn_for[1] > 250

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import FadingMean, RequestHistory
 from vllm_treespec.core.options import Option
 from vllm_treespec.core.schedule import StepOutcome
@@ -13,7 +15,8 @@ from vllm_treespec.core.schedule import StepOutcome
 # about the text counts for.
 GUESSED_TREES = 4.0
 GUESSED_TEXT = 3.0
-# Stands for the batch size of trees that are the same in any batch.
+# Stands for any batch size: of trees that are the same in all of them, and of what an
+# earlier start knew.
 ANY_SIZE = 0
 # Standard errors by which more may be accepted than was.
 HOPED_ERRORS = 0.5
@@ -23,12 +26,20 @@ class Acceptance:
     """Means of accepted tokens, greedy and sampled requests apart.
 
     A mean for each tree. Trees whose drafts are weighed are smaller in larger batches,
-    so they have means for each batch size besides. Each request has a factor of its
-    own: how much more is accepted of its trees than of others'.
+    so they have a mean for each batch size. Each request has a factor of its own: how
+    much more is accepted of its trees than of others'.
     """
 
-    def __init__(self, options: Sequence[Option]) -> None:
-        """Begin with nothing measured."""
+    def __init__(self, options: Sequence[Option], steps_at: Counter[int]) -> None:
+        """Begin with nothing measured.
+
+        Args:
+            options: of which trees are drawn.
+            steps_at: steps so far, by batch size; those of ``ANY_SIZE`` are all. The
+                schedule counts them. A mean does not fade while its batch size rests.
+
+        """
+        self.steps_at = steps_at
         kinds = (False, True)
         # option's index, sampled -> batch size -> accepted tokens of a tree
         self.trees: dict[tuple[int | None, bool], dict[int, FadingMean]] = {
@@ -44,7 +55,6 @@ class Acceptance:
 
     def observe(
         self,
-        step: int,
         batch_size: int,
         option: Option,
         sampled_slots: Mapping[int, bool],
@@ -53,7 +63,6 @@ class Acceptance:
         """Learn what was accepted of the trees of a step.
 
         Args:
-            step: number of the current step.
             batch_size: of the step that brought the outcome.
             option: what it drew.
             sampled_slots: whether requests are sampled, by slot. Others tell nothing.
@@ -61,7 +70,7 @@ class Acceptance:
 
         """
         for sampled in (False, True):
-            expected = self.expected(step, batch_size, option, sampled)
+            expected = self.expected(batch_size, option, sampled)
             num_trees = total = 0
             for slot, accepted, limit in zip(
                 outcome.slots, outcome.num_accepted, outcome.limits, strict=True
@@ -69,15 +78,14 @@ class Acceptance:
                 if sampled_slots.get(slot) is sampled:
                     key = slot, option.is_free
                     history = self.requests.setdefault(key, RequestHistory())
-                    history.add(step, expected, accepted)
+                    history.add(self.steps_at[ANY_SIZE], expected, accepted)
                     if limit >= option.num_drafts:
                         num_trees, total = num_trees + 1, total + accepted
             if num_trees:
-                self._add(step, batch_size, option, sampled, num_trees, total)
+                self._add(batch_size, option, sampled, num_trees, total)
 
     def _add(
         self,
-        step: int,
         batch_size: int,
         option: Option,
         sampled: bool,
@@ -87,30 +95,27 @@ class Acceptance:
         """Add whole trees, and what was accepted of them."""
         size = batch_size if option.weighs_drafts else ANY_SIZE
         by_size = self.trees[option.index, sampled]
-        by_size.setdefault(size, FadingMean()).add(step, num_trees, total)
+        means = by_size.setdefault(size, FadingMean())
+        means.add(self.steps_at[size], num_trees, total)
         text = self.text[option.is_free, sampled]
-        text.add(step, num_trees * option.guess, total)
+        text.add(self.steps_at[ANY_SIZE], num_trees * option.guess, total)
 
-    def expected(
-        self, step: int, batch_size: int, option: Option, sampled: bool
-    ) -> float:
+    def expected(self, batch_size: int, option: Option, sampled: bool) -> float:
         """Tokens that will be accepted of a tree, for a request like most."""
-        return self._mean_and_trees(step, batch_size, option, sampled)[0]
+        return self._mean_and_trees(batch_size, option, sampled)[0]
 
-    def hopeful(
-        self, step: int, batch_size: int, option: Option, sampled: bool
-    ) -> float:
+    def hopeful(self, batch_size: int, option: Option, sampled: bool) -> float:
         """What may be accepted for all we know: half a standard error more.
 
         The number of accepted tokens is taken as geometric.
         """
-        mean, num_trees = self._mean_and_trees(step, batch_size, option, sampled)
+        mean, num_trees = self._mean_and_trees(batch_size, option, sampled)
         return mean + HOPED_ERRORS * math.sqrt(mean * (1 + mean) / num_trees)
 
-    def factor(self, step: int, slot: int, option: Option) -> float:
+    def factor(self, slot: int, option: Option) -> float:
         """How much more a request's trees may have than others'; hopeful."""
         history = self.requests.get((slot, option.is_free))
-        return (history or RequestHistory()).hopeful(step)
+        return (history or RequestHistory()).hopeful(self.steps_at[ANY_SIZE])
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
@@ -119,26 +124,32 @@ class Acceptance:
                 self.requests.pop((slot, is_free), None)
 
     def _mean_and_trees(
-        self, step: int, batch_size: int, option: Option, sampled: bool
+        self, batch_size: int, option: Option, sampled: bool
     ) -> tuple[float, float]:
-        """The mean of a tree, and how many it is of, guessed ones included."""
-        text = self.text[option.is_free, sampled].mean(step, 1.0, GUESSED_TEXT)
-        size = batch_size if option.weighs_drafts else ANY_SIZE
-        others = self.together(step, option, sampled, but=size)
-        guess = others.mean(step, option.guess * text, GUESSED_TREES)
-        own = self.trees[option.index, sampled].get(size, FadingMean())
-        mean = own.mean(step, guess, GUESSED_TREES)
-        return mean, own.weight + GUESSED_TREES
+        """The mean of a tree, and how many it is of, guessed ones included.
 
-    def together(
-        self, step: int, option: Option, sampled: bool, but: int | None = None
-    ) -> FadingMean:
-        """Accepted tokens of a tree at all batch sizes, or at all but one."""
-        together = FadingMean(step=step)
-        for size, means in self.trees[option.index, sampled].items():
-            if size != but:
-                means.fade(step)
-                together.add(step, means.weight, means.total)
+        The guess at a batch size is the mean at the nearest one.
+        """
+        text = self.text[option.is_free, sampled]
+        mean = option.guess * text.mean(self.steps_at[ANY_SIZE], 1.0, GUESSED_TEXT)
+        by_size = self.trees[option.index, sampled]
+        places = [ANY_SIZE]
+        if option.weighs_drafts:
+            others = by_size.keys() - {batch_size, ANY_SIZE}
+            nearest = nearest_size(others, batch_size)
+            places += [batch_size] if nearest is None else [nearest, batch_size]
+        num_trees = 0.0
+        for size in places:
+            means = by_size.get(size, FadingMean())
+            mean = means.mean(self.steps_at[size], mean, GUESSED_TREES)
+            num_trees = means.weight
+        return mean, num_trees + GUESSED_TREES
+
+    def together(self, option: Option, sampled: bool) -> FadingMean:
+        """Accepted tokens of a tree at all batch sizes."""
+        together = FadingMean()
+        for means in self.trees[option.index, sampled].values():
+            together.add(0, means.weight, means.total)
         return together
 
     def recall(

@@ -15,9 +15,9 @@ def measured_together(num_reqs: int) -> int:
 
 
 def nearest_size(sizes: Iterable[int], batch_size: int) -> int | None:
-    """The batch size that is nearest, by ratio; None without any."""
+    """The batch size that is nearest, by ratio, then smaller; None without any."""
     return min(
         sizes,
-        key=lambda size: max(size, batch_size) / min(size, batch_size),
+        key=lambda size: (max(size, batch_size) / min(size, batch_size), size),
         default=None,
     )

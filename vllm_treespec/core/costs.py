@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import FEW_TIMES, FadingMean, StepTimes
@@ -20,14 +22,30 @@ FRUITLESS_ROUNDS = 2.5
 SAME_MACHINE = 1.5
 
 
+class PlainSeconds(NamedTuple):
+    """Time of a plain step."""
+
+    seconds: float
+    # what it may be by now for all we know, less the older the measured times are
+    hopeful: float
+
+
 class StepCosts:
     """Times of steps: of each option, at each batch size.
 
-    Times count less and less, and are forgotten after about a thousand steps.
+    Times count less and less, and are forgotten after about a thousand steps of their
+    batch size.
     """
 
-    def __init__(self, options: Sequence[Option]) -> None:
-        """Begin with nothing measured; one of the options is plain."""
+    def __init__(self, options: Sequence[Option], steps_at: Counter[int]) -> None:
+        """Begin with nothing measured.
+
+        Args:
+            options: one of them is plain.
+            steps_at: steps so far, by batch size; the schedule counts them.
+
+        """
+        self.steps_at = steps_at
         self.num_drafts = {option.index: option.num_drafts for option in options}
         # batch size -> option's index -> times
         self.times: dict[int, dict[int | None, StepTimes]] = {}
@@ -39,29 +57,22 @@ class StepCosts:
         # batch size, option's index -> rounds in which no step could be timed
         self.fruitless: dict[tuple[int, int | None], FadingMean] = {}
 
-    def end_round(
-        self, step: int, batch_size: int, option: Option, was_timed: bool
-    ) -> None:
+    def end_round(self, batch_size: int, option: Option, was_timed: bool) -> None:
         """Note whether a round of an option could be timed."""
         key = batch_size, option.index
         if was_timed:
             self.fruitless.pop(key, None)
         else:
-            self.fruitless.setdefault(key, FadingMean()).add(step, 1.0, 0.0)
+            rounds = self.fruitless.setdefault(key, FadingMean())
+            rounds.add(self.steps_at[batch_size], 1.0, 0.0)
 
     def add(
-        self,
-        step: int,
-        batch_size: int,
-        index: int | None,
-        share: float,
-        seconds: float,
+        self, batch_size: int, index: int | None, share: float, seconds: float
     ) -> None:
         """Add a timed step.
 
         Args:
-            step: number of the current step.
-            batch_size: of the timed one.
+            batch_size: of the step.
             index: of its option.
             share: of the requests that had a whole tree. More than 0, or plain.
             seconds: what it took.
@@ -73,32 +84,28 @@ class StepCosts:
                 return
             plain = known[None].seconds
             seconds = plain + (seconds - plain) * math.sqrt(1 / share)
-        known.setdefault(index, StepTimes()).add(step, seconds)
+        times = known.setdefault(index, StepTimes())
+        times.add(self.steps_at[batch_size], seconds)
         self._check_recalled(batch_size, index)
 
-    def add_drafts(
-        self,
-        step: int,
-        batch_size: int,
-        counts: DraftParts,
-        seconds: float,
-    ) -> None:
+    def add_drafts(self, batch_size: int, counts: DraftParts, seconds: float) -> None:
         """Add what a step took whose drafts were weighed; a plain one without any."""
         if not any(counts):
-            self.add(step, batch_size, None, 0.0, seconds)
+            self.add(batch_size, None, 0.0, seconds)
             return
         plain = self.times.get(batch_size, {}).get(None)
         if plain is not None:
+            step = self.steps_at[batch_size]
             self.drafts.add(step, batch_size, counts, seconds, plain.seconds)
 
     def without_catching_up(
-        self, step: int, batch_size: int, num_tokens: float, seconds: float
+        self, batch_size: int, num_tokens: float, seconds: float
     ) -> float:
         """What a step would have taken whose draft models were not behind."""
         plain = self.times.get(batch_size, {}).get(None)
         if plain is None or not num_tokens:
             return seconds
-        each = self.drafts.caught_up_seconds(step, batch_size, plain.seconds)
+        each = self.caught_up_seconds(batch_size, plain.seconds)
         return max(seconds - num_tokens * each, min(plain.seconds, seconds))
 
     def _check_recalled(self, batch_size: int, index: int | None) -> None:
@@ -117,23 +124,27 @@ class StepCosts:
         self.recalled = {}
         self.drafts = DraftCosts()
 
-    def plain(self, step: int, batch_size: int) -> StepTimes | None:
-        """Times of plain steps, of another batch size where none can be timed here."""
-        known = self._known(step, batch_size)
-        if None in known:
-            return known[None]
-        nearest = self._nearest(None, batch_size)
-        if nearest is None or not self.is_fruitless(step, batch_size, None):
-            return None
-        return self.times[nearest][None]
+    def caught_up_seconds(self, batch_size: int, plain: float) -> float:
+        """What a token takes that draft models are behind; ``plain`` seconds a step."""
+        step = self.steps_at[batch_size]
+        return self.drafts.caught_up_seconds(step, batch_size, plain)
 
-    def extra_seconds(
-        self, step: int, batch_size: int, index: int | None, plain: float
-    ) -> float:
+    def plain(self, batch_size: int) -> PlainSeconds | None:
+        """Time of plain steps, of another batch size where none can be timed here."""
+        size = batch_size
+        if None not in self._known(batch_size):
+            nearest = self._nearest(None, batch_size)
+            if nearest is None or not self.is_fruitless(batch_size, None):
+                return None
+            size = nearest
+        times = self.times[size][None]
+        return PlainSeconds(times.seconds, times.hopeful(self.steps_at[size]))
+
+    def extra_seconds(self, batch_size: int, index: int | None, plain: float) -> float:
         """How much longer than a plain step one with trees takes, hopefully."""
-        known = self._known(step, batch_size)
+        known = self._known(batch_size)
         if index in known:
-            return known[index].hopeful(step) - plain
+            return known[index].hopeful(self.steps_at[batch_size]) - plain
         nearest = self._nearest(index, batch_size)
         if nearest is not None:
             there = self.times[nearest]
@@ -154,24 +165,24 @@ class StepCosts:
         """Whether an option was not timed at any batch size."""
         return not any(index in known for known in self.times.values())
 
-    def is_fruitless(self, step: int, batch_size: int, index: int | None) -> bool:
+    def is_fruitless(self, batch_size: int, index: int | None) -> bool:
         """Whether an option is not known, and could not be timed in several rounds."""
-        if index in self._known(step, batch_size):
+        if index in self._known(batch_size):
             return False
-        return self._had_no_times(step, batch_size, index)
+        return self._had_no_times(batch_size, index)
 
-    def is_unchecked(self, step: int, batch_size: int) -> bool:
+    def is_unchecked(self, batch_size: int) -> bool:
         """Whether the time of plain steps is an earlier start's, and can be checked."""
         if (batch_size, None) not in self.recalled:
             return False
-        return not self._had_no_times(step, batch_size, None)
+        return not self._had_no_times(batch_size, None)
 
-    def _known(self, step: int, batch_size: int) -> dict[int | None, StepTimes]:
+    def _known(self, batch_size: int) -> dict[int | None, StepTimes]:
         """Times at a batch size that are not too old."""
         return {
             index: times
             for index, times in self.times.get(batch_size, {}).items()
-            if times.is_known(step)
+            if times.is_known(self.steps_at[batch_size])
         }
 
     def _nearest(self, index: int | None, batch_size: int) -> int | None:
@@ -183,10 +194,10 @@ class StepCosts:
         ]
         return nearest_size(sizes, batch_size)
 
-    def _had_no_times(self, step: int, batch_size: int, index: int | None) -> bool:
+    def _had_no_times(self, batch_size: int, index: int | None) -> bool:
         """Whether an option could not be timed in several rounds lately."""
         rounds = self.fruitless.get((batch_size, index))
         if rounds is None:
             return False
-        rounds.fade(step)
+        rounds.fade(self.steps_at[batch_size])
         return rounds.weight > FRUITLESS_ROUNDS

@@ -45,7 +45,7 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
         size: {
             names[index]: times.seconds
             for index, times in by_index.items()
-            if times.is_known(schedule.step)
+            if times.is_known(schedule.steps_at[size])
         }
         for size, by_index in schedule.costs.times.items()
     }
@@ -55,12 +55,12 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
             kind: {
                 names[option.index]: mean.total / mean.weight
                 for option in schedule.options
-                if (mean := acceptance.together(schedule.step, option, sampled)).weight
+                if (mean := acceptance.together(option, sampled)).weight
             }
             for kind, sampled in KINDS
         },
         drafts={
-            size: times.fit(schedule.step)
+            size: times.fit(schedule.steps_at[size])
             for size, times in schedule.costs.drafts.times.items()
             if PLAIN in known.get(size, {})
         },

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_treespec.core.acceptance import Acceptance
+from vllm_treespec.core.acceptance import ANY_SIZE, Acceptance
 from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.learned import FadingMean
@@ -112,8 +113,11 @@ class MeasuredSchedule(Schedule):
         self.options = [self.plain, *drawn]
         self.by_index = {option.index: option for option in self.options}
         self.step = 0
-        self.costs = StepCosts(self.options)
-        self.acceptance = Acceptance(self.options)
+        # the same by batch size, for what is learned by batch size: it does not fade
+        # while others run
+        self.steps_at: Counter[int] = Counter()
+        self.costs = StepCosts(self.options, self.steps_at)
+        self.acceptance = Acceptance(self.options, self.steps_at)
         # of trees whose proposers weigh drafts
         self.promises = Promises()
         # the step in which a request decoded first, by slot
@@ -155,6 +159,7 @@ class MeasuredSchedule(Schedule):
         self.steps_left -= 1
         self.settled = True
         batch_size = measured_together(requests.num_reqs)
+        self.steps_at.update((ANY_SIZE, batch_size))
         for slot in requests.slots:
             self.begun.setdefault(slot, self.step)
         if self.steps_left <= 0 or batch_size != self.batch_size:
@@ -174,7 +179,7 @@ class MeasuredSchedule(Schedule):
             self.promises.kept(self.step, slot, self.sampled[slot]) for slot in slots
         ]
         return self.costs.drafts.prices(
-            self.step, self.batch_size, self.plain_seconds, kept
+            self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, kept
         )
 
     def _weighs(self, index: int | None) -> bool:
@@ -190,9 +195,7 @@ class MeasuredSchedule(Schedule):
             self.is_seen |= bool(outcome.slots)
             whole_trees = sum(map(option.share, outcome.limits))
             share = whole_trees / max(outcome.num_reqs, 1)
-            self.acceptance.observe(
-                self.step, self.batch_size, option, self.sampled, outcome
-            )
+            self.acceptance.observe(self.batch_size, option, self.sampled, outcome)
             self._observe_promises(outcome)
         of_option = option is self.plain or share > 0
         caught_up = outcome.num_caught_up >= MANY_TOKENS
@@ -234,23 +237,19 @@ class MeasuredSchedule(Schedule):
         """Take in the times of a round, rank 0's on every rank."""
         # Requests that ended at once tell nothing.
         if self.is_seen:
-            self.costs.end_round(self.step, self.batch_size, self.chosen, self.is_timed)
+            self.costs.end_round(self.batch_size, self.chosen, self.is_timed)
         if not self.new_steps:
             return
         for timed, seconds in zip(
             self.new_steps, self.share(self.new_seconds), strict=True
         ):
             if self._weighs(timed.index):
-                self.costs.add_drafts(
-                    self.step, timed.batch_size, timed.counts, seconds
-                )
+                self.costs.add_drafts(timed.batch_size, timed.counts, seconds)
             if timed.settled:
                 usual = self.costs.without_catching_up(
-                    self.step, timed.batch_size, timed.counts.caught_up, seconds
+                    timed.batch_size, timed.counts.caught_up, seconds
                 )
-                self.costs.add(
-                    self.step, timed.batch_size, timed.index, timed.share, usual
-                )
+                self.costs.add(timed.batch_size, timed.index, timed.share, usual)
         self.new_steps, self.new_seconds = [], []
 
     def _best(
@@ -264,18 +263,17 @@ class MeasuredSchedule(Schedule):
 
         """
         nobody: frozenset[int] = frozenset()
-        plain = self.costs.plain(self.step, batch_size)
-        unchecked = self.costs.is_unchecked(self.step, batch_size)
+        plain = self.costs.plain(batch_size)
+        unchecked = self.costs.is_unchecked(batch_size)
         if plain is None or not requests.slots or unchecked:
             return self.plain, nobody
         self.plain_seconds = plain.seconds
         best, left_out = self.plain, nobody
-        best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful(self.step)
+        best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful
         for option in self.options[1:]:
-            at = self.step, batch_size, option.index
-            if self.costs.is_fruitless(*at):
+            if self.costs.is_fruitless(batch_size, option.index):
                 continue
-            extra = self.costs.extra_seconds(*at, plain.seconds)
+            extra = self.costs.extra_seconds(batch_size, option.index, plain.seconds)
             gains = self._gains(batch_size, option, requests)
             tokens: float = requests.num_reqs
             num_trees = behind = 0.0
@@ -301,14 +299,12 @@ class MeasuredSchedule(Schedule):
     ) -> list[Gain]:
         """What each request's tree would bring; the most first."""
         hopes = {
-            sampled: self.acceptance.hopeful(self.step, batch_size, option, sampled)
+            sampled: self.acceptance.hopeful(batch_size, option, sampled)
             for sampled in set(requests.sampled)
         }
         behind = 0.0
         if not option.is_free and any(requests.num_behind):
-            behind = self.costs.drafts.caught_up_seconds(
-                self.step, batch_size, self.plain_seconds
-            )
+            behind = self.costs.caught_up_seconds(batch_size, self.plain_seconds)
         life = self.lives.mean(self.step, GUESSED_LIFE, 1.0)
         gains = []
         for slot, sampled, limit, num_behind in zip(
@@ -318,7 +314,7 @@ class MeasuredSchedule(Schedule):
             requests.num_behind,
             strict=True,
         ):
-            factor = self.acceptance.factor(self.step, slot, option)
+            factor = self.acceptance.factor(slot, option)
             tokens = min(hopes[sampled] * factor, limit)
             # It goes on as long as others, or as it did so far.
             num_steps = max(self.step - self.begun[slot], life)

@@ -21,7 +21,7 @@ GUESSED_FIRST = 0.08
 GUESSED_LEVEL = 0.15
 FREE_ROWS = 16
 GUESSED_EACH = 0.5
-GUESSED_CAUGHT_UP = 0.004
+GUESSED_CAUGHT_UP = 0.01
 # Standard error of a measured time, as a part of a plain step.
 ERROR = 0.06
 # A measured time counts up to so many times what was expected.
@@ -196,7 +196,8 @@ class DraftCosts:
             nearest = nearest_size(self.times, batch_size)
             parts = guessed_parts(batch_size, plain)
             if nearest is not None:
-                known = self.times[nearest].fit(step)
+                there = self.times[nearest]
+                known = there.fit(there.step)
                 parts = known._replace(each=max(known.each, parts.each))
             self.recall(batch_size, plain, parts)
         return self.times[batch_size]
