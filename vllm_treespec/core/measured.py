@@ -42,8 +42,8 @@ class TimedStep:
     share: float
     # how often each part of what drafts cost came
     counts: DraftParts
-    # whether the step before was of the same option and batch size; else it tells only
-    # what catching up takes
+    # whether the step before was of the same option and batch size, and draft models
+    # were not far behind; else it tells only what catching up takes
     settled: bool
 
 
@@ -199,17 +199,16 @@ class MeasuredSchedule(Schedule):
             self._observe_promises(outcome)
         of_option = option is self.plain or share > 0
         caught_up = outcome.num_caught_up >= MANY_TOKENS
-        of_use = of_option and (self.settled or caught_up)
+        settled = self.settled and not caught_up
+        of_use = of_option and (settled or caught_up)
         if outcome.seconds is not None and not forced and of_use:
             counts = DraftParts.of_step(
                 outcome.num_levels, sum(outcome.num_drafts), outcome.num_caught_up
             )
-            step = TimedStep(
-                self.batch_size, outcome.index, share, counts, self.settled
-            )
+            step = TimedStep(self.batch_size, outcome.index, share, counts, settled)
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
-            self.is_timed |= self.settled
+            self.is_timed |= settled
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
         """Learn what was accepted of the tokens that trees promised."""
