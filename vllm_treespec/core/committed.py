@@ -91,7 +91,7 @@ class CommittedReader:
             return np.zeros(len(reqs), dtype=np.int64)
         end = batch.end[reqs]
         first = self.marks.first_unread(batch.blocks.host_table[reqs], end)
-        return (end - first - batch.num_emitted[reqs]).clip(min=0)
+        return without_own_step(batch, reqs, end - first)
 
     def read(
         self,
@@ -158,9 +158,8 @@ class CommittedReader:
         plan = plan_reading(reqs, first, end, may_draft, self.max_num_tokens, max_trees)
         self.marks.mark_read(table[plan.reqs], plan.first, plan.end)
         if len(plan.reqs):
-            num_read = plan.end - plan.first
-            behind = num_read - batch.num_emitted[plan.reqs]
-            self.num_caught_up = int(behind.clip(min=0).sum())
+            behind = without_own_step(batch, plan.reqs, plan.end - plan.first)
+            self.num_caught_up = int(behind.sum())
             committed = committed_tokens(batch, plan)
             for source in self.late_sources:
                 source.read(committed)
@@ -180,6 +179,20 @@ class CommittedReader:
         """Hidden states of these query rows, by layer; none without rows."""
         by_layer = batch.hidden.by_layer
         return {} if rows is None else {i: by_layer[i][rows] for i in self.features}
+
+
+def without_own_step(
+    batch: EmittedBatch, reqs: np.ndarray, unread: np.ndarray
+) -> np.ndarray:
+    """Of unread tokens those of earlier steps, int64 [n].
+
+    Args:
+        batch: after the step.
+        reqs: int64 [n], places in the batch.
+        unread: int64 [n].
+
+    """
+    return (unread - batch.num_emitted[reqs]).clip(min=0)
 
 
 def committed_tokens(

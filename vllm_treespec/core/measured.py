@@ -112,9 +112,8 @@ class MeasuredSchedule(Schedule):
         # from the smallest to the largest
         self.options = [self.plain, *drawn]
         self.by_index = {option.index: option for option in self.options}
-        self.step = 0
-        # the same by batch size, for what is learned by batch size: it does not fade
-        # while others run
+        # steps by batch size, for what is learned by batch size: it does not fade while
+        # others run
         self.steps_at: Counter[int] = Counter()
         self.costs = StepCosts(self.options, self.steps_at)
         self.acceptance = Acceptance(self.options, self.steps_at)
@@ -142,6 +141,11 @@ class MeasuredSchedule(Schedule):
         self.new_steps: list[TimedStep] = []
         self.new_seconds: list[float] = []
 
+    @property
+    def step(self) -> int:
+        """Number of the current step."""
+        return self.steps_at[ANY_SIZE]
+
     def _begin_round(
         self, batch_size: int, option: Option, left_out: frozenset[int]
     ) -> None:
@@ -155,7 +159,6 @@ class MeasuredSchedule(Schedule):
 
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Go on with the round, or begin one with the best option."""
-        self.step += 1
         self.steps_left -= 1
         self.settled = True
         batch_size = measured_together(requests.num_reqs)
@@ -173,7 +176,7 @@ class MeasuredSchedule(Schedule):
 
     def _prices(self, slots: Sequence[int]) -> Prices | None:
         """By measured times, if the chosen tree's proposer weighs its drafts."""
-        if not self._weighs(self.chosen.index):
+        if not self.chosen.weighs_drafts:
             return None
         kept = [
             self.promises.kept(self.step, slot, self.sampled[slot]) for slot in slots
@@ -181,10 +184,6 @@ class MeasuredSchedule(Schedule):
         return self.costs.drafts.prices(
             self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, kept
         )
-
-    def _weighs(self, index: int | None) -> bool:
-        """Whether it is a tree whose proposer weighs its drafts."""
-        return index is not None and self.trees[index].weighs_drafts
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
@@ -242,7 +241,7 @@ class MeasuredSchedule(Schedule):
         for timed, seconds in zip(
             self.new_steps, self.share(self.new_seconds), strict=True
         ):
-            if self._weighs(timed.index):
+            if self.by_index[timed.index].weighs_drafts:
                 self.costs.add_drafts(timed.batch_size, timed.counts, seconds)
             if timed.settled:
                 usual = self.costs.without_catching_up(
