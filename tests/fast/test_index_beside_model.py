@@ -15,22 +15,26 @@ from vllm_treespec.core.schedule import StepOutcome
 
 BOTH, INDEX_ALONE = 0, 1
 TREES = [
-    Tree(16, 12, 16, weighs_drafts=True),
+    Tree(16, 12, 16, weighs_drafts=True, draft_depth=3),
     Tree(16, 12, 16, weighs_drafts=True, is_free=True),
 ]
 
 
 class Chat:
-    """Requests of 64 steps; the index finds next to nothing, the model guesses well."""
+    """Requests; unless it is said, the index finds nothing."""
 
     def __init__(self, seed: int, model_accepted: float, model_seconds: float) -> None:
         """Take accepted tokens and time of a step with the model; plain takes 1."""
         self.random = random.Random(seed)
         self.schedule = MeasuredSchedule(TREES, 64)
         self.accepted, self.seconds = model_accepted, model_seconds
+        # accepted tokens that the index finds
+        self.found = 0.0
         # time of a token that the model must catch up on
         self.token_seconds = 0.0
         self.chosen: Counter[int | None] = Counter()
+        # requests for which the model was asked
+        self.num_asked = 0
 
     def read_prompts(self, count: int) -> None:
         """Answer requests with one token: a tree is chosen, and does not come back."""
@@ -44,13 +48,19 @@ class Chat:
     ) -> None:
         """Answer requests; a plain step takes 1 whatever their number."""
         requests = range(slot, slot + batch_size)
+        behind: dict[int, int] = {}
         for step in range(num_steps):
-            behind = [prompt] * batch_size
-            index, slots = self.schedule.choose(running(requests, num_behind=behind))
+            num_behind = [behind.get(slot, prompt) for slot in requests]
+            index, slots = self.schedule.choose(
+                running(requests, num_behind=num_behind)
+            )
             self.chosen[index] += 1
             seconds, caught_up = 1.0, 0
             if index == BOTH:
-                seconds, caught_up, prompt = self.seconds, sum(behind), 0
+                self.num_asked += sum(slot not in behind for slot in slots)
+                caught_up = sum(behind.get(slot, prompt) for slot in slots)
+                behind.update((slot, 0) for slot in slots)
+                seconds = self.seconds
             if self.chosen[BOTH] < 6:
                 # the model's first forwards
                 seconds *= 1.3
@@ -68,9 +78,12 @@ class Chat:
         seconds: float | None,
         batch_size: int = 1,
     ) -> StepOutcome:
-        """What a step brought; its tree has drafts where the model drew it."""
-        drafts = 4 if index == BOTH else 0
-        accepted = [self.draw() if drafts else 0 for _ in slots]
+        """What a step brought; its tree has drafts where one of both found some."""
+        is_drawn = bool(self.found) and index is not None
+        found = [self.draw(self.found) if is_drawn else 0 for _ in slots]
+        drafts = 4 * is_drawn + 4 * (index == BOTH)
+        model_draws = index == BOTH
+        accepted = [have + self.draw(self.accepted) * model_draws for have in found]
         count = len(slots)
         return StepOutcome(
             index,
@@ -79,14 +92,15 @@ class Chat:
             [drafts] * count,
             accepted,
             [63] * count,
-            [self.accepted * (drafts > 0)] * count,
+            [self.found * is_drawn + self.accepted * model_draws] * count,
             seconds,
-            num_levels=3 if drafts else 0,
+            num_levels=3 if model_draws else 0,
+            num_found=found,
         )
 
-    def draw(self) -> int:
-        """Accepted tokens of one tree of the model."""
-        share = self.accepted / (1 + self.accepted)
+    def draw(self, mean: float) -> int:
+        """Accepted tokens of one tree, or of a part of it."""
+        share = mean / (1 + mean)
         accepted = 0
         while accepted < 12 and self.random.random() < share:
             accepted += 1
@@ -108,16 +122,58 @@ def test_an_index_that_finds_nothing_tells_nothing_of_the_model(num_read: int) -
             chat.answer(10 + slot, 64)
         with_model.append(chat.chosen[BOTH] / chat.chosen.total())
     assert sum(with_model) / len(with_model) > 0.8
-    assert min(with_model) > 0.25
+    assert sorted(with_model)[1] > 0.5
 
 
 def test_a_model_that_does_not_pay_is_left_out() -> None:
     """Red when the model is asked because the index says nothing against it."""
-    for seed in range(20):
+    chosen: Counter[int | None] = Counter()
+    for seed in range(40):
         chat = Chat(seed, model_accepted=0.4, model_seconds=1.7)
         for slot in range(6):
             chat.answer(10 + slot, 64)
-        assert chat.chosen[BOTH] < 0.2 * chat.chosen.total()
+        chosen += chat.chosen
+    assert chosen[BOTH] < 0.12 * chosen.total()
+
+
+def test_what_an_index_finds_gives_no_hope_for_the_model() -> None:
+    """Red when what is accepted of both together is learned as one number.
+
+    Edits, of which the index finds much, take turns with answers of which it finds
+    nothing. The model adds little to either.
+    """
+    chosen: Counter[int | None] = Counter()
+    for seed in range(20):
+        chat = Chat(seed, model_accepted=0.2, model_seconds=1.7)
+        for number in range(24):
+            chat.found = 0.0 if number % 2 else 3.0
+            chat.answer(number, 24)
+        chosen += chat.chosen
+    assert chosen[BOTH] < 0.07 * chosen.total()
+
+
+def test_a_model_reads_one_prompt_before_all() -> None:
+    """Red when a model that was never timed reads the prompts of a whole batch."""
+    chat = Chat(0, model_accepted=0.0, model_seconds=1.7)
+    chat.token_seconds = 0.01
+    chat.answer(0, 16, batch_size=8, prompt=250)
+    assert chat.chosen[BOTH] > 0
+    assert chat.num_asked == 1
+
+
+def test_hope_alone_does_not_make_a_model_read_prompts() -> None:
+    """Red when each new request has its prompt read, as it may be better than others.
+
+    The model nearly pays, but a prompt takes as long as three steps.
+    """
+    num_asked = 0
+    for seed in range(20):
+        chat = Chat(seed, model_accepted=0.6, model_seconds=1.7)
+        chat.token_seconds = 0.01
+        for number in range(20):
+            chat.answer(number, 48, prompt=300)
+        num_asked += chat.num_asked
+    assert num_asked < 0.55 * 20 * 20
 
 
 @pytest.mark.parametrize("num_steps", [64, 800])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import FadingMean, RequestHistory
@@ -22,12 +23,24 @@ ANY_SIZE = 0
 HOPED_ERRORS = 0.5
 
 
+class Accepted(NamedTuple):
+    """Accepted tokens, or how much more are accepted of a request's trees."""
+
+    # as far as is known
+    expected: float
+    # for all we know
+    hopeful: float
+
+
 class Acceptance:
     """Means of accepted tokens, greedy and sampled requests apart.
 
     A mean for each tree. Trees whose drafts are weighed are smaller in larger batches,
     so they have a mean for each batch size. Each request has a factor of its own: how
     much more is accepted of its trees than of others'.
+
+    Of a tree that an index and a model draft together the index's tokens are learned
+    as those of the index alone, and the model's mean is of what it adds.
     """
 
     def __init__(self, options: Sequence[Option], steps_at: Counter[int]) -> None:
@@ -40,6 +53,7 @@ class Acceptance:
 
         """
         self.steps_at = steps_at
+        self.free = next((option for option in options if option.is_free), None)
         kinds = (False, True)
         # option's index, sampled -> batch size -> accepted tokens of a tree
         self.trees: dict[tuple[int | None, bool], dict[int, FadingMean]] = {
@@ -69,11 +83,28 @@ class Acceptance:
             outcome: what it brought.
 
         """
+        accepted = outcome.num_accepted
+        *index, drawn = self.parts(option)
+        for part in index:
+            found = outcome.num_found
+            self._observe(batch_size, part, sampled_slots, outcome, found)
+            accepted = [a - f for a, f in zip(accepted, found, strict=True)]
+        self._observe(batch_size, drawn, sampled_slots, outcome, accepted)
+
+    def _observe(
+        self,
+        batch_size: int,
+        option: Option,
+        sampled_slots: Mapping[int, bool],
+        outcome: StepOutcome,
+        num_accepted: Sequence[int],
+    ) -> None:
+        """Learn what was accepted of one part of the trees."""
         for sampled in (False, True):
-            expected = self.expected(batch_size, option, sampled)
+            expected = self._mean_and_trees(batch_size, option, sampled)[0]
             num_trees = total = 0
             for slot, accepted, limit in zip(
-                outcome.slots, outcome.num_accepted, outcome.limits, strict=True
+                outcome.slots, num_accepted, outcome.limits, strict=True
             ):
                 if sampled_slots.get(slot) is sampled:
                     key = slot, option.is_free
@@ -100,22 +131,29 @@ class Acceptance:
         text = self.text[option.is_free, sampled]
         text.add(self.steps_at[ANY_SIZE], num_trees * option.guess, total)
 
-    def expected(self, batch_size: int, option: Option, sampled: bool) -> float:
-        """Tokens that will be accepted of a tree, for a request like most."""
-        return self._mean_and_trees(batch_size, option, sampled)[0]
+    def parts(self, option: Option) -> list[Option]:
+        """Options whose accepted tokens make up an option's: the index, what is added.
 
-    def hopeful(self, batch_size: int, option: Option, sampled: bool) -> float:
-        """What may be accepted for all we know: half a standard error more.
+        Of an option that is not drawn beside an index: itself.
+        """
+        if self.free is None or option is self.free:
+            return [option]
+        return [self.free, option]
 
-        The number of accepted tokens is taken as geometric.
+    def of_text(self, batch_size: int, option: Option, sampled: bool) -> Accepted:
+        """Tokens that will be accepted of a part, for a request like most.
+
+        It may be half a standard error more. Their number is taken as geometric.
         """
         mean, num_trees = self._mean_and_trees(batch_size, option, sampled)
-        return mean + HOPED_ERRORS * math.sqrt(mean * (1 + mean) / num_trees)
+        error = math.sqrt(mean * (1 + mean) / num_trees)
+        return Accepted(mean, mean + HOPED_ERRORS * error)
 
-    def factor(self, slot: int, option: Option) -> float:
-        """How much more a request's trees may have than others'; hopeful."""
-        history = self.requests.get((slot, option.is_free))
-        return (history or RequestHistory()).hopeful(self.steps_at[ANY_SIZE])
+    def factor(self, slot: int, option: Option) -> Accepted:
+        """How much more is accepted of a part of a request's trees than of others'."""
+        history = self.requests.get((slot, option.is_free)) or RequestHistory()
+        step = self.steps_at[ANY_SIZE]
+        return Accepted(history.expected(step), history.hopeful(step))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""

@@ -113,6 +113,7 @@ class Chooser:
         batch: EmittedBatch,
         proposal: Proposal | None,
         accepted: np.ndarray,
+        found: np.ndarray,
     ) -> None:
         """Note how long a step took, and what was accepted of its trees.
 
@@ -122,12 +123,13 @@ class Chooser:
             proposal: what was drawn for it, if anything.
             accepted: drafts accepted of each request's tree, -1 without one; int64
                 [num_reqs].
+            found: those of them that an index drafted, int64 [num_reqs].
 
         """
         self.only_decoded = bool(
             (scheduled.num_scheduled == 1 + scheduled.num_drafts).all()
         )
-        slots = num_drafts = num_accepted = num_kept = limits = NO_SLOTS
+        slots = num_drafts = num_accepted = num_kept = num_found = limits = NO_SLOTS
         promised = np.zeros(0)
         num_drawn = num_levels = num_caught_up = 0
         if proposal is not None:
@@ -144,6 +146,7 @@ class Chooser:
             if proposal.promised is not None:
                 promised = proposal.promised[rows]
             num_accepted = num_kept = accepted[places].clip(min=0)
+            num_found = found[places]
             if proposal.guesses is not None:
                 emitted = batch.token_ids[places, batch.end[places]]
                 num_kept = with_guesses(proposal.guesses[rows], emitted, num_accepted)
@@ -169,6 +172,7 @@ class Chooser:
                 num_levels,
                 num_kept.tolist(),
                 num_caught_up,
+                num_found.tolist(),
             )
         )
 

@@ -217,8 +217,8 @@ class TreeDecoder:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
-            self.chooser.observe(self.batch, batch, self.proposal, accepted)
-            self._count(batch, accepted)
+            found = self._count(batch, accepted)
+            self.chooser.observe(self.batch, batch, self.proposal, accepted, found)
             self.proposal = None
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
@@ -282,20 +282,29 @@ class TreeDecoder:
                 ]
                 cast(TextSource, source).note_texts(batch.slots[emitted], texts)
 
-    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
-        """Count the trees that were scored in this step."""
+    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray:
+        """Count the trees that were scored in this step.
+
+        Returns:
+            accepted drafts of each request that an index drafted, if trees are shared
+            out; int64 [num_reqs].
+
+        """
+        found = np.zeros(batch.num_reqs, dtype=np.int64)
         if self.trees is None:
-            return
+            return found
         of_trees = accepted[self.trees.host_reqs].tolist()
         self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
         shares, stats = self.method.shares, self.stats
-        for slot, *parts in scored_parts(self.trees, self.proposal, batch):
+        for req, *parts in scored_parts(self.trees, self.proposal, batch):
             if shares is None:
                 stats.count_leftovers(*(int((p == SECOND_PART).sum()) for p in parts))
             else:
                 num_scored, num_accepted = map(count_parts, parts)
-                shares.observe(slot, num_scored, num_accepted)
+                found[req] = num_accepted[0]
+                shares.observe(int(batch.slots[req]), num_scored, num_accepted)
                 stats.count_sources(num_scored, num_accepted)
+        return found
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""

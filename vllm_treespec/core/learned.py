@@ -96,10 +96,14 @@ class RequestHistory:
         self.factor.add(step, expected, accepted)
         self.num_trees += 1
 
+    def expected(self, step: int) -> float:
+        """The factor that the request has, as far as is known."""
+        return self.factor.mean(step, 1.0, GUESSED_REQUEST)
+
     def hopeful(self, step: int) -> float:
         """A factor that the request may have, higher while few trees were seen."""
         hope = HOPE_FOR_NEW * HOPEFUL_TREES / (HOPEFUL_TREES + self.num_trees)
-        return self.factor.mean(step, 1.0, GUESSED_REQUEST) + hope
+        return self.expected(step) + hope
 
 
 @dataclass

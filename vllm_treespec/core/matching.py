@@ -262,16 +262,16 @@ def scored_parts(
         batch: after the step.
 
     Yields:
-        the tree's slot; parts of its draft nodes that were scored, int64 [n], and of
-        those that were accepted, int64 [num_accepted].
+        the place of the tree's request; parts of its draft nodes that were scored,
+        int64 [n], and of those that were accepted, int64 [num_accepted].
 
     """
     if proposal is None or proposal.parts is None:
         return
     for tree, row in enumerate(trees.proposal_rows.tolist()):
-        req = trees.host_reqs[tree]
+        req = int(trees.host_reqs[tree])
         end = batch.num_tokens[req] - 1
         first = end + 1 - batch.num_emitted[req]
         path = proposal.path(row, batch.token_ids[req, first:end])
         parts = proposal.parts[row]
-        yield int(trees.slots[tree]), parts[: trees.num_nodes[tree] - 1], parts[path]
+        yield req, parts[: trees.num_nodes[tree] - 1], parts[path]

@@ -30,6 +30,9 @@ WORTH_A_TREE = 1.04
 GUESSED_LIFE = 64.0
 # Tokens that draft models catch up on in a step which tells how long that takes.
 MANY_TOKENS = 16
+# Requests for which a draft model is asked that was never timed, and must read their
+# prompts first.
+FIRST_TRIED = 1
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,12 @@ class MeasuredSchedule(Schedule):
         super().__init__(trees)
         self.max_trees = max_trees
         self.share = share
+        has_index = any(tree.is_free for tree in trees)
         drawn = [
             Option(
                 index,
                 tree.sizes.max_nodes - 1,
-                guessed_accepted(tree),
+                guessed_accepted(tree, beside_index=has_index and not tree.is_free),
                 tree.is_free,
                 tree.weighs_drafts,
             )
@@ -105,7 +109,7 @@ class MeasuredSchedule(Schedule):
         ]
         # of equal sizes, such as trees of surer drafts, later ones count as smaller
         drawn.reverse()
-        drawn.sort(key=lambda option: (option.num_drafts, option.guess))
+        drawn.sort(key=lambda o: (not o.is_free, o.num_drafts, o.guess))
         self.plain = Option(None, 0, 0.0)
         # takes the place of plain decoding: an index says in each step what it has
         self.free = next((option for option in drawn if option.is_free), None)
@@ -273,6 +277,7 @@ class MeasuredSchedule(Schedule):
                 continue
             extra = self.costs.extra_seconds(batch_size, option.index, plain.seconds)
             gains = self._gains(batch_size, option, requests)
+            is_new = self.costs.is_new(option.index)
             tokens: float = requests.num_reqs
             num_trees = behind = 0.0
             for count, gain in enumerate(gains[: self.max_trees], start=1):
@@ -284,8 +289,9 @@ class MeasuredSchedule(Schedule):
                 rate = tokens / (plain.seconds + extra * share + behind)
                 if rate > best_rate:
                     best, best_rate = option, rate
-                    left_out = frozenset(left.slot for left in gains[count:])
-            if self.costs.is_new(option.index):
+                    num_drawn = FIRST_TRIED if is_new and behind else count
+                    left_out = frozenset(left.slot for left in gains[num_drawn:])
+            if is_new:
                 # Larger trees wait for what this one will show.
                 break
         if self.free is not None and best in (self.plain, self.free):
@@ -295,10 +301,15 @@ class MeasuredSchedule(Schedule):
     def _gains(
         self, batch_size: int, option: Option, requests: RunningRequests
     ) -> list[Gain]:
-        """What each request's tree would bring; the most first."""
-        hopes = {
-            sampled: self.acceptance.hopeful(batch_size, option, sampled)
+        """What each request's tree would bring; the most first.
+
+        The longer a draft model takes to catch up, the less counts what is only hoped.
+        """
+        parts = self.acceptance.parts(option)
+        of_text = {
+            (part, sampled): self.acceptance.of_text(batch_size, part, sampled)
             for sampled in set(requests.sampled)
+            for part in parts
         }
         behind = 0.0
         if not option.is_free and any(requests.num_behind):
@@ -312,10 +323,16 @@ class MeasuredSchedule(Schedule):
             requests.num_behind,
             strict=True,
         ):
-            factor = self.acceptance.factor(slot, option)
-            tokens = min(hopes[sampled] * factor, limit)
+            hoped = expected = 0.0
+            for part in parts:
+                of_most = of_text[part, sampled]
+                factor = self.acceptance.factor(slot, part)
+                expected += of_most.expected * factor.expected
+                hoped += of_most.hopeful * factor.hopeful
+            seconds = behind * num_behind
+            caution = 1 + seconds / self.plain_seconds
+            tokens = min(expected + (hoped - expected) / caution, limit)
             # It goes on as long as others, or as it did so far.
             num_steps = max(self.step - self.begun[slot], life)
-            seconds = behind * num_behind / num_steps
-            gains.append(Gain(tokens, slot, option.share(limit), seconds))
+            gains.append(Gain(tokens, slot, option.share(limit), seconds / num_steps))
         return sorted(gains, reverse=True)

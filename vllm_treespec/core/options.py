@@ -29,8 +29,12 @@ class Option:
         return min(limit / self.num_drafts, 1.0)
 
 
-def guessed_accepted(tree: ScheduledTree) -> float:
-    """Accepted tokens that a tree of good drafts would have; hopeful."""
+def guessed_accepted(tree: ScheduledTree, beside_index: bool) -> float:
+    """Accepted tokens that a tree of good drafts would have; hopeful.
+
+    Of a model that drafts ``beside_index`` those that it adds.
+    """
     sizes = tree.sizes
     rate = min(0.6 + 0.08 * math.log2(sizes.max_leaves), 0.85)
-    return sum(rate**level for level in range(1, sizes.max_depth + 1))
+    depth = sizes.draft_depth if beside_index else sizes.max_depth
+    return sum(rate**level for level in range(1, depth + 1))

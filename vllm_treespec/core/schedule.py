@@ -91,6 +91,8 @@ class StepOutcome:
     num_kept: Sequence[int] = ()
     # tokens of earlier steps that draft models read for these trees
     num_caught_up: int = 0
+    # of the accepted tokens those that an index drafted, if a model drafts beside one
+    num_found: Sequence[int] = ()
 
 
 class Schedule(ABC):
