@@ -26,6 +26,7 @@ from tests.fast.toy_models import ToyDraftModel
 from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import Path, dynamic_tree_reference
+from vllm_treespec.core.schedule import StepOutcome
 from vllm_treespec.core.shares import (
     FIRST_ACCEPTED,
     FIRST_NODES,
@@ -369,6 +370,19 @@ def test_nodes_are_counted_by_source() -> None:
     num_accepted = sum(n * trees for n, trees in counted["accepted"].items())
     assert max(accepted.values()) < num_accepted < sum(accepted.values())
     assert counted["leftover_nodes"] == 0
+
+
+def test_schedules_are_told_what_the_index_found() -> None:
+    """Red when accepted tokens of an index count for the model, or are not reported."""
+    engine = make_engine("hybrid", HABITS["all"])
+    outcomes: list[StepOutcome] = []
+    engine.decoder.method.schedule.observe = outcomes.append  # type: ignore[method-assign]
+    check_greedy(engine, workload(0))
+    counted = engine.decoder.stats.as_dict()
+    found = sum(sum(outcome.num_found) for outcome in outcomes)
+    accepted = sum(sum(outcome.num_accepted) for outcome in outcomes)
+    assert found == counted["source_accepted"]["index"]
+    assert 0 < found < accepted
 
 
 def test_requests_that_end_are_forgotten() -> None:

@@ -43,17 +43,20 @@ class Acceptance:
     as those of the index alone, and the model's mean is of what it adds.
     """
 
-    def __init__(self, options: Sequence[Option], steps_at: Counter[int]) -> None:
+    def __init__(
+        self, options: Sequence[Option], free: Option | None, steps_at: Counter[int]
+    ) -> None:
         """Begin with nothing measured.
 
         Args:
             options: of which trees are drawn.
+            free: the index alone, if there is one.
             steps_at: steps so far, by batch size; those of ``ANY_SIZE`` are all. The
                 schedule counts them. A mean does not fade while its batch size rests.
 
         """
         self.steps_at = steps_at
-        self.free = next((option for option in options if option.is_free), None)
+        self.free = free
         kinds = (False, True)
         # option's index, sampled -> batch size -> accepted tokens of a tree
         self.trees: dict[tuple[int | None, bool], dict[int, FadingMean]] = {
@@ -83,13 +86,13 @@ class Acceptance:
             outcome: what it brought.
 
         """
-        accepted = outcome.num_accepted
-        *index, drawn = self.parts(option)
-        for part in index:
-            found = outcome.num_found
-            self._observe(batch_size, part, sampled_slots, outcome, found)
-            accepted = [a - f for a, f in zip(accepted, found, strict=True)]
-        self._observe(batch_size, drawn, sampled_slots, outcome, accepted)
+        parts, by_part = self.parts(option), [outcome.num_accepted]
+        if len(parts) > 1:
+            both = zip(outcome.num_accepted, outcome.num_found, strict=True)
+            added = [accepted - found for accepted, found in both]
+            by_part = [outcome.num_found, added]
+        for part, num_accepted in zip(parts, by_part, strict=True):
+            self._observe(batch_size, part, sampled_slots, outcome, num_accepted)
 
     def _observe(
         self,
@@ -132,10 +135,7 @@ class Acceptance:
         text.add(self.steps_at[ANY_SIZE], num_trees * option.guess, total)
 
     def parts(self, option: Option) -> list[Option]:
-        """Options whose accepted tokens make up an option's: the index, what is added.
-
-        Of an option that is not drawn beside an index: itself.
-        """
+        """The index alone and the option that adds to it; else the option itself."""
         if self.free is None or option is self.free:
             return [option]
         return [self.free, option]

@@ -120,7 +120,7 @@ class MeasuredSchedule(Schedule):
         # others run
         self.steps_at: Counter[int] = Counter()
         self.costs = StepCosts(self.options, self.steps_at)
-        self.acceptance = Acceptance(self.options, self.steps_at)
+        self.acceptance = Acceptance(self.options, self.free, self.steps_at)
         # of trees whose proposers weigh drafts
         self.promises = Promises()
         # the step in which a request decoded first, by slot
