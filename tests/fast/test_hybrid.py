@@ -376,7 +376,8 @@ def test_schedules_are_told_what_the_index_found() -> None:
     """Red when accepted tokens of an index count for the model, or are not reported."""
     engine = make_engine("hybrid", HABITS["all"])
     outcomes: list[StepOutcome] = []
-    engine.decoder.method.schedule.observe = outcomes.append  # type: ignore[method-assign]
+    schedule = engine.decoder.method.schedule
+    schedule.observe = outcomes.append  # type: ignore[method-assign, assignment]
     check_greedy(engine, workload(0))
     counted = engine.decoder.stats.as_dict()
     found = sum(sum(outcome.num_found) for outcome in outcomes)
