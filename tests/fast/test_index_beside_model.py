@@ -79,10 +79,10 @@ class Chat:
         batch_size: int = 1,
     ) -> StepOutcome:
         """What a step brought; its tree has drafts where one of both found some."""
-        is_drawn = bool(self.found) and index is not None
-        found = [self.draw(self.found) if is_drawn else 0 for _ in slots]
-        drafts = 4 * is_drawn + 4 * (index == BOTH)
         model_draws = index == BOTH
+        index_draws = bool(self.found) and index is not None
+        drafts = 4 * (index_draws + model_draws)
+        found = [self.draw(self.found) if index_draws else 0 for _ in slots]
         accepted = [have + self.draw(self.accepted) * model_draws for have in found]
         count = len(slots)
         return StepOutcome(
@@ -92,7 +92,7 @@ class Chat:
             [drafts] * count,
             accepted,
             [63] * count,
-            [self.found * is_drawn + self.accepted * model_draws] * count,
+            [self.found * index_draws + self.accepted * model_draws] * count,
             seconds,
             num_levels=3 if model_draws else 0,
             num_found=found,

@@ -41,7 +41,7 @@ class Tree:
             max_depth=self.depth,
             max_width=self.leaves,
             max_leaves=self.leaves,
-            draft_depth=self.draft_depth or self.depth,
+            draft_depth=self.draft_depth,
         )
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
