@@ -109,10 +109,15 @@ class Rule:
         return self.batched(tree, target, uniforms, sizes)
 
 
+def path_width(tree: TreeBatch) -> int:
+    """Levels of the deepest tree of a batch, at least 1."""
+    return max(int(tree.depths.max()), 1)
+
+
 def empty_path(tree: TreeBatch) -> Tensor:
     """A path buffer of the batch's depth, int64 [num_reqs, max_depth], all -1."""
-    max_depth = max(int(tree.depths.max()), 1)
-    return torch.full((tree.num_reqs, max_depth), NO_NODE, device=tree.token_ids.device)
+    shape = tree.num_reqs, path_width(tree)
+    return torch.full(shape, NO_NODE, device=tree.token_ids.device)
 
 
 def normalised(mass: Tensor, if_empty: Tensor | None = None) -> Tensor:

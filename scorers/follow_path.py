@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch, ancestor_bits, node_bits
-from vllm_treespec.scorers.base import ScorerOutput, empty_path
+from vllm_treespec.core.tree import NO_NODE, TreeBatch, ancestor_bits, node_bits
+from vllm_treespec.scorers.base import ScorerOutput, path_width
 from vllm_treespec.scorers.batched import accepted_path
 
-# From requests int64 [n] and nodes int64 [n] to the tokens after them, int64 [n].
-NextToken = Callable[[Tensor, Tensor], Tensor]
+# From requests and a node of each to the tokens after these nodes.
+NextToken = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 
 
 def follow_path(tree: TreeBatch, next_token: NextToken) -> ScorerOutput:
     """Walk down each tree as long as a child holds the chosen token."""
-    reqs = torch.arange(tree.num_reqs, device=tree.token_ids.device)
-    path = empty_path(tree)
-    num_accepted = torch.zeros_like(reqs)
-    node = torch.zeros_like(reqs)
-    next_tokens = next_token(reqs, node)
-    walking = reqs
-    while walking.numel():
-        children = tree.parents[walking] == node[walking, None]
-        matches = children & (tree.token_ids[walking] == next_tokens[walking, None])
-        found = matches.any(dim=1)
-        walking, matched = walking[found], matches[found].int().argmax(dim=1)
-        path[walking, num_accepted[walking]] = matched
-        num_accepted[walking] += 1
-        node[walking] = matched
-        if walking.numel():
-            next_tokens[walking] = next_token(walking, matched)
-    return ScorerOutput(path, num_accepted, next_tokens)
+    # of each tree: (parent, token) -> node
+    children = [
+        dict(zip(zip(parents, tokens, strict=True), range(tree.max_nodes), strict=True))
+        for parents, tokens in zip(
+            tree.parents.tolist(), tree.token_ids.tolist(), strict=True
+        )
+    ]
+    paths: list[list[int]] = [[] for _ in children]
+    next_tokens = [0] * len(children)
+    # requests, and the nodes that they have come to
+    walking = dict.fromkeys(range(len(children)), 0)
+    while walking:
+        chosen = next_token(list(walking), list(walking.values()))
+        reached = {}
+        for (req, node), token in zip(walking.items(), chosen, strict=True):
+            next_tokens[req] = token
+            child = children[req].get((node, token))
+            if child is not None:
+                reached[req] = child
+                paths[req].append(child)
+        walking = reached
+    width, device = path_width(tree), tree.token_ids.device
+    padded = [path + [NO_NODE] * (width - len(path)) for path in paths]
+    return ScorerOutput(
+        path=torch.tensor(padded, device=device),
+        num_accepted=torch.tensor([len(path) for path in paths], device=device),
+        next_token_ids=torch.tensor(next_tokens, device=device),
+    )
 
 
 def follow_path_batched(

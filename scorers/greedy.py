@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.sampling import likeliest
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
@@ -25,7 +28,13 @@ def greedy_matching(
         uniforms: not used; part of every rule's signature.
 
     """
-    return follow_path(tree, target.argmax)
+    roots = target.root_rows.tolist()
+
+    def next_token(reqs: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        both = zip(reqs, nodes, strict=True)
+        return likeliest(target.logits, [roots[req] + node for req, node in both])
+
+    return follow_path(tree, next_token)
 
 
 def greedy_matching_batched(
@@ -40,8 +49,8 @@ def greedy_matching_batched(
         sizes: the trees' bounds; only the depth is used.
 
     """
-    likeliest = target.logits.to(torch.float32).argmax(dim=-1)
-    next_tokens = likeliest[target.root_rows[:, None] + node_numbers(tree)]
+    best = target.logits.to(torch.float32).argmax(dim=-1)
+    next_tokens = best[target.root_rows[:, None] + node_numbers(tree)]
     return follow_path_batched(tree, next_tokens, sizes)
 
 

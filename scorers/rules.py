@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
-from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
+from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, path_width
 from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.k_seq import K_SEQ
 from vllm_treespec.scorers.multi_round import MULTI_ROUND
@@ -88,5 +88,4 @@ def walk_mixed(
         path[rows, : scored.path.shape[1]] = scored.path
         num_accepted[rows] = scored.num_accepted
         next_token_ids[rows] = scored.next_token_ids
-    max_depth = max(int(tree.depths.max()), 1)
-    return ScorerOutput(path[:, :max_depth], num_accepted, next_token_ids)
+    return ScorerOutput(path[:, : path_width(tree)], num_accepted, next_token_ids)

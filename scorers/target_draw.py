@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,11 @@ def target_draw(
 
     """
 
-    def next_token(reqs: Tensor, nodes: Tensor) -> Tensor:
-        return draw(target.probs(reqs, nodes), uniforms[reqs, nodes])
+    def next_token(reqs: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        places = torch.tensor([reqs, nodes], device=uniforms.device)
+        drawn = draw(target.probs(*places), uniforms[tuple(places)])
+        tokens: list[int] = drawn.tolist()
+        return tokens
 
     return follow_path(tree, next_token)
 

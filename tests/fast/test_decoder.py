@@ -32,7 +32,8 @@ from tests.fast.toy_workloads import (
     workload,
 )
 from vllm_treespec.core.decoder import RanksDiffer, TreeDecoder
-from vllm_treespec.core.matching import PADDING_TOKEN_ID
+from vllm_treespec.core.matching import PADDING_TOKEN_ID, RunningTrees
+from vllm_treespec.core.views import TargetInputs
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.layouts.base import ForkSpace
 from vllm_treespec.layouts.block_copies import BlockCopier
@@ -343,6 +344,24 @@ def test_a_slot_taken_at_once_has_no_tree() -> None:
     assert engine.decoder.batch.slots.tolist() == [slot]
     assert engine.decoder.trees is None
     engine.run()
+
+
+def test_chains_are_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when an index's chain takes the time of a tree, or a tree is not laid out."""
+    laid_out: list[bool] = []
+    prepare_inputs = BranchLayout.prepare_inputs
+
+    def noted(layout: BranchLayout, trees: RunningTrees, inputs: TargetInputs) -> None:
+        siblings = trees.tree.parents[..., 1:] == trees.tree.parents[..., :-1]
+        laid_out.append(bool((siblings & (trees.tree.parents[..., 1:] >= 0)).any()))
+        prepare_inputs(layout, trees, inputs)
+
+    monkeypatch.setattr(BranchLayout, "prepare_inputs", noted)
+    engine = make_engine("suffix_tree", Habits())
+    for seed in range(3):
+        check_greedy(engine, [Request("a", [seed, 2, 3], 60)])
+    assert all(laid_out)
+    assert 0 < len(laid_out) < sum(engine.num_trees)
 
 
 def test_a_step_that_failed_leaves_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:

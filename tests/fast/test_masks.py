@@ -74,6 +74,7 @@ def two_trees(
         root_positions=np.array([20, 31]),
         slots=np.array([5, 0]),
         proposal_rows=np.array([0, 1]),
+        branching=True,
     )
     return layout, trees, inputs
 

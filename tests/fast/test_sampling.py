@@ -11,7 +11,12 @@ from torch import Tensor
 
 from tests.fast.enumeration import ALMOST_ONE
 from tests.fast.languages import naive_probs
-from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
+from vllm_treespec.core.sampling import (
+    SamplingTensors,
+    draw,
+    draw_without_replacement,
+    likeliest,
+)
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -60,6 +65,23 @@ def test_greedy_rows_are_ranked_at_temperature_one() -> None:
     assert torch.allclose(found, (logits * torch.tensor([[1.0], [2.0]])).softmax(1))
     alone = SamplingTensors(torch.zeros(1), all_greedy=True)
     assert alone.probs(logits[:1]).equal(found[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_likeliest_tokens_are_those_of_torch(dtype: torch.dtype) -> None:
+    """Red when numbers of 16 bits are compared wrongly, or another of equals is it."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn((12, 300), generator=random).to(dtype)
+    logits[0] = -logits[0].abs() - 1
+    logits[1] = 0.0
+    logits[1, :9] = -0.0
+    logits[2] = -torch.inf
+    logits[3, ::7] = -torch.inf
+    logits[4, 5:] = torch.inf
+    logits[5, 7] = torch.nan
+    logits[6, [20, 40]] = 9.0
+    rows = [*range(12), 6]
+    assert likeliest(logits, rows) == logits.float().argmax(-1)[rows].tolist()
 
 
 def test_select_takes_whole_rows() -> None:

@@ -101,7 +101,8 @@ def test_texts(tmp_path: Path) -> None:
 
 def test_refusals(draft: Path, tmp_path: Path) -> None:
     """Red when a folder is overwritten, or a message names no remedy."""
-    out = tmp_path / "out"
+    out, numbers = tmp_path / "out", tmp_path / "numbers.jsonl"
+    numbers.write_text('{"token_ids": [1, 2]}\n')
     assert shrink(draft, out).exit_code == 0
     for arguments, says in (
         ((draft, out), "is not empty; name a new folder"),
@@ -109,6 +110,7 @@ def test_refusals(draft: Path, tmp_path: Path) -> None:
         ((tmp_path / "none", tmp_path / "new"), "cannot be read as a draft model"),
         ((draft, tmp_path / "new", "--tokenizer", tmp_path), "--tokenizer"),
         ((draft, tmp_path / "new", "--text", tmp_path / "none.txt"), "no file with"),
+        ((draft, tmp_path / "new", "--text", numbers), "has no texts"),
     ):
         done = shrink(*arguments)
         assert done.exit_code == 1

@@ -15,7 +15,9 @@ from vllm_treespec.core.matching import (
     PADDING_TOKEN_ID,
     Proposal,
     RunningTrees,
+    in_one_copy,
     match,
+    on_host,
     running_trees,
 )
 from vllm_treespec.core.reading import plan_reading
@@ -259,6 +261,29 @@ def test_committed_rows_without_trees() -> None:
     assert rows.tolist() == [0, 1, 2, 3, 4, 8]
 
 
+def test_only_trees_with_siblings_branch() -> None:
+    """Red when a chain is laid out as a tree, or a tree as a chain."""
+    drawn = proposal()
+    every, chain = np.arange(3), ints([1])
+    assert drawn.is_branching(every, ints([4, 3, 1]))
+    assert not drawn.is_branching(every, ints([2, 3, 1])), "the sibling was cut off"
+    assert not drawn.is_branching(chain, ints([3]))
+
+
+def test_one_copy_brings_what_lies_on_the_host() -> None:
+    """Red when columns are mixed up on their way from a device."""
+    tensors = {
+        "table": torch.arange(12).view(3, 4)[:, 1:],
+        "shares": torch.tensor([0.5, -1.0, 1e-300], dtype=torch.float64),
+        "counts": torch.tensor([7, 8, 9]),
+    }
+    copied, there = in_one_copy(tensors), on_host({**tensors, "none": None})
+    assert copied.keys() == there.keys() == tensors.keys()
+    for name, numbers in there.items():
+        assert np.array_equal(copied[name], numbers)
+        assert copied[name].dtype == numbers.dtype
+
+
 def test_committed_rows_of_steps_without_drafts() -> None:
     """Red when a plain step gathers rows that all lie in order."""
     batch = after_step([8, 5], [4, 1], [0, 1])
@@ -280,6 +305,7 @@ def test_committed_rows_of_trees() -> None:
         root_positions=ints([30, 40]),
         slots=ints([1, 3]),
         proposal_rows=ints([0, 1]),
+        branching=True,
     )
     scored = ScorerOutput(
         path=torch.tensor([[2, 3], [-1, -1]]),

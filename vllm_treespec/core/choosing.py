@@ -66,6 +66,8 @@ class Chooser:
         self.schedule = schedule
         self.stats = stats
         self.clock = clock
+        # of trees, by their index
+        self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
         self.last = Choice(None, PLAIN, NO_SLOTS, False, 0.0)
         self.only_decoded = False
 
@@ -86,14 +88,15 @@ class Chooser:
                 to read.
 
         Returns:
-            the tree's index, None for a plain step; and the slots of the requests that
-            it is drawn for, int64.
+            the tree's index, None for a plain step; and for which of the requests it is
+            drawn, bool [n].
 
         """
         emitted = batch.emitted[reqs]
+        slots = batch.slots[reqs].tolist()
         reqs = reqs[emitted]
         sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
-        index, slots = self.schedule.choose(
+        index, drawn_for = self.schedule.choose(
             RunningRequests(
                 batch.num_reqs,
                 batch.slots[reqs].tolist(),
@@ -102,10 +105,11 @@ class Chooser:
                 num_behind[emitted].tolist(),
             )
         )
-        mode = PLAIN if index is None else self.schedule.trees[index].name
+        mode = PLAIN if index is None else self.modes[index]
         self.last = Choice(index, mode, batch.slots, self.only_decoded, self.clock())
         self.stats.count_step(mode)
-        return index, np.array(slots, dtype=np.int64)
+        drawn = set(drawn_for)
+        return index, np.array([slot in drawn for slot in slots], dtype=bool)
 
     def observe(
         self,
@@ -135,11 +139,11 @@ class Chooser:
         if proposal is not None:
             num_drawn = len(proposal.slots)
             num_levels, num_caught_up = proposal.num_levels, proposal.num_caught_up
-            rows, places = proposal.rows_of(batch.slots)
+            rows = proposal.rows_of(batch.slots)
             # A tree that did not come back tells nothing.
-            told = (accepted[places] >= 0) | (proposal.num_drafts[rows] == 0)
-            told &= batch.emitted[places]
-            rows, places = rows[told], places[told]
+            told = (accepted >= 0) | (proposal.num_drafts[rows] == 0)
+            places = np.flatnonzero(told & (rows >= 0) & batch.emitted)
+            rows = rows[places]
             slots, num_drafts = proposal.slots[rows], proposal.num_drafts[rows]
             limits = proposal.node_limits[rows] - 1
             promised = np.zeros(len(rows))
@@ -182,7 +186,7 @@ class Chooser:
         That draft models read a prompt before they draft is such work, unless it is
         known how many tokens they caught up on.
         """
-        same = np.array_equal(np.sort(scheduled.slots), np.sort(self.last.slots))
+        same = set(scheduled.slots.tolist()) == set(self.last.slots.tolist())
         reading_is_known = self.last.only_decoded or num_caught_up > 0
         pure = same and self.only_decoded and reading_is_known
         return self.clock() - self.last.time if pure else None

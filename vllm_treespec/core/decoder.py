@@ -107,10 +107,9 @@ class TreeDecoder:
         self.slots = RequestSlots()
         self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
         self.uniforms = UniformSource(limits.seed)
-        largest = TreeSizes.largest([p.sizes for p in method.proposers])
-        self.max_draws = largest.max_draws
-        # Chains are laid out by the engine.
-        self.branching = largest.max_leaves > 1
+        self.max_draws = TreeSizes.largest(
+            [p.sizes for p in method.proposers]
+        ).max_draws
         self.step = 0
         self.proposal: Proposal | None = None
         self.chooser = Chooser(method.schedule, stats)
@@ -149,7 +148,8 @@ class TreeDecoder:
             self.root_rows = torch.from_numpy(batch.root_rows).to(self.limits.device)
             self.scored = None
             self.trees = self._match(batch)
-            if self.trees is not None and self.branching:
+            # Chains are laid out by the engine.
+            if self.trees is not None and self.trees.branching:
                 self.layout.prepare_inputs(self.trees, inputs)
 
     def _match(self, batch: ScheduledBatch) -> RunningTrees | None:
@@ -178,12 +178,10 @@ class TreeDecoder:
         trees = self.trees
         if trees is None:
             return None
-        target = TargetLogits(
-            logits, trees.root_rows, sampling.select(trees.host_reqs, trees.reqs)
-        )
-        uniforms = self._uniforms(
-            trees.slots, trees.root_positions, 1 + self.max_draws, SCORING
-        )
+        of_trees = sampling.select(trees.host_reqs, trees.reqs)
+        target = TargetLogits(logits, trees.root_rows, of_trees)
+        count = 0 if of_trees.all_greedy else 1 + self.max_draws
+        uniforms = self._uniforms(trees.slots, trees.root_positions, count, SCORING)
         self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
         return self.scored
 
@@ -207,7 +205,7 @@ class TreeDecoder:
         if self.trees is not None:
             assert self.scored is not None
             with self.stats.stage("commit"):
-                if self.branching:
+                if self.trees.branching:
                     self.layout.commit(self.trees, self.scored)
                 if self.committed_reader.features:
                     self.node_rows = self.layout.query_rows(self.trees)
@@ -230,8 +228,7 @@ class TreeDecoder:
                 self.slots.max_drafts(batch.slots[reqs]),
                 self.committed_reader.num_behind(batch, reqs),
             )
-            may_draft = self._has_room(batch, index)[reqs]
-            may_draft &= np.isin(batch.slots[reqs], drawn_for)
+            may_draft = self._has_room(batch, index)[reqs] & drawn_for
             models_draft = index is not None and self._models_draft(
                 index, batch, reqs[may_draft][: self.method.max_trees], accepted
             )

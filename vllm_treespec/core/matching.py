@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,39 +70,34 @@ class Proposal:
         ``node_limits`` int64 [num_trees] must not depend on what was drawn; None: the
         trees are whole.
         """
-        width = tree.max_nodes
         if node_limits is None:
-            node_limits = np.full(tree.num_reqs, width)
-        together = [tree.token_ids, tree.parents, tree.num_nodes[:, None]]
-        if tree.parts is not None:
-            together.append(tree.parts)
-        if tree.guesses is not None:
-            together.append(tree.guesses[:, None])
-        if tree.promised is not None:
-            together.append(tree.promised.view(torch.int64)[:, None])
-        host = torch.cat(together, dim=1).cpu().numpy()
-        num_nodes = np.minimum(host[:, 2 * width], node_limits)
-        promised = None
-        if tree.promised is not None:
-            promised = host[:, -1].copy().view(np.float64)
-            promised = np.where(num_nodes == host[:, 2 * width], promised, 0.0)
+            node_limits = np.full(tree.num_reqs, tree.max_nodes)
+        host = on_host(
+            {
+                "token_ids": tree.token_ids[:, 1:],
+                "parents": tree.parents[:, 1:],
+                "num_nodes": tree.num_nodes,
+                "parts": None if tree.parts is None else tree.parts[:, 1:],
+                "promised": tree.promised,
+                "guesses": tree.guesses,
+            }
+        )
+        drawn, promised = host.pop("num_nodes"), host.pop("promised", None)
+        num_nodes = np.minimum(drawn, node_limits)
+        if promised is not None:
+            promised = np.where(num_nodes == drawn, promised, 0.0)
         return cls(
             tree,
             tree_index,
             step,
             slots,
             reqs,
-            token_ids=host[:, 1:width],
-            parents=host[:, width + 1 : 2 * width],
             num_drafts=num_nodes - 1,
             node_limits=node_limits,
-            parts=None
-            if tree.parts is None
-            else host[:, 2 * width + 2 : 3 * width + 1],
             promised=promised,
             num_levels=tree.num_levels,
-            guesses=None if tree.guesses is None else host[:, -2],
             num_caught_up=num_caught_up,
+            **host,
         )
 
     def without(self, slots: np.ndarray) -> Proposal:
@@ -110,15 +105,29 @@ class Proposal:
         lost = np.isin(self.slots, slots)
         return replace(self, slots=np.where(lost, NO_SLOT, self.slots))
 
-    def rows_of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def rows_of(self, slots: np.ndarray) -> np.ndarray:
         """Find the trees of the requests in these slots, int64 [n].
 
         Returns:
-            rows of the trees, and the places of their requests in ``slots``, int64.
+            int64 [n], rows of the trees; -1 where a request has none.
 
         """
-        _, rows, places = np.intersect1d(self.slots, slots, return_indices=True)
-        return rows, places
+        row_of = np.full(1 + max(slots.max(), self.slots.max()), -1)
+        kept = np.flatnonzero(self.slots != NO_SLOT)
+        row_of[self.slots[kept]] = kept
+        return row_of[slots]
+
+    def is_branching(self, rows: np.ndarray, num_nodes: np.ndarray) -> bool:
+        """Whether a node of these trees has two children.
+
+        Args:
+            rows: int64 [n], of the trees.
+            num_nodes: int64 [n], nodes that they are cut to.
+
+        """
+        drafts = np.arange(self.parents.shape[1])
+        is_draft = drafts < num_nodes[:, None] - 1
+        return bool(((self.parents[rows] != drafts) & is_draft).any())
 
     def path(self, row: int, token_ids: np.ndarray) -> list[int]:
         """Draft nodes, from 0, that hold these tokens one below the other.
@@ -142,6 +151,35 @@ class Proposal:
     def draft_parents(self) -> list[list[int]]:
         """Parents of every tree's draft nodes."""
         return cut_rows(self.parents, self.num_drafts.tolist())
+
+
+def on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, np.ndarray]:
+    """Bring tensors to the host, waiting for the device once; leave out None.
+
+    Args:
+        tensors: int64 or float64, all on one device, [n] or [n, width].
+
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if all(tensor.device.type == "cpu" for tensor in given.values()):
+        return {name: tensor.numpy() for name, tensor in given.items()}
+    return in_one_copy(given)
+
+
+def in_one_copy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Do the same by one copy of all of them."""
+    columns = [t.view(torch.int64).reshape(len(t), -1) for t in tensors.values()]
+    ends = np.cumsum([column.shape[1] for column in columns])
+    together = torch.cat(columns, dim=1).cpu().numpy()
+    found = {}
+    for (name, tensor), part in zip(
+        tensors.items(), np.split(together, ends[:-1], axis=1), strict=True
+    ):
+        numbers = np.ascontiguousarray(part).reshape(tuple(tensor.shape))
+        found[name] = (
+            numbers.view(np.float64) if tensor.is_floating_point() else numbers
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -168,6 +206,8 @@ class RunningTrees:
     slots: np.ndarray
     # int64 [num_trees], rows of the proposal
     proposal_rows: np.ndarray
+    # whether any of them has a node with two children
+    branching: bool
 
 
 @dataclass(frozen=True)
@@ -196,12 +236,8 @@ def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
         step: number of the running step.
 
     """
-    row_of = np.full(1 + max(batch.slots.max(), proposal.slots.max()), -1)
-    if proposal.step == step - 1:
-        kept = np.flatnonzero(proposal.slots != NO_SLOT)
-        row_of[proposal.slots[kept]] = kept
-    row = row_of[batch.slots]
-    returned = (row >= 0) & (batch.num_drafts > 0)
+    row = proposal.rows_of(batch.slots)
+    returned = (row >= 0) & (batch.num_drafts > 0) & (proposal.step == step - 1)
     width = max(batch.num_drafts.max(), proposal.token_ids.shape[1])
     found = ragged_rows(batch.draft_token_ids, batch.num_drafts, width)
     proposed = np.full((len(row), width), PADDING_TOKEN_ID)
@@ -231,23 +267,26 @@ def running_trees(
     reqs, root_rows = matched.reqs, batch.root_rows[matched.reqs]
     host = np.stack([reqs, matched.proposal_rows, matched.node_limits, root_rows])
     on_device = torch.from_numpy(host).to(device)
-    tree = proposal.tree
-    if not np.array_equal(matched.proposal_rows, np.arange(tree.num_reqs)):
+    tree, rows = proposal.tree, matched.proposal_rows
+    if not np.array_equal(rows, np.arange(tree.num_reqs)):
         tree = tree.select(on_device[1])
+    num_nodes = np.minimum(matched.node_limits, 1 + proposal.num_drafts[rows])
+    # Draws that add no node are cut, too.
+    if tree.draws is not None or (matched.node_limits == num_nodes).any():
+        tree = tree.cut(on_device[2])
     query_starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     return RunningTrees(
-        tree=tree.cut(on_device[2]),
+        tree=tree,
         tree_index=proposal.tree_index,
         reqs=on_device[0],
         root_rows=on_device[3],
         host_reqs=reqs,
         query_starts=query_starts[reqs],
-        num_nodes=np.minimum(
-            matched.node_limits, 1 + proposal.num_drafts[matched.proposal_rows]
-        ),
+        num_nodes=num_nodes,
         root_positions=batch.num_computed[reqs],
         slots=batch.slots[reqs],
-        proposal_rows=matched.proposal_rows,
+        proposal_rows=rows,
+        branching=proposal.is_branching(rows, num_nodes),
     )
 
 

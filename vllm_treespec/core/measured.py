@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_treespec.core.acceptance import ANY_SIZE, Acceptance
@@ -134,6 +134,8 @@ class MeasuredSchedule(Schedule):
         self.chosen = self.plain
         # of a plain step, when the round began
         self.plain_seconds = 0.0
+        # of its drafts, the same for all requests; None: not asked yet
+        self.prices_of_all: Prices | None = None
         # slots of requests for which the chosen tree is not drawn
         self.left_out: frozenset[int] = frozenset()
         self.steps_left = 0
@@ -157,6 +159,7 @@ class MeasuredSchedule(Schedule):
         self.settled = (batch_size, option) == (self.batch_size, self.chosen)
         self.batch_size, self.chosen = batch_size, option
         self.left_out = left_out
+        self.prices_of_all = None
         self.steps_left = ROUND_STEPS
         self.is_timed = False
         self.is_seen = option is self.plain
@@ -185,9 +188,11 @@ class MeasuredSchedule(Schedule):
         kept = [
             self.promises.kept(self.step, slot, self.sampled[slot]) for slot in slots
         ]
-        return self.costs.drafts.prices(
-            self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, kept
-        )
+        if self.prices_of_all is None:
+            self.prices_of_all = self.costs.drafts.prices(
+                self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, ()
+            )
+        return replace(self.prices_of_all, kept=kept)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""

@@ -241,20 +241,9 @@ def ancestor_mask(tree: TreeBatch) -> Tensor:
     node ``i``, so that node ``i`` may attend to it: the row of a node is its
     parent's row and itself. Unused entries see only themselves.
     """
-    num_reqs, max_nodes = tree.token_ids.shape
-    mask = torch.eye(max_nodes, dtype=torch.bool, device=tree.token_ids.device)
-    mask = mask.repeat(num_reqs, 1, 1)
-    ancestor = tree.parents
-    for _ in range(max_nodes):
-        found = ancestor >= 0
-        if not bool(found.any()):
-            break
-        index = ancestor.clamp(min=0)
-        mask.scatter_(
-            2, index[..., None], (mask.gather(2, index[..., None]) | found[..., None])
-        )
-        ancestor = torch.where(found, tree.parents.gather(1, index), NO_NODE)
-    return mask
+    bits = ancestor_bits(tree, int(tree.depths.max()))
+    nodes = torch.arange(tree.max_nodes, device=bits.device)
+    return ((bits[..., None] >> nodes) & 1).bool() | (nodes[:, None] == nodes)
 
 
 def node_bits(tree: TreeBatch) -> Tensor:

@@ -43,9 +43,10 @@ class UniformSource:
             float64 [num_reqs, count] in [0, 1), on the CPU.
 
         """
-        numbers = torch.rand(
-            (len(seeds), count), generator=self.shared, dtype=torch.float64
-        )
+        shape = len(seeds), count
+        if not count:
+            return torch.empty(shape, dtype=torch.float64)
+        numbers = torch.rand(shape, generator=self.shared, dtype=torch.float64)
         for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
             if seed is not None:
                 # A plain list of a large and a small integer would become float64.

@@ -60,7 +60,8 @@ class SuffixIndex:
     def continuations(self, text: np.ndarray) -> list[Continuation]:
         """What followed the best occurrences of the last tokens, best first."""
         found = occurrences(text, text, self.max_match, self.depth)
-        found += occurrences(self.cache.text, text, self.max_match, self.depth)
+        if len(self.cache.text):
+            found += occurrences(self.cache.text, text, self.max_match, self.depth)
         # Of equally long matches the request's own come first: a sort keeps order.
         found.sort(key=lambda pair: -pair[0])
         return found[:MAX_OCCURRENCES]

@@ -90,6 +90,8 @@ def shrink(
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ShrinkError(f"{out} exists and is not empty; name a new folder")
     texts = [] if text is None else list(texts_of(text))
+    if text is not None and not texts:
+        raise ShrinkError(f"--text: {text} has no texts, only numbers or nothing")
     console.print(f"Reading {draft}")
     model, tokenizer = _load(draft, tokenizer_of or draft)
     before = _read_mb(model, None)
