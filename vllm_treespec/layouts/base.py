@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +14,8 @@ from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.views import TargetInputs
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.scorers import ScorerOutput
+
+Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class ForkSpace:
             block_size=block_size,
         )
 
-    def block(self, tree: Tensor, fork: Tensor | int, index: Tensor | int) -> Tensor:
+    def block(
+        self, tree: Numbers, fork: Numbers | int, index: Numbers | int
+    ) -> Numbers:
         """Block number of the given block of the given fork, int64, broadcast."""
         fork_number = tree * self.forks_per_tree + fork
         return self.first_block + fork_number * self.blocks_per_fork + index
@@ -87,11 +91,11 @@ class ForkSpace:
 
     def slot(
         self,
-        context: Tensor,
-        offset: Tensor | int,
-        tree: Tensor,
-        fork: Tensor | int,
-    ) -> Tensor:
+        context: Numbers,
+        offset: Numbers | int,
+        tree: Numbers,
+        fork: Numbers | int,
+    ) -> Numbers:
         """KV slot on a fork of a request with ``context`` tokens, ``offset`` behind."""
         place = context % self.block_size + offset
         block = self.block(tree, fork, place // self.block_size)

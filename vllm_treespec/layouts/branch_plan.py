@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch, ancestor_mask, first_child, preorder
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.views import GroupBlocks, PagedBatch
 from vllm_treespec.layouts.base import ForkSpace
 
@@ -57,17 +58,25 @@ class Paths:
     """The root-to-leaf paths of a batch's trees, in branch order."""
 
     # bool [num_trees, max_nodes]
-    is_node: Tensor
-    # bool [num_trees, max_nodes, max_nodes], see ``ancestor_mask``
-    ancestors: Tensor
+    is_node: np.ndarray
     # int64 [num_trees, max_nodes]: place of each node in the batch, and the path that
     # it ends or extends
-    rows: Tensor
-    branch: Tensor
-    # int64 [num_leaves]
-    leaf_tree: Tensor
-    leaf_node: Tensor
-    leaf_branch: Tensor
+    rows: np.ndarray
+    branch: np.ndarray
+    # of each tree the nodes of each path, from the root to the leaf
+    of_trees: list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class CausalSequences:
+    """One sequence a path, and one a request without a tree."""
+
+    # int64 [num_seqs]: end of each one's query, its length, and its request
+    query_end: np.ndarray
+    lens: np.ndarray
+    req: np.ndarray
+    # int64 [num_trees]: that of each tree's first path
+    first: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -76,25 +85,27 @@ class Forks:
 
     # int64 [num_forks]: tree of each path and which fork of the tree it gets, its
     # sequence, its request, and the request's tokens whose KV is in the cache
-    tree: Tensor
-    fork: Tensor
-    seq: Tensor
-    req: Tensor
-    context: Tensor
+    tree: np.ndarray
+    fork: np.ndarray
+    seq: np.ndarray
+    req: np.ndarray
+    context: np.ndarray
     # int64 [num_writes]: rows whose key and value are written
-    write_rows: Tensor
+    write_rows: np.ndarray
     # int64 [num_own]: where the slot mapping names the slots of the first of them,
     # which go to their requests' own slots
-    own_places: Tensor
+    own_places: np.ndarray
     # int64 [num_writes - num_own]: fork that the others go to, and their depth on it
-    write_fork: Tensor
-    write_depth: Tensor
+    write_fork: np.ndarray
+    write_depth: np.ndarray
 
 
 def plan_branches(
     tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, spaces: Sequence[ForkSpace]
 ) -> list[BranchPlan]:
     """Rewrite a batch in which some requests carry trees, one plan for each group.
+
+    All of it lies on the host, where NumPy takes a third of torch's time.
 
     Args:
         tree: as many nodes per request as it has query tokens.
@@ -103,99 +114,126 @@ def plan_branches(
         spaces: where the fork blocks of each group lie.
 
     """
-    start = batch.query_start_loc[tree_reqs]
+    reqs = tree_reqs.numpy()
+    query_start = batch.query_start_loc.numpy().astype(np.int64)
+    context = batch.context_lens.numpy().astype(np.int64)
+    start = query_start[reqs]
     paths = find_paths(tree, start)
-    num_rows = batch.groups[0].slot_mapping.shape[0]
-    row_order = torch.arange(num_rows, device=start.device)
-    nodes = torch.arange(tree.max_nodes, device=start.device).expand_as(paths.rows)
-    row_order[paths.rows[paths.is_node]] = (start[:, None] + nodes)[paths.is_node]
-
-    seq_end, seq_lens, leaf_seq, req_of_seq = plan_sequences(
-        tree, tree_reqs, batch, paths
-    )
-    query_start_loc = torch.nn.functional.pad(seq_end, (1, 0)).int()
-    seq_lens = seq_lens.int()
-    forks = find_forks(tree, tree_reqs, batch, paths, leaf_seq, num_rows)
+    row_order = np.arange(len(batch.groups[0].slot_mapping))
+    nodes = start[:, None] + np.arange(tree.max_nodes)
+    row_order[paths.rows[paths.is_node]] = nodes[paths.is_node]
+    sequences = find_sequences(paths, reqs, query_start, context)
+    forks = find_forks(paths, reqs, sequences, context, start, len(row_order))
+    shared = {
+        "row_order": torch.from_numpy(row_order),
+        "node_rows": torch.from_numpy(paths.rows),
+        "node_branch": torch.from_numpy(paths.branch),
+        "query_start_loc": as_int32(np.append(0, sequences.query_end)),
+        "seq_lens": as_int32(sequences.lens),
+        "write_rows": torch.from_numpy(forks.write_rows),
+    }
     plans = []
     for blocks, space in zip(batch.groups, spaces, strict=True):
         copy_from, copy_to = tail_copies(forks, blocks, space)
+        table = fork_block_table(
+            blocks.block_table[torch.from_numpy(sequences.req)],
+            torch.from_numpy(forks.seq),
+            torch.from_numpy(forks.context // space.block_size),
+            torch.from_numpy(forks.tree),
+            torch.from_numpy(forks.fork),
+            space,
+        )
         plans.append(
             BranchPlan(
-                row_order=row_order,
-                node_rows=paths.rows,
-                node_branch=paths.branch,
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                block_table=fork_block_table(
-                    blocks.block_table[req_of_seq],
-                    forks.seq,
-                    forks.context // space.block_size,
-                    forks.tree,
-                    forks.fork,
-                    space,
-                ),
-                write_rows=forks.write_rows,
-                write_slots=write_slots(forks, blocks, space),
-                copy_from=copy_from,
-                copy_to=copy_to,
+                **shared,
+                block_table=table,
+                write_slots=torch.from_numpy(write_slots(forks, blocks, space)),
+                copy_from=torch.from_numpy(copy_from),
+                copy_to=torch.from_numpy(copy_to),
             )
         )
     return plans
 
 
-def find_paths(tree: TreeBatch, start: Tensor) -> Paths:
+def as_int32(numbers: np.ndarray) -> Tensor:
+    """A tensor as the engine's kernels read it."""
+    return torch.from_numpy(numbers.astype(np.int32))
+
+
+def find_paths(tree: TreeBatch, start: np.ndarray) -> Paths:
     """Order each tree's nodes depth first, from ``start``, int64 [num_trees], on."""
-    is_node = tree.is_node()
-    ancestors = ancestor_mask(tree)
-    rank = preorder(tree, ancestors)
-    is_leaf = is_node & (first_child(tree) < 0)
-    leaf_at_rank = torch.zeros_like(is_leaf).scatter(1, rank, is_leaf)
-    leaves_before = leaf_at_rank.long().cumsum(1) - leaf_at_rank.long()
-    branch = leaves_before.gather(1, rank)
-    leaf_tree, leaf_node = is_leaf.nonzero(as_tuple=True)
-    return Paths(
-        is_node=is_node,
-        ancestors=ancestors,
-        rows=start[:, None] + rank,
-        branch=branch,
-        leaf_tree=leaf_tree,
-        leaf_node=leaf_node,
-        leaf_branch=branch[leaf_tree, leaf_node],
-    )
+    nodes = np.arange(tree.max_nodes)
+    is_node = nodes < tree.num_nodes.numpy()[:, None]
+    rows = start[:, None] + nodes
+    branch = np.zeros_like(rows)
+    of_trees = []
+    for row, (parents, size) in enumerate(
+        zip(tree.parents.tolist(), tree.num_nodes.tolist(), strict=True)
+    ):
+        order, paths = depth_first(parents[:size])
+        rows[row, order] = start[row] + nodes[:size]
+        # A node is on the first path that it is part of.
+        for number, path in reversed(list(enumerate(paths))):
+            branch[row, path] = number
+        of_trees.append(paths)
+    return Paths(is_node, rows, branch, of_trees)
 
 
-def plan_sequences(
-    tree: TreeBatch, tree_reqs: Tensor, batch: PagedBatch, paths: Paths
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Make one sequence a path, and one a request without a tree.
+def depth_first(parents: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """Walk down a tree, older siblings first.
+
+    Args:
+        parents: of its nodes, -1 at the root.
 
     Returns:
-        end of each sequence's query and its length, int64 [num_seqs]; the sequence of
-        each leaf, int64 [num_leaves]; the request of each sequence, int64 [num_seqs].
+        the nodes in the order of the walk; the nodes of each path, root to leaf.
 
     """
-    reqs = torch.arange(len(batch.context_lens), device=tree_reqs.device)
-    num_seqs = torch.ones_like(reqs)
-    num_seqs[tree_reqs] = torch.bincount(paths.leaf_tree, minlength=tree.num_reqs)
-    first_seq = num_seqs.cumsum(0) - num_seqs
-    req_of_seq = reqs.repeat_interleave(num_seqs)
-    seq_end = batch.query_start_loc[1:].repeat_interleave(num_seqs)
-    seq_lens = (batch.context_lens + batch.query_start_loc.diff())[req_of_seq]
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], start=1):
+        children[parent].append(node)
+    order, paths, waiting = [], [], [[0]]
+    while waiting:
+        path = waiting.pop()
+        order.append(path[-1])
+        below = children[path[-1]]
+        if not below:
+            paths.append(path)
+        waiting += [[*path, child] for child in reversed(below)]
+    return order, paths
 
-    leaf_req = tree_reqs[paths.leaf_tree]
-    leaf_seq = first_seq[leaf_req] + paths.leaf_branch
-    leaf_depth = tree.depths[paths.leaf_tree, paths.leaf_node]
-    seq_end[leaf_seq] = paths.rows[paths.leaf_tree, paths.leaf_node] + 1
-    seq_lens[leaf_seq] = batch.context_lens[leaf_req] + leaf_depth + 1
-    return seq_end, seq_lens, leaf_seq, req_of_seq
+
+def find_sequences(
+    paths: Paths, reqs: np.ndarray, query_start: np.ndarray, context: np.ndarray
+) -> CausalSequences:
+    """Make one sequence a path, and one a request without a tree.
+
+    Args:
+        paths: of the trees.
+        reqs: int64 [num_trees], the trees' requests.
+        query_start: int64 [num_reqs + 1].
+        context: int64 [num_reqs].
+
+    """
+    num_seqs = np.ones_like(context)
+    num_seqs[reqs] = [len(of_tree) for of_tree in paths.of_trees]
+    req = np.arange(len(context)).repeat(num_seqs)
+    query_end = query_start[1:][req]
+    lens = (context + np.diff(query_start))[req]
+    first = (num_seqs.cumsum() - num_seqs)[reqs]
+    for tree, of_tree in enumerate(paths.of_trees):
+        seqs = slice(first[tree], first[tree] + len(of_tree))
+        query_end[seqs] = paths.rows[tree, [path[-1] for path in of_tree]] + 1
+        lens[seqs] = context[reqs[tree]] + [len(path) for path in of_tree]
+    return CausalSequences(query_end, lens, req, first)
 
 
 def find_forks(
-    tree: TreeBatch,
-    tree_reqs: Tensor,
-    batch: PagedBatch,
     paths: Paths,
-    leaf_seq: Tensor,
+    reqs: np.ndarray,
+    sequences: CausalSequences,
+    context: np.ndarray,
+    start: np.ndarray,
     num_rows: int,
 ) -> Forks:
     """Find the paths after the first ones, and what is written where.
@@ -203,53 +241,56 @@ def find_forks(
     Rows without a tree and nodes on first paths go to their requests' own slots. A
     node goes to every fork whose path it lies on.
     """
-    start = batch.query_start_loc[tree_reqs]
-    own = paths.is_node & (paths.branch == 0)
-    plain = torch.ones(num_rows, dtype=torch.bool, device=start.device)
-    plain[paths.rows[paths.is_node]] = False
-    plain_rows = plain.nonzero()[:, 0]
-
-    forked = paths.leaf_branch > 0
-    fork_tree = paths.leaf_tree[forked]
-    on_fork = paths.ancestors[fork_tree, paths.leaf_node[forked]]
-    which, node = (on_fork & paths.is_node[fork_tree]).nonzero(as_tuple=True)
-    fork_req = tree_reqs[fork_tree]
-    fork_rows = paths.rows[fork_tree[which], node]
+    is_plain = np.ones(num_rows, dtype=bool)
+    is_plain[paths.rows[paths.is_node]] = False
+    own_rows, own_places = [np.flatnonzero(is_plain)], [np.flatnonzero(is_plain)]
+    forked, fork_rows = [], []
+    for tree, (first, *others) in enumerate(paths.of_trees):
+        own_rows.append(paths.rows[tree, first])
+        own_places.append(start[tree] + np.arange(len(first)))
+        forked += [(tree, fork, len(path)) for fork, path in enumerate(others)]
+        fork_rows += [paths.rows[tree, path] for path in others]
+    numbers = np.array(forked, dtype=np.int64).reshape(-1, 3)
+    tree_of, fork, lens = numbers.T
+    which = np.arange(len(lens)).repeat(lens)
+    depth = np.arange(len(which)) - (lens.cumsum() - lens)[which]
+    req = reqs[tree_of]
     return Forks(
-        tree=fork_tree,
-        fork=paths.leaf_branch[forked] - 1,
-        seq=leaf_seq[forked],
-        req=fork_req,
-        context=batch.context_lens[fork_req],
-        write_rows=torch.cat([plain_rows, paths.rows[own], fork_rows]),
-        own_places=torch.cat([plain_rows, (start[:, None] + tree.depths)[own]]),
+        tree=tree_of,
+        fork=fork,
+        seq=sequences.first[tree_of] + fork + 1,
+        req=req,
+        context=context[req],
+        write_rows=np.concatenate([*own_rows, *fork_rows]),
+        own_places=np.concatenate(own_places),
         write_fork=which,
-        write_depth=tree.depths[fork_tree[which], node],
+        write_depth=depth,
     )
 
 
-def write_slots(forks: Forks, blocks: GroupBlocks, space: ForkSpace) -> Tensor:
+def write_slots(forks: Forks, blocks: GroupBlocks, space: ForkSpace) -> np.ndarray:
     """Slots of a group that ``forks.write_rows`` go to, int64 [num_writes]."""
     which = forks.write_fork
     fork_slots = space.slot(
         forks.context[which], forks.write_depth, forks.tree[which], forks.fork[which]
     )
-    return torch.cat([blocks.slot_mapping[forks.own_places], fork_slots])
+    return np.append(blocks.slot_mapping.numpy()[forks.own_places], fork_slots)
 
 
 def tail_copies(
     forks: Forks, blocks: GroupBlocks, space: ForkSpace
-) -> tuple[Tensor, Tensor]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of a group to copy so that forks begin with their contexts' ends.
 
     Returns:
         source and destination blocks, int64 [num_copies].
 
     """
-    tail = blocks.block_table[forks.req, forks.context // space.block_size]
+    table = blocks.block_table.numpy()
+    tail = table[forks.req, forks.context // space.block_size].astype(np.int64)
     partly_filled = forks.context % space.block_size != 0
     fork_blocks = space.block(forks.tree, forks.fork, 0)
-    return tail[partly_filled].long(), fork_blocks[partly_filled]
+    return tail[partly_filled], fork_blocks[partly_filled]
 
 
 def fork_block_table(
@@ -298,16 +339,18 @@ def commit_copies(
         source and destination blocks of each group, int64 [num_copies].
 
     """
-    trees = torch.arange(last_node.shape[0], device=last_node.device)
-    branch = plan.node_branch[trees, last_node]
-    context = batch.context_lens[tree_reqs]
+    reqs, deepest = tree_reqs.numpy(), last_node.numpy()
+    branch = plan.node_branch.numpy()[np.arange(len(deepest)), deepest]
+    context = batch.context_lens.numpy().astype(np.int64)[reqs]
     first = context // spaces[0].block_size
-    last = (context + last_depth) // spaces[0].block_size
-    index = torch.arange(spaces[0].blocks_per_fork, device=last_node.device)
+    last = (context + last_depth.numpy()) // spaces[0].block_size
+    index = np.arange(spaces[0].blocks_per_fork)
     moved = (branch > 0)[:, None] & (first[:, None] + index <= last[:, None])
-    tree, index = moved.nonzero(as_tuple=True)
-    fork, req, column = branch[tree] - 1, tree_reqs[tree], first[tree] + index
-    return [
-        (space.block(tree, fork, index), blocks.block_table[req, column].long())
-        for blocks, space in zip(batch.groups, spaces, strict=True)
-    ]
+    tree, index = moved.nonzero()
+    fork, req, column = branch[tree] - 1, reqs[tree], first[tree] + index
+    copies = []
+    for blocks, space in zip(batch.groups, spaces, strict=True):
+        sources = torch.from_numpy(space.block(tree, fork, index))
+        targets = blocks.block_table.numpy()[req, column].astype(np.int64)
+        copies.append((sources, torch.from_numpy(targets)))
+    return copies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -75,11 +74,7 @@ class BranchLayout:
 
     def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
         """Put each tree's nodes in branch order, and give them their positions."""
-        self.batch = batch = replace(
-            inputs.batch,
-            query_start_loc=inputs.batch.query_start_loc.long(),
-            context_lens=inputs.batch.context_lens.long(),
-        )
+        self.batch = batch = inputs.batch
         plans = plan_branches(trees.tree, trees.reqs, batch, self.group_forks)
         for shared, copier, plan in zip(
             self.shared_plans, self.copiers, plans, strict=True
