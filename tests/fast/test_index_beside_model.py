@@ -122,7 +122,7 @@ def test_an_index_that_finds_nothing_tells_nothing_of_the_model(num_read: int) -
             chat.answer(10 + slot, 64)
         with_model.append(chat.chosen[BOTH] / chat.chosen.total())
     assert sum(with_model) / len(with_model) > 0.8
-    assert sorted(with_model)[1] > 0.5
+    assert sorted(with_model)[1] > 0.4
 
 
 def test_a_model_that_does_not_pay_is_left_out() -> None:
@@ -134,6 +134,21 @@ def test_a_model_that_does_not_pay_is_left_out() -> None:
             chat.answer(10 + slot, 64)
         chosen += chat.chosen
     assert chosen[BOTH] < 0.12 * chosen.total()
+
+
+def test_first_times_of_a_cold_machine_are_checked() -> None:
+    """Red when plain steps are judged for long by the first few, which were slow.
+
+    The model loses a seventh. Where it is asked, plain steps are not timed.
+    """
+    chosen: Counter[int | None] = Counter()
+    for seed in range(20):
+        chat = Chat(seed, model_accepted=0.9, model_seconds=2.1)
+        chat.found = 0.1
+        for number in range(10):
+            chat.answer(100 * number, 45, batch_size=8)
+        chosen += chat.chosen
+    assert chosen[BOTH] < 0.2 * chosen.total()
 
 
 def test_what_an_index_finds_gives_no_hope_for_the_model() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from vllm_treespec.core.learned import RequestHistory, Spread
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.schedule import RunningRequests, StepOutcome
 from vllm_treespec.core.sizes import TreeSizes
@@ -359,6 +360,35 @@ def test_each_request_is_judged_by_itself() -> None:
         if number > 8:
             last = Counter(run.chosen[-150:])
             assert (last.most_common(1)[0][0] is not None) == is_edit
+
+
+@pytest.mark.parametrize(
+    ("factors", "least", "most"), [([1.0], 0.15, 0.3), ([0.2, 1.8], 0.6, 1.0)]
+)
+def test_it_learns_how_much_requests_differ(
+    factors: list[float], least: float, most: float
+) -> None:
+    """Red when chance counts as a difference between requests, or the other way."""
+    rng, spread = random.Random(0), Spread()
+    for number in range(60):
+        history = RequestHistory()
+        share = 1 / (1 + rng.choice(factors))
+        for _ in range(30):
+            accepted = 0
+            while rng.random() > share:
+                accepted += 1
+            history.add(number, 1.0, accepted)
+        spread.add(number, history)
+    assert least <= spread.value(60) < most
+
+
+def test_a_lucky_request_is_believed_where_requests_differ() -> None:
+    """Red when a factor does not depend on how much requests differ."""
+    history = RequestHistory()
+    for _ in range(10):
+        history.add(0, 1.0, 2.0)
+    alike, unlike = history.expected(0, 0.2), history.expected(0, 0.8)
+    assert 1.0 < alike < 1.3 < 1.7 < unlike < 2.0
 
 
 def test_a_request_without_use_gets_no_tree() -> None:

@@ -39,7 +39,7 @@ from benchmarks.redrafter.rows import Evidence, compression_of, stretches_of
 from tests.fast.stored_scores import store_scores
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import TreeBatch, ancestor_mask, preorder
+from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.heads import (
     MedusaHeadConfig,
@@ -47,6 +47,7 @@ from vllm_treespec.heads import (
     build_head,
     save_head,
 )
+from vllm_treespec.layouts.branch_plan import depth_first
 from vllm_treespec.proposers import Proposer
 from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.tools.launch import EngineError
@@ -386,13 +387,9 @@ def test_chains_have_all_rows_of_every_beam() -> None:
     tree, chains = beams_as_chains()
     assert shared_nodes(tree).sum(1).tolist() == [2, 0]
     assert chains.num_nodes.tolist() == [10, 10]
-    rank = preorder(chains, ancestor_mask(chains))
-    for row in range(2):
-        depths = chains.depths[row][rank[row].argsort()].tolist()
-        parents = chains.parents[row].tolist()
-        leaves = [i for i in range(10) if i not in parents]
-        ends = sorted(rank[row, leaf].item() for leaf in leaves)
-        assert ends == [3, 6, 9], depths
+    for parents in chains.parents.tolist():
+        order, paths = depth_first(parents)
+        assert [order.index(path[-1]) for path in paths] == [3, 6, 9]
 
 
 def test_chains_keep_the_tree_and_add_only_below_its_leaves() -> None:

@@ -19,9 +19,9 @@ from vllm_treespec.core.tree import (
     next_draw,
     next_sibling,
     num_draws,
-    preorder,
 )
 from vllm_treespec.core.tree_builders import from_draws, from_levels, from_parents
+from vllm_treespec.layouts.branch_plan import depth_first
 
 # The example of TreeBatch's docstring; letters are tokens.
 TOKENS = [ord(letter) for letter in "rabcde"]
@@ -49,9 +49,9 @@ def path_to(node: int, parents: list[int]) -> list[int]:
     return [] if node < 0 else [*path_to(parents[node], parents), node]
 
 
-def depth_first(node: int, parents: list[int]) -> list[int]:
+def recursive_walk(node: int, parents: list[int]) -> list[int]:
     children = [i for i, parent in enumerate(parents) if parent == node]
-    return [node] + [i for child in children for i in depth_first(child, parents)]
+    return [node] + [i for child in children for i in recursive_walk(child, parents)]
 
 
 def test_docstring_example() -> None:
@@ -81,8 +81,9 @@ def test_docstring_example() -> None:
         [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b100101],
         [1, 0, 0, 0, 0, 0],
     ]
-    # depth first: r a c d b e
-    assert preorder(tree, mask).tolist() == [[0, 1, 4, 2, 3, 5], [0, 1, 2, 3, 4, 5]]
+    order, paths = depth_first(PARENTS)
+    assert "".join(chr(TOKENS[node]) for node in order) == "racdbe"
+    assert paths == [[0, 1, 3], [0, 1, 4], [0, 2, 5]]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -91,10 +92,8 @@ def test_functions_on_random_trees(seed: int) -> None:
     tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
     first, following = first_child(tree), next_sibling(tree)
     mask, width = ancestor_mask(tree), tree.max_nodes
-    rank = preorder(tree, mask)
     for req, parents in enumerate(lists(tree)):
         size = len(parents)
-        order = depth_first(0, parents)
         for node in range(size):
             path = path_to(node, parents)
             siblings = [i for i, p in enumerate(parents) if p == parents[node] and i]
@@ -104,11 +103,8 @@ def test_functions_on_random_trees(seed: int) -> None:
             assert first[req, node] == (children[0] if children else -1)
             assert following[req, node] == (later[0] if later else -1)
             assert mask[req, node].nonzero()[:, 0].tolist() == path
-            assert rank[req, node] == order.index(node)
-        unused = torch.arange(size, width)
         assert first[req, size:].tolist() == [-1] * (width - size)
         assert following[req, size:].tolist() == [-1] * (width - size)
-        assert rank[req, size:].equal(unused)
         assert mask[req, size:].equal(torch.eye(width, dtype=torch.bool)[size:])
 
 
@@ -129,21 +125,19 @@ def test_ancestor_bits_are_the_masks(seed: int) -> None:
             assert (bits < 0) == (len(seen) == MAX_NODES and seen[-1])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_preorder_ends_every_path_in_its_leaf(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_a_walk_ends_every_path_in_its_leaf(seed: int) -> None:
     """Red when a leaf's new nodes stop to be one run of the depth-first order."""
-    tree = random_batch(seed)
-    rank = preorder(tree, ancestor_mask(tree))
-    for req, parents in enumerate(lists(tree)):
-        seen: set[int] = set()
-        for leaf in sorted(
-            set(range(len(parents))) - set(parents), key=rank[req].tolist().__getitem__
-        ):
-            new = [i for i in path_to(leaf, parents) if i not in seen]
-            start = len(seen)
-            assert rank[req, new].tolist() == list(range(start, start + len(new)))
-            seen.update(new)
-        assert seen == set(range(len(parents)))
+    for parents in lists(random_batch(seed, max_nodes=14 if seed else MAX_NODES)):
+        order, paths = depth_first(parents)
+        assert order == recursive_walk(0, parents)
+        leaves = [path[-1] for path in paths]
+        assert sorted(leaves) == sorted(set(range(len(parents))) - set(parents))
+        seen: list[int] = []
+        for path in paths:
+            assert path == path_to(path[-1], parents)
+            seen += [node for node in path if node not in seen]
+        assert seen == order
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -162,8 +156,6 @@ def test_any_prefix_is_a_tree(seed: int) -> None:
         assert next_sibling(cut)[:, :width].equal(next_sibling(expected))
         mask = ancestor_mask(cut)
         assert mask[:, :width, :width].equal(ancestor_mask(expected))
-        order = preorder(expected, ancestor_mask(expected))
-        assert preorder(cut, mask)[:, :width].equal(order)
 
 
 def test_cut_takes_one_number_a_request() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_treespec.core.batch_sizes import nearest_size
-from vllm_treespec.core.learned import FadingMean, RequestHistory
+from vllm_treespec.core.learned import FadingMean, RequestHistory, Spread
 from vllm_treespec.core.options import Option
 from vllm_treespec.core.schedule import StepOutcome
 
@@ -69,6 +69,8 @@ class Acceptance:
         }
         # by slot, of trees that an index drafts alone or not
         self.requests: dict[tuple[int, bool], RequestHistory] = {}
+        # how much requests differ, by whether an index drafts alone
+        self.spreads = {is_free: Spread() for is_free in kinds}
 
     def observe(
         self,
@@ -153,13 +155,16 @@ class Acceptance:
         """How much more is accepted of a part of a request's trees than of others'."""
         history = self.requests.get((slot, option.is_free)) or RequestHistory()
         step = self.steps_at[ANY_SIZE]
-        return Accepted(history.expected(step), history.hopeful(step))
+        spread = self.spreads[option.is_free].value(step)
+        return Accepted(history.expected(step, spread), history.hopeful(step, spread))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
         for slot in slots:
-            for is_free in (False, True):
-                self.requests.pop((slot, is_free), None)
+            for is_free, spread in self.spreads.items():
+                history = self.requests.pop((slot, is_free), None)
+                if history is not None:
+                    spread.add(self.steps_at[ANY_SIZE], history)
 
     def _mean_and_trees(
         self, batch_size: int, option: Option, sampled: bool

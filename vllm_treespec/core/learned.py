@@ -26,11 +26,16 @@ LONGEST = 1.5
 DOUBT, MOST_DOUBT = 0.05, 0.2
 # Times of which less is left are forgotten.
 LEAST_WEIGHT = 0.1
-# Accepted tokens that a guess about a request counts for.
-GUESSED_REQUEST = 6.0
-# How much more than of others' trees may be accepted of a new request's, for all we
-# know, and trees after which only half this hope is left.
-HOPE_FOR_NEW = 0.3
+# How much requests differ, as the standard deviation of their factors: what is guessed,
+# requests that the guess counts for, and the least.
+GUESSED_SPREAD, GUESSED_REQUESTS, LEAST_SPREAD = 0.55, 3.0, 0.15
+SPREAD_MEMORY_STEPS = 2048
+# Tokens that a request is expected to have accepted before it tells half of how much
+# requests differ.
+TELLING_TOKENS = 6.0
+# Standard deviations by which more may be accepted of a new request's trees than of
+# others', for all we know, and trees after which only half this hope is left.
+HOPE_FOR_NEW = 0.55
 HOPEFUL_TREES = 2.0
 
 
@@ -90,20 +95,64 @@ class RequestHistory:
 
     factor: FadingMean = field(default_factory=lambda: FadingMean(REQUEST_MEMORY_STEPS))
     num_trees: int = 0
+    # over all its trees: accepted tokens, those of most requests, and their variance
+    # where a request is like most
+    accepted: float = 0.0
+    usual: float = 0.0
+    variance: float = 0.0
 
-    def add(self, step: int, expected: float, accepted: float) -> None:
-        """Add a tree: the tokens that most requests accept of it, and this one."""
-        self.factor.add(step, expected, accepted)
+    def add(self, step: int, usual: float, accepted: float) -> None:
+        """Add a tree: the tokens that most requests accept of it, and this one.
+
+        Their number is taken as geometric.
+        """
+        self.factor.add(step, usual, accepted)
         self.num_trees += 1
+        self.accepted += accepted
+        self.usual += usual
+        self.variance += usual * (1 + usual)
 
-    def expected(self, step: int) -> float:
-        """The factor that the request has, as far as is known."""
-        return self.factor.mean(step, 1.0, GUESSED_REQUEST)
+    def expected(self, step: int, spread: float) -> float:
+        """The factor that the request has, as far as is known.
 
-    def hopeful(self, step: int) -> float:
+        The less requests differ, the more of what one of them shows is chance.
+
+        Args:
+            step: now.
+            spread: how much requests differ.
+
+        """
+        if not self.usual:
+            return 1.0
+        chance = self.variance / self.usual
+        return self.factor.mean(step, 1.0, chance / (spread * spread))
+
+    def hopeful(self, step: int, spread: float) -> float:
         """A factor that the request may have, higher while few trees were seen."""
         hope = HOPE_FOR_NEW * HOPEFUL_TREES / (HOPEFUL_TREES + self.num_trees)
-        return self.expected(step) + hope
+        return self.expected(step, spread) + hope * spread
+
+
+class Spread:
+    """How much more is accepted of some requests' trees than of others'."""
+
+    def __init__(self) -> None:
+        """Begin with nothing measured."""
+        self.squares = FadingMean(SPREAD_MEMORY_STEPS)
+
+    def add(self, step: int, history: RequestHistory) -> None:
+        """Learn from a request that ended: how far it was off, less what is chance."""
+        far = history.accepted - history.usual
+        all_tokens = history.usual + TELLING_TOKENS
+        weight = (history.usual / all_tokens) ** 2
+        square = (far * far - history.variance) / (all_tokens * all_tokens)
+        self.squares.add(step, weight, square)
+
+    def value(self, step: int) -> float:
+        """The standard deviation of requests' factors."""
+        guess = GUESSED_SPREAD * GUESSED_SPREAD
+        square = self.squares.mean(step, guess, GUESSED_REQUESTS)
+        return math.sqrt(max(square, LEAST_SPREAD * LEAST_SPREAD))
 
 
 @dataclass

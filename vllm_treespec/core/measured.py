@@ -30,6 +30,9 @@ WORTH_A_TREE = 1.04
 GUESSED_LIFE = 64.0
 # Tokens that draft models catch up on in a step which tells how long that takes.
 MANY_TOKENS = 16
+# Rounds of a batch size in which plain steps are timed again, where a model drafts: the
+# first times may be those of a cold machine, and trees are judged by them.
+CHECKED_ROUNDS = (6, 24)
 # Requests for which a draft model is asked that was never timed, and must read their
 # prompts first.
 FIRST_TRIED = 1
@@ -119,6 +122,8 @@ class MeasuredSchedule(Schedule):
         # steps by batch size, for what is learned by batch size: it does not fade while
         # others run
         self.steps_at: Counter[int] = Counter()
+        # rounds by batch size
+        self.rounds_at: Counter[int] = Counter()
         self.costs = StepCosts(self.options, self.steps_at)
         self.acceptance = Acceptance(self.options, self.free, self.steps_at)
         # of trees whose proposers weigh drafts
@@ -156,6 +161,7 @@ class MeasuredSchedule(Schedule):
         self, batch_size: int, option: Option, left_out: frozenset[int]
     ) -> None:
         """Draw an option for some steps."""
+        self.rounds_at[batch_size] += 1
         self.settled = (batch_size, option) == (self.batch_size, self.chosen)
         self.batch_size, self.chosen = batch_size, option
         self.left_out = left_out
@@ -301,6 +307,8 @@ class MeasuredSchedule(Schedule):
                 break
         if self.free is not None and best in (self.plain, self.free):
             return self.free, nobody
+        if self.rounds_at[batch_size] in CHECKED_ROUNDS:
+            return self.plain, nobody
         return best, left_out
 
     def _gains(

@@ -271,21 +271,3 @@ def ancestor_bits(tree: TreeBatch, max_depth: int) -> Tensor:
         bits = bits | bits.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)
     return bits * tree.is_node()
-
-
-def preorder(tree: TreeBatch, ancestors: Tensor) -> Tensor:
-    """Rank of every node in depth-first order, int64 [num_reqs, max_nodes].
-
-    Along this order every root-to-leaf path is a run of new nodes that ends in its
-    leaf. Unused entries come last. ``ancestors`` is :func:`ancestor_mask`'s result.
-    """
-    is_node = tree.is_node()
-    subtree_size = (ancestors & is_node[..., None]).sum(1)
-    before = torch.nn.functional.pad(subtree_size.cumsum(1), (1, 0))[:, :-1]
-    first = first_child(tree)
-    oldest = first.gather(1, tree.parents.clamp(min=0)).clamp(min=0)
-    earlier_siblings = before - before.gather(1, oldest)
-    step = torch.where(tree.parents >= 0, 1 + earlier_siblings, 0)
-    rank = (ancestors * step[:, None, :]).sum(2)
-    columns = torch.arange(tree.max_nodes, device=rank.device).expand_as(rank)
-    return torch.where(is_node, rank, columns)
