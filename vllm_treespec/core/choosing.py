@@ -66,7 +66,7 @@ class Chooser:
         self.schedule = schedule
         self.stats = stats
         self.clock = clock
-        # of trees, by their index
+        # of trees, by their index: to make a name takes longer than to choose
         self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
         self.last = Choice(None, PLAIN, NO_SLOTS, False, 0.0)
         self.only_decoded = False

@@ -144,9 +144,9 @@ class Spread:
         """Learn from a request that ended: how far it was off, less what is chance."""
         far = history.accepted - history.usual
         all_tokens = history.usual + TELLING_TOKENS
-        weight = (history.usual / all_tokens) ** 2
-        square = (far * far - history.variance) / (all_tokens * all_tokens)
-        self.squares.add(step, weight, square)
+        scale = 1 / (all_tokens * all_tokens)
+        weight = history.usual * history.usual * scale
+        self.squares.add(step, weight, (far * far - history.variance) * scale)
 
     def value(self, step: int) -> float:
         """The standard deviation of requests' factors."""

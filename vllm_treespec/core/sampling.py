@@ -86,7 +86,7 @@ def likeliest(logits: Tensor, rows: Sequence[int]) -> list[int]:
     """Find the most likely token of some rows; of equally likely ones the first.
 
     Args:
-        logits: [num_rows, vocab_size].
+        logits: [num_rows, vocab_size]. A row with NaN gives any token.
         rows: of the logits.
 
     """
