@@ -163,7 +163,7 @@ def as_int32(numbers: np.ndarray) -> Tensor:
 def find_paths(tree: TreeBatch, start: np.ndarray) -> Paths:
     """Order each tree's nodes depth first, from ``start``, int64 [num_trees], on."""
     nodes = np.arange(tree.max_nodes)
-    is_node = nodes < tree.num_nodes.numpy()[:, None]
+    is_node = tree.is_node().numpy()
     rows = start[:, None] + nodes
     branch = np.zeros_like(rows)
     of_trees = []
@@ -243,7 +243,8 @@ def find_forks(
     """
     is_plain = np.ones(num_rows, dtype=bool)
     is_plain[paths.rows[paths.is_node]] = False
-    own_rows, own_places = [np.flatnonzero(is_plain)], [np.flatnonzero(is_plain)]
+    plain_rows = np.flatnonzero(is_plain)
+    own_rows, own_places = [plain_rows], [plain_rows]
     forked, fork_rows = [], []
     for tree, (first, *others) in enumerate(paths.of_trees):
         own_rows.append(paths.rows[tree, first])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,7 +75,9 @@ class BranchLayout:
 
     def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
         """Put each tree's nodes in branch order, and give them their positions."""
-        self.batch = batch = inputs.batch
+        # A copy where the engine's is int32: commit comes after the engine's update.
+        context_lens = inputs.batch.context_lens.long()
+        self.batch = batch = replace(inputs.batch, context_lens=context_lens)
         plans = plan_branches(trees.tree, trees.reqs, batch, self.group_forks)
         for shared, copier, plan in zip(
             self.shared_plans, self.copiers, plans, strict=True
