@@ -45,6 +45,8 @@ class GrownTrees:
     num_nodes: np.ndarray
     # float64 [num_reqs], drafts that are likely accepted
     promised: np.ndarray
+    # of each request, the likeliest next token and its probability
+    likeliest: list[tuple[float, int]]
 
     def without_drafts(self) -> GrownTrees:
         """The roots alone."""
@@ -54,6 +56,7 @@ class GrownTrees:
             np.zeros_like(self.depths),
             np.ones_like(self.num_nodes),
             np.zeros_like(self.promised),
+            self.likeliest,
         )
 
     def tree(self, root_token_ids: Tensor) -> TreeBatch:
@@ -113,11 +116,11 @@ class Suffix(Proposer):
         num_drafts = int((grown.num_nodes - 1).sum())
         if gained - num_drafts * prices.draft <= prices.first:
             grown = grown.without_drafts()
-        guesses = self._guess(found, grown)
+        guesses = self._guess(grown)
         tree = grown.tree(inputs.root_token_ids)
         return replace(tree, guesses=torch.from_numpy(guesses).to(tree.parents.device))
 
-    def _guess(self, found: Continuations, grown: GrownTrees) -> np.ndarray:
+    def _guess(self, grown: GrownTrees) -> np.ndarray:
         """Promise the likeliest token where no draft is worth its price.
 
         So it is learned what promises are worth, also where they are not believed.
@@ -129,9 +132,7 @@ class Suffix(Proposer):
         """
         guesses = np.full(len(grown.num_nodes), NO_GUESS)
         for row in np.flatnonzero(grown.num_nodes == 1).tolist():
-            shares = next_tokens(found.by_request[row], 0)
-            likely = ((share, token) for token, (share, _) in shares.items())
-            share, token = max(likely, default=(0.0, NO_GUESS))
+            share, token = grown.likeliest[row]
             if share >= self.min_probability:
                 guesses[row], grown.promised[row] = token, share
         return guesses
@@ -154,7 +155,10 @@ class Suffix(Proposer):
         depths = np.zeros(shape, dtype=np.int64)
         num_nodes = np.ones(len(tokens), dtype=np.int64)
         promised = np.zeros(len(tokens))
+        likeliest = [likeliest_token(same) for same in found.by_request]
         for row, continuations in enumerate(found.by_request):
+            if likeliest[row][0] < least[row]:
+                continue
             near = [(length, rest[:max_depth]) for length, rest in continuations]
             tree = grow_tree(near, limits[row], least[row])
             num_nodes[row] = size = 1 + len(tree)
@@ -164,7 +168,7 @@ class Suffix(Proposer):
                 parents[row, 1:size] = drafts[1]
                 depths[row, 1:size] = drafts[2]
                 promised[row] = sum(drafts[3])
-        return GrownTrees(tokens, parents, depths, num_nodes, promised)
+        return GrownTrees(tokens, parents, depths, num_nodes, promised, likeliest)
 
 
 def grow_tree(
@@ -213,6 +217,13 @@ def grow_tree(
             for child in children[node]
         ]
     return drafts
+
+
+def likeliest_token(continuations: Sequence[Continuation]) -> tuple[float, int]:
+    """The likeliest next token: its probability, and the token, NO_GUESS if none."""
+    shares = next_tokens(continuations, 0)
+    likely = ((share, token) for token, (share, _) in shares.items())
+    return max(likely, default=(0.0, NO_GUESS))
 
 
 def next_tokens(

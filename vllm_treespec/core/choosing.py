@@ -53,7 +53,7 @@ class Choice:
 class Chooser:
     """Chooses the tree of each step.
 
-    ``observe`` comes before ``choose``, at the end of a step.
+    ``observe`` comes before ``choose``, at the end of a step, and ``drafted`` last.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Chooser:
         self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
         self.last = Choice(None, PLAIN, NO_SLOTS, False, 0.0)
         self.only_decoded = False
+        # from the last choice to the drafts
+        self.drafting_seconds = 0.0
 
     def choose(
         self,
@@ -177,8 +179,13 @@ class Chooser:
                 num_kept.tolist(),
                 num_caught_up,
                 num_found.tolist(),
+                self.drafting_seconds,
             )
         )
+
+    def drafted(self) -> None:
+        """Note how long it took to draft, since the choice of the tree."""
+        self.drafting_seconds = self.clock() - self.last.time
 
     def _seconds(self, scheduled: ScheduledBatch, num_caught_up: int) -> float | None:
         """Time since the last choice; None where the step did other work, too.

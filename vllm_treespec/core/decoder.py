@@ -245,6 +245,7 @@ class TreeDecoder:
                 self.proposal = self._propose(
                     index, batch, drafting, accepted, models_draft
                 )
+            self.chooser.drafted()
             return self.proposal
 
     def _models_draft(

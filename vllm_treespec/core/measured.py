@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_treespec.core.acceptance import ANY_SIZE, Acceptance
+from vllm_treespec.core.asking import REST_ROUNDS, Asking
 from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.learned import FadingMean
@@ -114,7 +115,7 @@ class MeasuredSchedule(Schedule):
         drawn.reverse()
         drawn.sort(key=lambda o: (not o.is_free, o.num_drafts, o.guess))
         self.plain = Option(None, 0, 0.0)
-        # takes the place of plain decoding: an index says in each step what it has
+        # takes the place of plain decoding where asking pays: an index says what it has
         self.free = next((option for option in drawn if option.is_free), None)
         # from the smallest to the largest
         self.options = [self.plain, *drawn]
@@ -128,6 +129,7 @@ class MeasuredSchedule(Schedule):
         self.acceptance = Acceptance(self.options, self.free, self.steps_at)
         # of trees whose proposers weigh drafts
         self.promises = Promises()
+        self.asking = Asking(self.steps_at)
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
         # steps that requests had
@@ -151,6 +153,8 @@ class MeasuredSchedule(Schedule):
         self.settled = False
         self.new_steps: list[TimedStep] = []
         self.new_seconds: list[float] = []
+        # what drafting took in each of them
+        self.new_drafting_seconds: list[float] = []
 
     @property
     def step(self) -> int:
@@ -211,6 +215,12 @@ class MeasuredSchedule(Schedule):
             share = whole_trees / max(outcome.num_reqs, 1)
             self.acceptance.observe(self.batch_size, option, self.sampled, outcome)
             self._observe_promises(outcome)
+        if option is self.free and self.prices_of_all is not None:
+            num_drafts, num_accepted = map(
+                sum, (outcome.num_drafts, outcome.num_accepted)
+            )
+            gain = self.prices_of_all.gain(num_drafts, num_accepted)
+            self.asking.gained(self.batch_size, gain)
         of_option = option is self.plain or share > 0
         caught_up = outcome.num_caught_up >= MANY_TOKENS
         settled = self.settled and not caught_up
@@ -222,6 +232,7 @@ class MeasuredSchedule(Schedule):
             step = TimedStep(self.batch_size, outcome.index, share, counts, settled)
             self.new_steps.append(step)
             self.new_seconds.append(outcome.seconds)
+            self.new_drafting_seconds.append(outcome.drafting_seconds)
             self.is_timed |= settled
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
@@ -253,8 +264,10 @@ class MeasuredSchedule(Schedule):
             self.costs.end_round(self.batch_size, self.chosen, self.is_timed)
         if not self.new_steps:
             return
-        for timed, seconds in zip(
-            self.new_steps, self.share(self.new_seconds), strict=True
+        shared = self.share(self.new_seconds + self.new_drafting_seconds)
+        count = len(self.new_steps)
+        for timed, seconds, drafting in zip(
+            self.new_steps, shared[:count], shared[count:], strict=True
         ):
             if self.by_index[timed.index].weighs_drafts:
                 self.costs.add_drafts(timed.batch_size, timed.counts, seconds)
@@ -263,7 +276,9 @@ class MeasuredSchedule(Schedule):
                     timed.batch_size, timed.counts.caught_up, seconds
                 )
                 self.costs.add(timed.batch_size, timed.index, timed.share, usual)
-        self.new_steps, self.new_seconds = [], []
+            if self.by_index[timed.index] is self.free:
+                self.asking.took(timed.batch_size, drafting)
+        self.new_steps, self.new_seconds, self.new_drafting_seconds = [], [], []
 
     def _best(
         self, batch_size: int, requests: RunningRequests
@@ -306,7 +321,9 @@ class MeasuredSchedule(Schedule):
                 # Larger trees wait for what this one will show.
                 break
         if self.free is not None and best in (self.plain, self.free):
-            return self.free, nobody
+            asked = self.asking.pays(batch_size, plain.seconds)
+            asked |= self.rounds_at[batch_size] % REST_ROUNDS == 0
+            return self.free if asked else self.plain, nobody
         if self.rounds_at[batch_size] in CHECKED_ROUNDS:
             return self.plain, nobody
         return best, left_out

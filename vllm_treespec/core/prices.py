@@ -47,6 +47,11 @@ class Prices:
     # of all drafts below another level that draft models read
     level: float = 0.0
 
+    def gain(self, num_drafts: int, num_accepted: int) -> float:
+        """Accepted tokens of a step less what its drafts cost, levels left out."""
+        cost = num_drafts * self.draft + self.first if num_drafts else 0.0
+        return num_accepted - cost
+
 
 class DraftParts(NamedTuple):
     """The parts of what a step's drafts cost: how often each came, or its seconds."""

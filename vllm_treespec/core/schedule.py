@@ -93,6 +93,8 @@ class StepOutcome:
     num_caught_up: int = 0
     # of the accepted tokens those that an index drafted, if a model drafts beside one
     num_found: Sequence[int] = ()
+    # from the choice of this tree to its drafts, if any were looked for
+    drafting_seconds: float = 0.0
 
 
 class Schedule(ABC):

@@ -1,0 +1,62 @@
+"""Whether to ask an index in a step: that takes time, also where it finds nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm_treespec.core.learned import FadingMean
+
+# Tokens a request that an index is thought to bring in a step, and steps that this
+# guess counts for.
+GUESSED_GAIN, GUESSED_STEPS = 0.1, 8.0
+# Steps after which a third of what was gained lately still counts; and steps that count
+# for nothing gained.
+LATELY, NOTHING_STEPS = 16, 1.0
+# An index that rests is asked in one of so many rounds.
+REST_ROUNDS = 4
+
+
+@dataclass
+class Asked:
+    """What steps brought, and took, in which an index was asked."""
+
+    # accepted tokens of a step less what its drafts cost
+    gain: FadingMean = field(default_factory=FadingMean)
+    # the same of the last few steps: a text may begin to repeat
+    late_gain: FadingMean = field(default_factory=lambda: FadingMean(LATELY))
+    # from the choice of the index to its drafts
+    seconds: FadingMean = field(default_factory=FadingMean)
+
+
+class Asking:
+    """Weighs what asking an index brings against the time that it takes."""
+
+    def __init__(self, steps_at: Counter[int]) -> None:
+        """Begin with nothing measured; the schedule counts steps by batch size."""
+        self.steps_at = steps_at
+        # by batch size
+        self.asked: dict[int, Asked] = {}
+
+    def gained(self, batch_size: int, tokens: float) -> None:
+        """Add what a step brought, less what its drafts cost."""
+        asked = self.asked.setdefault(batch_size, Asked())
+        for gain in (asked.gain, asked.late_gain):
+            gain.add(self.steps_at[batch_size], 1.0, tokens)
+
+    def took(self, batch_size: int, seconds: float) -> None:
+        """Add how long it took to ask in a step."""
+        asked = self.asked.setdefault(batch_size, Asked())
+        asked.seconds.add(self.steps_at[batch_size], 1.0, seconds)
+
+    def pays(self, batch_size: int, plain_seconds: float) -> bool:
+        """Whether asking brings more tokens than plain steps emit in that time."""
+        asked, step = self.asked.get(batch_size), self.steps_at[batch_size]
+        if asked is None:
+            return True
+        gain = max(
+            asked.gain.mean(step, GUESSED_GAIN * batch_size, GUESSED_STEPS),
+            asked.late_gain.mean(step, 0.0, NOTHING_STEPS),
+        )
+        seconds = asked.seconds.mean(step, 0.0, NOTHING_STEPS)
+        return gain * plain_seconds > seconds * batch_size
