@@ -46,17 +46,15 @@ class ProposerInputs:
     prices: Prices | None = None
     # whether the host may wait for a value, to leave out levels that are not worth it
     host_may_wait: bool = False
+    # of each tree, how likely an index found its next token: then a level that a model
+    # reads adds nothing; None: there is no index beside the model
+    found: Sequence[float] | None = None
 
     def least(self, min_probability: float) -> list[float]:
-        """The probability that drafts of each tree have at least.
-
-        A draft is worth its row where its probability, times what is kept of such
-        promises, is its price.
-        """
+        """The probability that drafts of each tree have at least."""
         if self.prices is None:
             return [min_probability] * len(self.root_token_ids)
-        price = self.prices.draft
-        return [max(min_probability, price / kept) for kept in self.prices.kept]
+        return self.prices.least(min_probability)
 
     def within_levels(self, values: Tensor, level: int) -> Tensor:
         """Leave out the candidates of a level where trees are not that deep.

@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import FIRST_PART, TreeBatch
 from vllm_treespec.core.tree_builders import merge_trees
 from vllm_treespec.proposers import dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.sources.base import Continuations
 
 
 def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSizes:
@@ -59,6 +61,32 @@ class Hybrid(Proposer):
         self.num_draft_models = 0 if self.model is None else 1
         self.sizes = sizes(num_drafts, depth, top_k, model_depth)
 
+    def needs_model(
+        self,
+        continuations: Continuations,
+        first_shares: np.ndarray,
+        prices: Prices | None,
+    ) -> bool:
+        """Whether the model is worth asking beside what the index found.
+
+        Args:
+            continuations: of the requests that draft.
+            first_shares: float64 [num_reqs], see ``Shares.first``.
+            prices: of the step; None: it is asked where the index is not sure.
+
+        """
+        unsure = first_shares < 1
+        if prices is None:
+            return bool(unsure.any())
+        found = self.index.likely_found(continuations, prices)
+        gains = [
+            added * (1 - elsewhere) * asked
+            for added, elsewhere, asked in zip(
+                prices.added, found, unsure.tolist(), strict=True
+            )
+        ]
+        return sum(gains) > prices.level
+
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draft one tree per request; ``draws`` is None."""
         if self.model is None or not inputs.draft_models:
@@ -73,14 +101,22 @@ class Hybrid(Proposer):
         left[inputs.first_shares == 1] = 0
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
-        drafted = self.model.propose(replace(inputs, num_drafts=num_drafts))
+        elsewhere = None
+        if inputs.prices is not None:
+            elsewhere = self.index.likely_found(continuations, inputs.prices)
+        drafted = self.model.propose(
+            replace(inputs, num_drafts=num_drafts, found=elsewhere)
+        )
         found = grown.tree(roots)
         assert found.promised is not None
         assert drafted.promised is not None
         merged = merge_trees(found, drafted, drafted.num_levels, 1 + self.num_drafts)
+        added = drafted.promised
+        if elsewhere is not None:
+            added = added * (1 - torch.tensor(elsewhere, device=roots.device))
         return replace(
             merged,
-            promised=found.promised + drafted.promised,
+            promised=found.promised + added,
             num_levels=drafted.num_levels,
         )
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_GUESS, NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
@@ -136,6 +137,15 @@ class Suffix(Proposer):
             if share >= self.min_probability:
                 guesses[row], grown.promised[row] = token, share
         return guesses
+
+    def likely_found(self, found: Continuations, prices: Prices) -> list[float]:
+        """How likely each request's next token is one that is drafted, and right."""
+        shares = [likeliest_token(same)[0] for same in found.by_request]
+        least = prices.least(self.min_probability)
+        return [
+            min(share * kept, 1.0) if share >= lowest else 0.0
+            for share, lowest, kept in zip(shares, least, prices.kept, strict=True)
+        ]
 
     def grow(
         self, found: Continuations, limits: Sequence[int], least: Sequence[float]

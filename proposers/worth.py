@@ -66,8 +66,11 @@ class Worth:
         if prices is None:
             return not bool(likely.any())
         hoped = likely ** ((level + 1) / level)
+        found = inputs.found or [0.0] * len(prices.kept)
         gains = [
-            max(promised * kept - prices.draft, 0.0)
-            for promised, kept in zip(hoped.tolist(), prices.kept, strict=True)
+            max(promised * kept - prices.draft, 0.0) * (1 - elsewhere)
+            for promised, kept, elsewhere in zip(
+                hoped.tolist(), prices.kept, found, strict=True
+            )
         ]
         return sum(gains) <= prices.level

@@ -35,6 +35,7 @@ from vllm_treespec.core.views import (
 )
 from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.scorers import Rule, ScorerOutput, TargetLogits, score
 from vllm_treespec.sources.base import Continuations, DraftSource, Roots, TextSource
 
@@ -255,18 +256,23 @@ class TreeDecoder:
         drafting: np.ndarray,
         accepted: np.ndarray,
     ) -> bool:
-        """Whether draft models or heads draft: not where an index is sure of all."""
+        """Whether draft models or heads draft: not where an index does as well."""
         if not self.method.proposers[index].num_draft_models:
             return False
         shares, slots = self.method.shares, batch.slots[drafting]
-        if shares is None or not len(slots) or not shares.may_be_sure(slots):
+        if shares is None or not len(slots):
+            return True
+        prices = self.method.schedule.prices(slots.tolist())
+        if prices is None and not shares.may_be_sure(slots):
             return True
         reqs = torch.from_numpy(drafting).to(self.limits.device)
         roots = self._roots(batch, drafting, reqs, accepted, depth=0)
         (texts,) = (source for source in self.sources if source.reads.token_ids)
         found = texts.begin(roots)
         assert isinstance(found, Continuations)
-        return bool((shares.first(roots.slots, found.matches()) < 1).any())
+        first_shares = shares.first(roots.slots, found.matches())
+        proposer = cast(Hybrid, self.method.proposers[index])
+        return proposer.needs_model(found, first_shares, prices)
 
     def _note_texts(self, batch: EmittedBatch, reqs: np.ndarray) -> None:
         """Let sources note what the requests that may draft, int64 [n], put out."""

@@ -34,6 +34,8 @@ MANY_TOKENS = 16
 # Rounds of a batch size in which plain steps are timed again, where a model drafts: the
 # first times may be those of a cold machine, and trees are judged by them.
 CHECKED_ROUNDS = (6, 24)
+# Steps that a guess counts for of what a model adds beside an index.
+GUESSED_ADDED = 4.0
 # Requests for which a draft model is asked that was never timed, and must read their
 # prompts first.
 FIRST_TRIED = 1
@@ -130,6 +132,9 @@ class MeasuredSchedule(Schedule):
         # of trees whose proposers weigh drafts
         self.promises = Promises()
         self.asking = Asking(self.steps_at)
+        # sampled -> accepted tokens that a model added in steps in which it was asked
+        # beside an index
+        self.added = {False: FadingMean(), True: FadingMean()}
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
         # steps that requests had
@@ -202,7 +207,23 @@ class MeasuredSchedule(Schedule):
             self.prices_of_all = self.costs.drafts.prices(
                 self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, ()
             )
-        return replace(self.prices_of_all, kept=kept)
+        return replace(self.prices_of_all, kept=kept, added=self._added(slots))
+
+    def _added(self, slots: Sequence[int]) -> list[float]:
+        """What a model's first level adds for each request beside an index.
+
+        The number of tokens that all levels add is taken as geometric.
+        """
+        if self.free in (None, self.chosen):
+            return []
+        added = []
+        for slot in slots:
+            usual = self.added[self.sampled[slot]].mean(
+                self.step, self.chosen.guess, GUESSED_ADDED
+            )
+            tokens = usual * self.acceptance.factor(slot, self.chosen).expected
+            added.append(tokens / (1 + tokens))
+        return added
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
@@ -215,6 +236,8 @@ class MeasuredSchedule(Schedule):
             share = whole_trees / max(outcome.num_reqs, 1)
             self.acceptance.observe(self.batch_size, option, self.sampled, outcome)
             self._observe_promises(outcome)
+            if self.free is not None and outcome.num_levels:
+                self._observe_added(outcome)
         if option is self.free and self.prices_of_all is not None:
             num_drafts, num_accepted = map(
                 sum, (outcome.num_drafts, outcome.num_accepted)
@@ -245,6 +268,15 @@ class MeasuredSchedule(Schedule):
                 self.promises.observe(
                     self.step, slot, self.sampled[slot], promised, accepted
                 )
+
+    def _observe_added(self, outcome: StepOutcome) -> None:
+        """Learn what a model added to what an index found."""
+        for slot, accepted, found in zip(
+            outcome.slots, outcome.num_accepted, outcome.num_found, strict=True
+        ):
+            if slot in self.sampled:
+                added = self.added[self.sampled[slot]]
+                added.add(self.step, 1.0, accepted - found)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""

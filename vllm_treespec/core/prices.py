@@ -46,6 +46,17 @@ class Prices:
     kept: Sequence[float]
     # of all drafts below another level that draft models read
     level: float = 0.0
+    # of each request: accepted tokens that a model's first level is thought to add
+    # where an index finds nothing; empty where no index drafts beside a model
+    added: Sequence[float] = ()
+
+    def least(self, min_probability: float) -> list[float]:
+        """The probability that drafts of each request have at least.
+
+        A draft is worth its row where its probability, times what is kept of such
+        promises, is its price.
+        """
+        return [max(min_probability, self.draft / kept) for kept in self.kept]
 
     def gain(self, num_drafts: int, num_accepted: int) -> float:
         """Accepted tokens of a step less what its drafts cost, levels left out."""

@@ -1,0 +1,115 @@
+"""Whether a model is asked beside an index: by what it adds where the index fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fast.test_index_beside_model import BOTH, INDEX_ALONE, TREES
+from tests.fast.test_measured_schedule import running
+from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.prices import Prices
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.schedule import StepOutcome
+from vllm_treespec.proposers.base import ProposerInputs
+from vllm_treespec.proposers.hybrid import Hybrid
+from vllm_treespec.proposers.worth import Worth
+from vllm_treespec.sources.base import Continuation, Continuations
+
+# One token matches, or eight: the next one is right with 1 - 0.8 ** match.
+SHORT: list[Continuation] = [(1, [7, 8, 9])]
+LONG: list[Continuation] = [(8, [1, 2, 3])]
+NONE: list[Continuation] = []
+
+
+def needs_model(
+    found: list[list[Continuation]],
+    prices: Prices | None,
+    first_shares: tuple[float, ...] = (),
+) -> bool:
+    """Ask a proposer whose index and model draft up to 16 tokens."""
+    proposer = Hybrid(16, 12, 0.1, 4, 3)
+    shares = np.array(first_shares or [0.5] * len(found))
+    return proposer.needs_model(Continuations(found), shares, prices)
+
+
+def prices(level: float, num_reqs: int, kept: float = 1.0) -> Prices:
+    """A row costs little; a model's first level adds 0.6 where nothing was found."""
+    return Prices(0.05, 0.0, [kept] * num_reqs, level, [0.6] * num_reqs)
+
+
+@pytest.mark.parametrize(
+    ("found", "kept", "level", "is_asked"),
+    [
+        (NONE, 1.0, 0.5, True),
+        (NONE, 1.0, 0.7, False),
+        # 0.6 x 0.8
+        (SHORT, 1.0, 0.45, True),
+        (SHORT, 1.0, 0.5, False),
+        # 0.6 x 0.8 ** 8 = 0.10
+        (LONG, 1.0, 0.09, True),
+        (LONG, 1.0, 0.12, False),
+        # of what such a match promises half is kept: 0.6 x 0.58
+        (LONG, 0.5, 0.33, True),
+        # what is not worth its row is not drafted, so it is not found either
+        (SHORT, 0.2, 0.55, True),
+    ],
+)
+def test_a_model_is_asked_for_what_an_index_lacks(
+    found: list[Continuation], kept: float, level: float, is_asked: bool
+) -> None:
+    """Red when a level of the model is paid for tokens that the index has."""
+    assert needs_model([found], prices(level, 1, kept)) == is_asked
+
+
+def test_requests_pay_together() -> None:
+    """Red when each request must be worth a forward of the model alone."""
+    assert not needs_model([NONE], prices(0.7, 1))
+    assert needs_model([NONE, NONE], prices(0.75, 2))
+    assert not needs_model([NONE, LONG], prices(0.75, 2))
+
+
+def test_a_sure_index_drafts_alone() -> None:
+    """Red when the model is asked for requests whose trees have no place for it."""
+    assert not needs_model([NONE], prices(0.1, 1), (1.0,))
+    assert not needs_model([NONE], None, (1.0,))
+    assert needs_model([LONG], None, (0.5,)), "without prices shares alone decide"
+
+
+def test_levels_add_nothing_where_the_index_is_right() -> None:
+    """Red when a model reads on for tokens that the index has."""
+
+    def ends(found: list[float] | None) -> bool:
+        inputs = ProposerInputs(
+            torch.zeros(1, dtype=torch.int64),
+            SamplingTensors(torch.zeros(1), all_greedy=True),
+            torch.zeros(1, 0, dtype=torch.float64),
+            prices=Prices(0.05, 0.0, [1.0], level=0.3),
+            host_may_wait=True,
+            found=found,
+        )
+        return Worth(0.1, inputs).ends(1, torch.tensor([0.8], dtype=torch.float64))
+
+    assert not ends(None)
+    assert not ends([0.1])
+    assert ends([0.8])
+
+
+def test_what_a_model_adds_is_learned() -> None:
+    """Red when it is learned of steps in which the model was not asked."""
+    schedule = MeasuredSchedule(TREES, 64)
+    schedule.forced_index = BOTH
+    for num_levels, accepted in ((3, 3), (0, 9)) * 40:
+        schedule.choose(running([0]))
+        outcome = StepOutcome(
+            BOTH, 1, [0], [6], [accepted], [63], [2.0], 1.0, num_levels, (), 0, [1]
+        )
+        schedule.observe(outcome)
+    added = schedule.added[False]
+    assert added.total / added.weight == pytest.approx(2.0)
+    schedule.chosen = schedule.by_index[BOTH]
+    (first_level,) = schedule._added([0])
+    assert 0.6 < first_level < 0.8
+    schedule.chosen = schedule.by_index[INDEX_ALONE]
+    assert schedule._added([0]) == []
