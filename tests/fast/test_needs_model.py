@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fast.test_index_beside_model import BOTH, INDEX_ALONE, TREES
+from tests.fast.test_index_beside_model import BOTH, TREES
 from tests.fast.test_measured_schedule import running
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.prices import Prices
@@ -106,10 +106,9 @@ def test_what_a_model_adds_is_learned() -> None:
             BOTH, 1, [0], [6], [accepted], [63], [2.0], 1.0, num_levels, (), 0, [1]
         )
         schedule.observe(outcome)
-    added = schedule.added[False]
+    added = schedule.acceptance.added[False]
     assert added.total / added.weight == pytest.approx(2.0)
-    schedule.chosen = schedule.by_index[BOTH]
-    (first_level,) = schedule._added([0])
-    assert 0.6 < first_level < 0.8
-    schedule.chosen = schedule.by_index[INDEX_ALONE]
-    assert schedule._added([0]) == []
+    both = schedule.by_index[BOTH]
+    assert 0.6 < schedule.acceptance.first_level(0, both, sampled=False) < 0.8
+    with_guess_alone = schedule.acceptance.first_level(1, both, sampled=True)
+    assert with_guess_alone == pytest.approx(both.guess / (1 + both.guess))

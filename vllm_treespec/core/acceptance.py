@@ -16,6 +16,8 @@ from vllm_treespec.core.schedule import StepOutcome
 # about the text counts for.
 GUESSED_TREES = 4.0
 GUESSED_TEXT = 3.0
+# Trees that a guess counts for of what a model adds in a step in which it is asked.
+GUESSED_ADDED = 4.0
 # Stands for any batch size: of trees that are the same in all of them, and of what an
 # earlier start knew.
 ANY_SIZE = 0
@@ -69,6 +71,9 @@ class Acceptance:
         }
         # by slot, of trees that an index drafts alone or not
         self.requests: dict[tuple[int, bool], RequestHistory] = {}
+        # sampled -> tokens that a model added in steps in which it was asked beside an
+        # index
+        self.added = {sampled: FadingMean() for sampled in kinds}
         # how much requests differ, by whether an index drafts alone
         self.spreads = {is_free: Spread() for is_free in kinds}
 
@@ -93,6 +98,8 @@ class Acceptance:
             both = zip(outcome.num_accepted, outcome.num_found, strict=True)
             added = [accepted - found for accepted, found in both]
             by_part = [outcome.num_found, added]
+            if outcome.num_levels:
+                self._observe_added(sampled_slots, outcome.slots, added)
         for part, num_accepted in zip(parts, by_part, strict=True):
             self._observe(batch_size, part, sampled_slots, outcome, num_accepted)
 
@@ -119,6 +126,28 @@ class Acceptance:
                         num_trees, total = num_trees + 1, total + accepted
             if num_trees:
                 self._add(batch_size, option, sampled, num_trees, total)
+
+    def _observe_added(
+        self,
+        sampled_slots: Mapping[int, bool],
+        slots: Sequence[int],
+        num_added: Sequence[int],
+    ) -> None:
+        """Learn what a model added in a step in which it was asked."""
+        for slot, tokens in zip(slots, num_added, strict=True):
+            if slot in sampled_slots:
+                mean = self.added[sampled_slots[slot]]
+                mean.add(self.steps_at[ANY_SIZE], 1.0, tokens)
+
+    def first_level(self, slot: int, option: Option, sampled: bool) -> float:
+        """Tokens that a model's first level adds where the index finds nothing.
+
+        The number of tokens that all levels add is taken as geometric.
+        """
+        step = self.steps_at[ANY_SIZE]
+        usual = self.added[sampled].mean(step, option.guess, GUESSED_ADDED)
+        tokens = usual * self.factor(slot, option).expected
+        return tokens / (1 + tokens)
 
     def _add(
         self,

@@ -34,8 +34,6 @@ MANY_TOKENS = 16
 # Rounds of a batch size in which plain steps are timed again, where a model drafts: the
 # first times may be those of a cold machine, and trees are judged by them.
 CHECKED_ROUNDS = (6, 24)
-# Steps that a guess counts for of what a model adds beside an index.
-GUESSED_ADDED = 4.0
 # Requests for which a draft model is asked that was never timed, and must read their
 # prompts first.
 FIRST_TRIED = 1
@@ -132,9 +130,6 @@ class MeasuredSchedule(Schedule):
         # of trees whose proposers weigh drafts
         self.promises = Promises()
         self.asking = Asking(self.steps_at)
-        # sampled -> accepted tokens that a model added in steps in which it was asked
-        # beside an index
-        self.added = {False: FadingMean(), True: FadingMean()}
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
         # steps that requests had
@@ -157,9 +152,8 @@ class MeasuredSchedule(Schedule):
         # whether the step before was of the same option and batch size
         self.settled = False
         self.new_steps: list[TimedStep] = []
+        # of each of them, and after it what its drafting took
         self.new_seconds: list[float] = []
-        # what drafting took in each of them
-        self.new_drafting_seconds: list[float] = []
 
     @property
     def step(self) -> int:
@@ -210,20 +204,13 @@ class MeasuredSchedule(Schedule):
         return replace(self.prices_of_all, kept=kept, added=self._added(slots))
 
     def _added(self, slots: Sequence[int]) -> list[float]:
-        """What a model's first level adds for each request beside an index.
-
-        The number of tokens that all levels add is taken as geometric.
-        """
+        """What a model's first level adds for each request beside an index."""
         if self.free in (None, self.chosen):
             return []
-        added = []
-        for slot in slots:
-            usual = self.added[self.sampled[slot]].mean(
-                self.step, self.chosen.guess, GUESSED_ADDED
-            )
-            tokens = usual * self.acceptance.factor(slot, self.chosen).expected
-            added.append(tokens / (1 + tokens))
-        return added
+        return [
+            self.acceptance.first_level(slot, self.chosen, self.sampled[slot])
+            for slot in slots
+        ]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
@@ -236,8 +223,6 @@ class MeasuredSchedule(Schedule):
             share = whole_trees / max(outcome.num_reqs, 1)
             self.acceptance.observe(self.batch_size, option, self.sampled, outcome)
             self._observe_promises(outcome)
-            if self.free is not None and outcome.num_levels:
-                self._observe_added(outcome)
         if option is self.free and self.prices_of_all is not None:
             num_drafts, num_accepted = map(
                 sum, (outcome.num_drafts, outcome.num_accepted)
@@ -254,8 +239,7 @@ class MeasuredSchedule(Schedule):
             )
             step = TimedStep(self.batch_size, outcome.index, share, counts, settled)
             self.new_steps.append(step)
-            self.new_seconds.append(outcome.seconds)
-            self.new_drafting_seconds.append(outcome.drafting_seconds)
+            self.new_seconds += [outcome.seconds, outcome.drafting_seconds]
             self.is_timed |= settled
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
@@ -268,15 +252,6 @@ class MeasuredSchedule(Schedule):
                 self.promises.observe(
                     self.step, slot, self.sampled[slot], promised, accepted
                 )
-
-    def _observe_added(self, outcome: StepOutcome) -> None:
-        """Learn what a model added to what an index found."""
-        for slot, accepted, found in zip(
-            outcome.slots, outcome.num_accepted, outcome.num_found, strict=True
-        ):
-            if slot in self.sampled:
-                added = self.added[self.sampled[slot]]
-                added.add(self.step, 1.0, accepted - found)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
@@ -296,10 +271,9 @@ class MeasuredSchedule(Schedule):
             self.costs.end_round(self.batch_size, self.chosen, self.is_timed)
         if not self.new_steps:
             return
-        shared = self.share(self.new_seconds + self.new_drafting_seconds)
-        count = len(self.new_steps)
+        shared = self.share(self.new_seconds)
         for timed, seconds, drafting in zip(
-            self.new_steps, shared[:count], shared[count:], strict=True
+            self.new_steps, shared[::2], shared[1::2], strict=True
         ):
             if self.by_index[timed.index].weighs_drafts:
                 self.costs.add_drafts(timed.batch_size, timed.counts, seconds)
@@ -310,7 +284,7 @@ class MeasuredSchedule(Schedule):
                 self.costs.add(timed.batch_size, timed.index, timed.share, usual)
             if self.by_index[timed.index] is self.free:
                 self.asking.took(timed.batch_size, drafting)
-        self.new_steps, self.new_seconds, self.new_drafting_seconds = [], [], []
+        self.new_steps, self.new_seconds = [], []
 
     def _best(
         self, batch_size: int, requests: RunningRequests
