@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.decoder import Method, TreeDecoder
+from vllm_treespec.core.decoder import TreeDecoder
+from vllm_treespec.core.method import Method
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.core.tree_builders import from_parents

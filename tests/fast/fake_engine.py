@@ -29,7 +29,8 @@ from tests.fast.toy_models import (
     seen_slots,
     texts_so_far,
 )
-from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
+from vllm_treespec.core.decoder import TreeDecoder
+from vllm_treespec.core.method import EngineLimits, Method
 from vllm_treespec.core.sampling import SamplingTensors, draw
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats

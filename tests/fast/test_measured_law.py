@@ -16,8 +16,8 @@ from tests.fast.fake_engine import FakeEngine
 from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, after
 from tests.fast.toy_workloads import Scheduled
-from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.method import Method
 from vllm_treespec.core.schedule import ListedSchedule, Schedule
 from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.proposers import RsdS

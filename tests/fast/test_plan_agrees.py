@@ -27,7 +27,8 @@ from tests.fast.window_layers import (
     layers,
 )
 from tests.heads import write_head
-from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
+from vllm_treespec.core.decoder import TreeDecoder
+from vllm_treespec.core.method import EngineLimits
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.engine.v1.drafter import TreeDrafter

@@ -13,8 +13,8 @@ from tests.fast.fake_engine import FakeEngine
 from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.test_measured_schedule import Tree, running
 from tests.fast.toy_models import Language
-from vllm_treespec.core.decoder import Method
 from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.method import Method
 from vllm_treespec.core.prices import (
     DraftCosts,
     DraftParts,

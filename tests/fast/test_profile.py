@@ -9,7 +9,8 @@ import torch
 
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
+from vllm_treespec.core.decoder import TreeDecoder
+from vllm_treespec.core.method import EngineLimits, Method
 from vllm_treespec.core.profile import profile_trees
 from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.core.stats import StepStats

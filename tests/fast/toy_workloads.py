@@ -11,7 +11,7 @@ from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, ToyHead
 from tests.fast.toy_pairs import ToyPairHead
-from vllm_treespec.core.decoder import Method
+from vllm_treespec.core.method import Method
 from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -19,9 +18,9 @@ from vllm_treespec.core.matching import (
     running_trees,
     scored_parts,
 )
+from vllm_treespec.core.method import EngineLimits, Method
 from vllm_treespec.core.requests import RequestSlots
-from vllm_treespec.core.schedule import Schedule
-from vllm_treespec.core.shares import Shares, count_parts
+from vllm_treespec.core.shares import count_parts
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import SECOND_PART, TreeBatch
@@ -34,9 +33,9 @@ from vllm_treespec.core.views import (
     TargetInputs,
 )
 from vllm_treespec.layouts.base import TreeLayout
-from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.proposers.hybrid import Hybrid
-from vllm_treespec.scorers import Rule, ScorerOutput, TargetLogits, score
+from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
 from vllm_treespec.sources.base import Continuations, DraftSource, Roots, TextSource
 
 
@@ -46,37 +45,6 @@ class RanksDiffer(SystemExit):
     vLLM takes the answers of rank 0 alone, but it stops the engine when the process
     of any rank ends.
     """
-
-
-@dataclass(frozen=True)
-class Method:
-    """How trees are drawn and verified."""
-
-    schedule: Schedule
-    # one a tree of the schedule
-    proposers: Sequence[Proposer]
-    # how sampled requests' trees are verified
-    rule: Rule
-    # whether rules run in their batched form, where the host never waits
-    batched: bool
-    # requests that may carry a tree in one step
-    max_trees: int
-    # how a tree's places are shared out between an index and a model, if it has both
-    shares: Shares | None = None
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """Limits of the engine, which are fixed when it starts."""
-
-    device: torch.device
-    # this process's number among tensor-parallel ranks
-    rank: int
-    # of the requests' shared random numbers, the same on every rank
-    seed: int
-    max_model_len: int
-    # tokens of the largest forward
-    max_num_tokens: int
 
 
 class TreeDecoder:

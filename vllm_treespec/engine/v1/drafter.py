@@ -12,9 +12,10 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.lyanna import LyannaConfig
-from vllm_treespec.core.decoder import EngineLimits, Method, TreeDecoder
+from vllm_treespec.core.decoder import TreeDecoder
 from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.method import EngineLimits, Method
 from vllm_treespec.core.schedule import ListedSchedule, Schedule, ScheduledTree
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats

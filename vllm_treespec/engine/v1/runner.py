@@ -12,7 +12,8 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessors
 
 from vllm_treespec.config.request_options import request_options
-from vllm_treespec.core.decoder import EngineLimits, TreeDecoder
+from vllm_treespec.core.decoder import TreeDecoder
+from vllm_treespec.core.method import EngineLimits
 from vllm_treespec.core.views import HiddenStates
 from vllm_treespec.engine.kv_cache import (
     check_groups,
