@@ -78,7 +78,8 @@ class Hybrid(Proposer):
         unsure = first_shares < 1
         if prices is None:
             return bool(unsure.any())
-        found = self.index.likely_found(continuations, prices)
+        likeliest = [suffix.likeliest_token(same) for same in continuations.by_request]
+        found = self.index.likely_found(likeliest, prices)
         gains = [
             added * (1 - elsewhere) * asked
             for added, elsewhere, asked in zip(
@@ -103,7 +104,7 @@ class Hybrid(Proposer):
         num_drafts = torch.from_numpy(left).to(roots.device)
         elsewhere = None
         if inputs.prices is not None:
-            elsewhere = self.index.likely_found(continuations, inputs.prices)
+            elsewhere = self.index.likely_found(grown.likeliest, inputs.prices)
         drafted = self.model.propose(
             replace(inputs, num_drafts=num_drafts, found=elsewhere)
         )

@@ -138,13 +138,22 @@ class Suffix(Proposer):
                 guesses[row], grown.promised[row] = token, share
         return guesses
 
-    def likely_found(self, found: Continuations, prices: Prices) -> list[float]:
-        """How likely each request's next token is one that is drafted, and right."""
-        shares = [likeliest_token(same)[0] for same in found.by_request]
+    def likely_found(
+        self, likeliest: Sequence[tuple[float, int]], prices: Prices
+    ) -> list[float]:
+        """How likely each request's next token is one that is drafted, and right.
+
+        Args:
+            likeliest: of each request, see ``likeliest_token``.
+            prices: of the step.
+
+        """
         least = prices.least(self.min_probability)
         return [
             min(share * kept, 1.0) if share >= lowest else 0.0
-            for share, lowest, kept in zip(shares, least, prices.kept, strict=True)
+            for (share, _), lowest, kept in zip(
+                likeliest, least, prices.kept, strict=True
+            )
         ]
 
     def grow(
