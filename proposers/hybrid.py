@@ -21,7 +21,7 @@ def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSize
     found = suffix.sizes(num_drafts, depth)
     if not model_depth:
         return replace(found, draft_depth=1, draft_width=1, draft_nodes=1)
-    drafted = dynamic_tree.sizes(top_k, model_depth, num_drafts)
+    drafted = dynamic_tree.sizes(top_k, model_depth, found.max_leaves)
     return replace(
         found,
         max_depth=max(found.max_depth, drafted.max_depth),
@@ -56,7 +56,7 @@ class Hybrid(Proposer):
         self.model: dynamic_tree.DynamicTree | None = None
         if model_depth:
             self.model = dynamic_tree.DynamicTree(
-                top_k, model_depth, num_drafts, min_probability
+                top_k, model_depth, self.index.sizes.max_leaves, min_probability
             )
         self.num_draft_models = 0 if self.model is None else 1
         self.sizes = sizes(num_drafts, depth, top_k, model_depth)
@@ -95,10 +95,14 @@ class Hybrid(Proposer):
             return replace(tree, parts=(tree.depths > 0) * FIRST_PART)
         (continuations,) = inputs.continuations
         assert inputs.first_shares is not None
-        places = self._places(inputs.first_shares)
         least = inputs.least(self.index.min_probability)
-        grown = self.index.grow(continuations, places, least)
-        left = 1 + self.num_drafts - grown.num_nodes
+        limits = self._limits(inputs.first_shares)
+        grown = self.index.grow(continuations, limits, least)
+        # A draft adds one leaf at most.
+        left = np.minimum(
+            1 + self.num_drafts - grown.num_nodes,
+            self.sizes.max_leaves - grown.num_leaves,
+        )
         left[inputs.first_shares == 1] = 0
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
@@ -121,9 +125,11 @@ class Hybrid(Proposer):
             num_levels=drafted.num_levels,
         )
 
-    def _places(self, shares: np.ndarray) -> list[int]:
-        """Draft tokens of the index's part: all, or at least one less."""
-        most = max(self.num_drafts - 1, 1)
-        places = np.rint(shares * self.num_drafts).clip(1, most)
-        places[shares == 1] = self.num_drafts
-        return [int(count) for count in places]
+    def _limits(self, shares: np.ndarray) -> list[tuple[int, int]]:
+        """Draft tokens, and leaves, of the index's part: all, or at least one less."""
+        limits = []
+        for total in (self.num_drafts, self.sizes.max_leaves):
+            places = np.rint(shares * total).clip(1, max(total - 1, 1))
+            places[shares == 1] = total
+            limits.append([int(count) for count in places])
+        return list(zip(*limits, strict=True))

@@ -21,15 +21,19 @@ from vllm_treespec.sources.base import Continuation, Continuations
 # Doubt that a text goes on as it did before is this much less for each token that
 # matches. Measured on chat (docs/sources.md).
 DOUBT = 0.8
+# Leaves of a tree at most. Where every path is a sequence of its own, KV memory is
+# reserved for as many; larger trees gain by depth.
+MAX_LEAVES = 16
 
 
 def sizes(num_drafts: int, depth: int) -> TreeSizes:
     """Sizes of trees of at most ``num_drafts`` draft tokens in ``depth`` levels."""
+    leaves = min(num_drafts, MAX_LEAVES)
     return TreeSizes(
         max_nodes=1 + num_drafts,
         max_depth=min(depth, num_drafts),
-        max_width=num_drafts,
-        max_leaves=num_drafts,
+        max_width=leaves,
+        max_leaves=leaves,
     )
 
 
@@ -44,6 +48,8 @@ class GrownTrees:
     depths: np.ndarray
     # int64 [num_reqs], roots included
     num_nodes: np.ndarray
+    # int64 [num_reqs], among the drafts
+    num_leaves: np.ndarray
     # float64 [num_reqs], drafts that are likely accepted
     promised: np.ndarray
     # of each request, the likeliest next token and its probability
@@ -56,6 +62,7 @@ class GrownTrees:
             np.full_like(self.parents, NO_NODE),
             np.zeros_like(self.depths),
             np.ones_like(self.num_nodes),
+            np.zeros_like(self.num_leaves),
             np.zeros_like(self.promised),
             self.likeliest,
         )
@@ -105,7 +112,7 @@ class Suffix(Proposer):
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
-        limits = [self.num_drafts] * len(found.by_request)
+        limits = [(self.num_drafts, MAX_LEAVES)] * len(found.by_request)
         grown = self.grow(found, limits, inputs.least(self.min_probability))
         prices = inputs.prices
         if prices is None:
@@ -157,13 +164,16 @@ class Suffix(Proposer):
         ]
 
     def grow(
-        self, found: Continuations, limits: Sequence[int], least: Sequence[float]
+        self,
+        found: Continuations,
+        limits: Sequence[tuple[int, int]],
+        least: Sequence[float],
     ) -> GrownTrees:
         """Grow one tree per request on the host.
 
         Args:
             found: of each request.
-            limits: draft nodes that each tree may have.
+            limits: draft nodes, and leaves, that each tree may have.
             least: probability that a node of each tree has at least.
 
         """
@@ -173,32 +183,42 @@ class Suffix(Proposer):
         parents = np.full(shape, NO_NODE, dtype=np.int64)
         depths = np.zeros(shape, dtype=np.int64)
         num_nodes = np.ones(len(tokens), dtype=np.int64)
+        num_leaves = np.zeros_like(num_nodes)
         promised = np.zeros(len(tokens))
         likeliest = [likeliest_token(same) for same in found.by_request]
         for row, continuations in enumerate(found.by_request):
             if likeliest[row][0] < least[row]:
                 continue
             near = [(length, rest[:max_depth]) for length, rest in continuations]
-            tree = grow_tree(near, limits[row], least[row])
+            tree = grow_tree(near, *limits[row], least[row])
             num_nodes[row] = size = 1 + len(tree)
             if tree:
                 drafts = list(zip(*tree, strict=True))
                 tokens[row, 1:size] = drafts[0]
                 parents[row, 1:size] = drafts[1]
+                num_leaves[row] = size - len(set(drafts[1]))
                 depths[row, 1:size] = drafts[2]
                 promised[row] = sum(drafts[3])
-        return GrownTrees(tokens, parents, depths, num_nodes, promised, likeliest)
+        return GrownTrees(
+            tokens, parents, depths, num_nodes, num_leaves, promised, likeliest
+        )
 
 
 def grow_tree(
-    continuations: Sequence[Continuation], num_drafts: int, min_probability: float
+    continuations: Sequence[Continuation],
+    num_drafts: int,
+    max_leaves: int,
+    min_probability: float,
 ) -> list[Draft]:
     """Merge continuations into a tree of the nodes that are most likely accepted.
+
+    Where it has as many leaves as it may, the likeliest nodes below leaves follow.
 
     Args:
         continuations: pairs of the length of a match and the tokens after it, longest
             matches first.
         num_drafts: nodes at most.
+        max_leaves: at most, 1 or more.
         min_probability: of each node's path, at least.
 
     Returns:
@@ -210,7 +230,7 @@ def grow_tree(
     children: list[list[int]] = [[]]
     # improbability, number in order of discovery, parent, token, continuations
     waiting: list[tuple[float, int, int, int, list[Continuation]]] = []
-    num_found = 0
+    num_found, num_leaves = 0, 1
     probability, node, shared = 1.0, 0, list(continuations)
     while len(tokens) <= num_drafts:
         for token, (share, same) in next_tokens(shared, depths[node]).items():
@@ -218,9 +238,12 @@ def grow_tree(
                 num_found += 1
                 entry = (-probability * share, num_found, node, token, same)
                 heappush(waiting, entry)
+        while waiting and num_leaves == max_leaves and children[waiting[0][2]]:
+            heappop(waiting)
         if not waiting:
             break
         improbability, _, parent, token, shared = heappop(waiting)
+        num_leaves += bool(children[parent])
         probability, node = -improbability, len(tokens)
         tokens.append(token)
         depths.append(depths[parent] + 1)

@@ -69,7 +69,7 @@ def tree_of(
 def found_paths(found: list[Continuation], num_drafts: int) -> list[Path]:
     """Paths of the index's tree."""
     paths: list[Path] = [()]
-    for token, parent, *_ in grow_tree(found, num_drafts, 0.0):
+    for token, parent, *_ in grow_tree(found, num_drafts, num_drafts, 0.0):
         paths.append((*paths[parent], token))
     return paths[1:]
 

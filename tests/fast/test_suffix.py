@@ -12,13 +12,19 @@ import torch
 
 from tests.fast.independent_draws import grid, in_eighths
 from tests.fast.languages import plain_sampling
+from tests.fast.tree_bounds import check_bounds
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs, Suffix
-from vllm_treespec.proposers.suffix import Draft, grow_tree, next_tokens
+from vllm_treespec.proposers.suffix import (
+    MAX_LEAVES,
+    Draft,
+    grow_tree,
+    next_tokens,
+)
 from vllm_treespec.scorers import RULES, target_draw
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.suffix_index import (
@@ -223,12 +229,31 @@ def test_tree_does_not_depend_on_the_batch() -> None:
 def test_any_number_of_best_nodes_is_a_tree() -> None:
     """Red when a node can rank before its parent."""
     continuations = [(3, [1, 2, 3]), (3, [1, 4]), (2, [1, 2]), (2, [5, 6]), (1, [7])]
-    grown = [grow_tree(continuations, count, 0.0) for count in range(9)]
+    grown = [grow_tree(continuations, count, 9, 0.0) for count in range(9)]
     assert [len(tree) for tree in grown] == [0, 1, 2, 3, 4, 5, 6, 7, 7]
-    surer = [grow_tree(continuations, 8, 1 - 0.1 * step) for step in range(11)]
+    surer = [grow_tree(continuations, 8, 9, 1 - 0.1 * step) for step in range(11)]
     assert (len(surer[0]), len(surer[-1])) == (0, 7)
     for smaller, larger in [*pairwise(grown), *pairwise(surer)]:
         assert named(smaller) <= named(larger)
+
+
+def test_a_tree_has_no_more_leaves_than_it_may() -> None:
+    """Red when fork blocks are missing, or a likelier node below a leaf is left out."""
+    continuations = [(3, [1, 2, 3]), (3, [1, 4]), (2, [1, 2]), (2, [5, 6]), (1, [7])]
+    free = named(grow_tree(continuations, 8, 9, 0.0))
+    assert named(grow_tree(continuations, 8, 4, 0.0)) == free
+    assert named(grow_tree(continuations, 8, 3, 0.0)) == free - {(7,)}
+    assert named(grow_tree(continuations, 8, 2, 0.0)) == free - {(7,), (5,), (5, 6)}
+    assert named(grow_tree(continuations, 8, 1, 0.0)) == {(), (1,), (1, 2), (1, 2, 3)}
+
+
+def test_large_trees_are_within_their_limits() -> None:
+    """Red when a tree has leaves, or siblings, that the engine has no room for."""
+    trees = Trees(num_drafts=40, depth=4, max_match=6, max_cached_tokens=4000)
+    tree = propose(trees, random_texts(200))
+    check_bounds(trees.proposer.sizes, tree, [])
+    inner = [len({path[:-1] for path in paths(tree, row)}) for row in range(200)]
+    assert max(tree.num_nodes.numpy() - inner) == MAX_LEAVES
 
 
 def named(tree: list[Draft]) -> set[tuple[int, ...]]:
