@@ -150,19 +150,24 @@ def test_without_a_model_the_tree_is_the_indexs() -> None:
         assert token_paths(never, req) == token_paths(asked, req)
 
 
+# More leaves than any tree may have.
+WIDE: list[Continuation] = [(9, [token, 0]) for token in range(24)]
+
+
 def test_sizes_bound_the_trees() -> None:
     """Red when a tree, or a level that is read, outgrows what is announced."""
     draft, _ = random_tables("random", 3, 4)
-    for kept, depth, top_k, levels in product((1, 2, 7, 12), (1, 4), (1, 3), (1, 3)):
+    kept_drafts = (1, 2, 7, 12, 40)
+    for kept, depth, top_k, levels in product(kept_drafts, (1, 4), (1, 3), (1, 3)):
         proposer = Hybrid(kept, depth, 0.0, top_k, levels)
-        for share in (0.1, 0.5, 1.0):
+        for share, found in product((0.1, 0.5, 0.9, 1.0), (FOUND, WIDE)):
             counting = CountingDraft(LanguageDraft(draft, 1))
             inputs = ProposerInputs(
                 root_token_ids=torch.zeros(1, dtype=torch.int64),
                 sampling=plain_sampling(1),
                 uniforms=torch.zeros(1, 0),
                 draft_models=[counting],
-                continuations=[Continuations([FOUND])],
+                continuations=[Continuations([found])],
                 first_shares=np.array([share]),
             )
             check_bounds(proposer.sizes, proposer.propose(inputs), counting.widths)
