@@ -101,7 +101,7 @@ class Hybrid(Proposer):
         # A draft adds one leaf at most.
         left = np.minimum(
             1 + self.num_drafts - grown.num_nodes,
-            self.sizes.max_leaves - grown.num_leaves,
+            self.sizes.max_leaves - grown.num_leaves(),
         )
         left[inputs.first_shares == 1] = 0
         roots = inputs.root_token_ids

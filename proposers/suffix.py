@@ -48,12 +48,19 @@ class GrownTrees:
     depths: np.ndarray
     # int64 [num_reqs], roots included
     num_nodes: np.ndarray
-    # int64 [num_reqs], among the drafts
-    num_leaves: np.ndarray
     # float64 [num_reqs], drafts that are likely accepted
     promised: np.ndarray
     # of each request, the likeliest next token and its probability
     likeliest: list[tuple[float, int]]
+
+    def num_leaves(self) -> np.ndarray:
+        """Leaves among each tree's drafts, int64 [num_reqs]."""
+        sizes = self.num_nodes.tolist()
+        inner = [
+            len({0, *row[1:size]})
+            for row, size in zip(self.parents.tolist(), sizes, strict=True)
+        ]
+        return self.num_nodes - np.array(inner)
 
     def without_drafts(self) -> GrownTrees:
         """The roots alone."""
@@ -62,7 +69,6 @@ class GrownTrees:
             np.full_like(self.parents, NO_NODE),
             np.zeros_like(self.depths),
             np.ones_like(self.num_nodes),
-            np.zeros_like(self.num_leaves),
             np.zeros_like(self.promised),
             self.likeliest,
         )
@@ -183,7 +189,6 @@ class Suffix(Proposer):
         parents = np.full(shape, NO_NODE, dtype=np.int64)
         depths = np.zeros(shape, dtype=np.int64)
         num_nodes = np.ones(len(tokens), dtype=np.int64)
-        num_leaves = np.zeros_like(num_nodes)
         promised = np.zeros(len(tokens))
         likeliest = [likeliest_token(same) for same in found.by_request]
         for row, continuations in enumerate(found.by_request):
@@ -196,12 +201,9 @@ class Suffix(Proposer):
                 drafts = list(zip(*tree, strict=True))
                 tokens[row, 1:size] = drafts[0]
                 parents[row, 1:size] = drafts[1]
-                num_leaves[row] = size - len(set(drafts[1]))
                 depths[row, 1:size] = drafts[2]
                 promised[row] = sum(drafts[3])
-        return GrownTrees(
-            tokens, parents, depths, num_nodes, num_leaves, promised, likeliest
-        )
+        return GrownTrees(tokens, parents, depths, num_nodes, promised, likeliest)
 
 
 def grow_tree(
