@@ -15,7 +15,8 @@ from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.sources.base import Continuations, DraftModel
+from vllm_treespec.sources.base import DraftModel
+from vllm_treespec.sources.continuations import Continuations
 
 
 def tokens_of(columns: Tensor, vocabulary: Tensor | None) -> Tensor:

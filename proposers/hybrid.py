@@ -13,7 +13,7 @@ from vllm_treespec.core.tree import FIRST_PART, TreeBatch
 from vllm_treespec.core.tree_builders import merge_trees
 from vllm_treespec.proposers import dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
-from vllm_treespec.sources.base import Continuations
+from vllm_treespec.sources.continuations import Continuations
 
 
 def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSizes:
@@ -78,8 +78,7 @@ class Hybrid(Proposer):
         unsure = first_shares < 1
         if prices is None:
             return bool(unsure.any())
-        likeliest = [suffix.likeliest_token(same) for same in continuations.by_request]
-        found = self.index.likely_found(likeliest, prices)
+        found = self.index.likely_found(continuations, prices)
         gains = [
             added * (1 - elsewhere) * asked
             for added, elsewhere, asked in zip(
@@ -108,7 +107,7 @@ class Hybrid(Proposer):
         num_drafts = torch.from_numpy(left).to(roots.device)
         elsewhere = None
         if inputs.prices is not None:
-            elsewhere = self.index.likely_found(grown.likeliest, inputs.prices)
+            elsewhere = self.index.likely_found(continuations, inputs.prices)
         drafted = self.model.propose(
             replace(inputs, num_drafts=num_drafts, found=elsewhere)
         )

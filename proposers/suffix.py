@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +15,12 @@ from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_GUESS, NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
-from vllm_treespec.sources.base import Continuation, Continuations
+from vllm_treespec.sources.continuations import (
+    Continuation,
+    Continuations,
+    next_tokens,
+)
 
-# Doubt that a text goes on as it did before is this much less for each token that
-# matches. Measured on chat (docs/sources.md).
-DOUBT = 0.8
 # Leaves of a tree at most. Where every path is a sequence of its own, KV memory is
 # reserved for as many; larger trees gain by depth.
 MAX_LEAVES = 16
@@ -50,8 +50,6 @@ class GrownTrees:
     num_nodes: np.ndarray
     # float64 [num_reqs], drafts that are likely accepted
     promised: np.ndarray
-    # of each request, the likeliest next token and its probability
-    likeliest: list[tuple[float, int]]
 
     def num_leaves(self) -> np.ndarray:
         """Leaves among each tree's drafts, int64 [num_reqs]."""
@@ -70,7 +68,6 @@ class GrownTrees:
             np.zeros_like(self.depths),
             np.ones_like(self.num_nodes),
             np.zeros_like(self.promised),
-            self.likeliest,
         )
 
     def tree(self, root_token_ids: Tensor) -> TreeBatch:
@@ -130,11 +127,11 @@ class Suffix(Proposer):
         num_drafts = int((grown.num_nodes - 1).sum())
         if gained - num_drafts * prices.draft <= prices.first:
             grown = grown.without_drafts()
-        guesses = self._guess(grown)
+        guesses = self._guess(found, grown)
         tree = grown.tree(inputs.root_token_ids)
         return replace(tree, guesses=torch.from_numpy(guesses).to(tree.parents.device))
 
-    def _guess(self, grown: GrownTrees) -> np.ndarray:
+    def _guess(self, found: Continuations, grown: GrownTrees) -> np.ndarray:
         """Promise the likeliest token where no draft is worth its price.
 
         So it is learned what promises are worth, also where they are not believed.
@@ -146,26 +143,18 @@ class Suffix(Proposer):
         """
         guesses = np.full(len(grown.num_nodes), NO_GUESS)
         for row in np.flatnonzero(grown.num_nodes == 1).tolist():
-            share, token = grown.likeliest[row]
+            share, token = found.likeliest[row]
             if share >= self.min_probability:
                 guesses[row], grown.promised[row] = token, share
         return guesses
 
-    def likely_found(
-        self, likeliest: Sequence[tuple[float, int]], prices: Prices
-    ) -> list[float]:
-        """How likely each request's next token is one that is drafted, and right.
-
-        Args:
-            likeliest: of each request, see ``likeliest_token``.
-            prices: of the step.
-
-        """
+    def likely_found(self, found: Continuations, prices: Prices) -> list[float]:
+        """How likely each request's next token is one that is drafted, and right."""
         least = prices.least(self.min_probability)
         return [
             min(share * kept, 1.0) if share >= lowest else 0.0
             for (share, _), lowest, kept in zip(
-                likeliest, least, prices.kept, strict=True
+                found.likeliest, least, prices.kept, strict=True
             )
         ]
 
@@ -190,9 +179,8 @@ class Suffix(Proposer):
         depths = np.zeros(shape, dtype=np.int64)
         num_nodes = np.ones(len(tokens), dtype=np.int64)
         promised = np.zeros(len(tokens))
-        likeliest = [likeliest_token(same) for same in found.by_request]
         for row, continuations in enumerate(found.by_request):
-            if likeliest[row][0] < least[row]:
+            if found.likeliest[row][0] < least[row]:
                 continue
             near = [(length, rest[:max_depth]) for length, rest in continuations]
             tree = grow_tree(near, *limits[row], least[row])
@@ -203,7 +191,7 @@ class Suffix(Proposer):
                 parents[row, 1:size] = drafts[1]
                 depths[row, 1:size] = drafts[2]
                 promised[row] = sum(drafts[3])
-        return GrownTrees(tokens, parents, depths, num_nodes, promised, likeliest)
+        return GrownTrees(tokens, parents, depths, num_nodes, promised)
 
 
 def grow_tree(
@@ -261,41 +249,3 @@ def grow_tree(
             for child in children[node]
         ]
     return drafts
-
-
-def likeliest_token(continuations: Sequence[Continuation]) -> tuple[float, int]:
-    """The likeliest next token: its probability, and the token, NO_GUESS if none."""
-    shares = next_tokens(continuations, 0)
-    likely = ((share, token) for token, (share, _) in shares.items())
-    return max(likely, default=(0.0, NO_GUESS))
-
-
-def next_tokens(
-    continuations: Sequence[Continuation], depth: int
-) -> dict[int, tuple[float, list[Continuation]]]:
-    """Which tokens come next, and how likely: shorter matches share what is left.
-
-    Of n occurrences of equal length each gets w / (1 + n w), where the odds w grow with
-    the matched tokens; 1 / (1 + n w) is left for shorter ones.
-
-    Args:
-        continuations: that agree in their first ``depth`` tokens, longest matches
-            first.
-        depth: tokens that were followed.
-
-    Returns:
-        by token: its probability, and the continuations that go on with it.
-
-    """
-    found: dict[int, tuple[float, list[Continuation]]] = {}
-    left = 1.0
-    longer = [pair for pair in continuations if len(pair[1]) > depth]
-    for length, group in groupby(longer, key=lambda pair: pair[0]):
-        same = list(group)
-        odds = DOUBT ** -(length + depth) - 1
-        left /= 1 + odds * len(same)
-        for pair in same:
-            share, agreeing = found.setdefault(pair[1][depth], (0.0, []))
-            agreeing.append(pair)
-            found[pair[1][depth]] = share + odds * left, agreeing
-    return found

@@ -102,9 +102,7 @@ def answer(
 
 def reseed(worker: Any) -> None:
     """Let every rank draw numbers of its own."""
-    from vllm_treespec.core.uniforms import UniformSource
-
-    worker.model_runner.decoder.uniforms = UniformSource(worker.rank)
+    worker.model_runner.decoder.uniforms.shared.manual_seed(worker.rank)
 
 
 def answers(llm: Any, name: str, jobs: Iterable[str] = JOBS) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.proposers import Hybrid, ProposerInputs
 from vllm_treespec.proposers.suffix import grow_tree
 from vllm_treespec.scorers import recursive_rejection, target_draw
-from vllm_treespec.sources.base import Continuation, Continuations
+from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
 EXACT = 1e-12
@@ -252,19 +252,14 @@ def test_shares_are_forgotten() -> None:
 def test_an_index_is_sure_where_it_was_right_and_finds_much() -> None:
     """Red when a long match alone, or the past alone, silences the model."""
     shares = Shares(4)
-    both = np.array([0, 1])
-    assert not shares.may_be_sure(both)
     assert share_of(shares, 0, match=9) == 0.5
     for _ in range(3):
         shares.observe(0, np.array([8, 8]), np.array([7, 2]))
-    assert shares.may_be_sure(np.array([0]))
-    assert not shares.may_be_sure(both)
     assert [share_of(shares, 0, match) for match in (4, 9)] == [1, 1]
     assert 0.5 < share_of(shares, 0, match=3) < 1
     never = Shares(None)
     for _ in range(3):
         never.observe(0, np.array([8, 8]), np.array([8, 0]))
-    assert not never.may_be_sure(np.array([0]))
     assert share_of(never, 0, match=16) < 1
     assert FIRST_ACCEPTED / FIRST_NODES < 0.5, "a new request would be sure"
 

@@ -15,7 +15,7 @@ from vllm_treespec.core.schedule import StepOutcome
 from vllm_treespec.proposers.base import ProposerInputs
 from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.worth import Worth
-from vllm_treespec.sources.base import Continuation, Continuations
+from vllm_treespec.sources.continuations import Continuation, Continuations
 
 # One token matches, or eight: the next one is right with 1 - 0.8 ** match.
 SHORT: list[Continuation] = [(1, [7, 8, 9])]

@@ -26,9 +26,9 @@ from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.schedule import RunningRequests, StepOutcome
 from vllm_treespec.core.tree import NO_GUESS, TreeBatch
 from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.proposers.suffix import Suffix, next_tokens
+from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.scorers import RULES
-from vllm_treespec.sources.base import Continuations
+from vllm_treespec.sources.continuations import Continuations, next_tokens
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
 PLAIN = 0.05

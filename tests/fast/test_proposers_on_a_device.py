@@ -19,8 +19,9 @@ from vllm_treespec.proposers.sd import Sd
 from vllm_treespec.proposers.specinfer import SpecInfer
 from vllm_treespec.proposers.static_tree import StaticTree
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
-from vllm_treespec.sources.base import Continuations, DraftModel
+from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.sources.chain import ChainDraft
+from vllm_treespec.sources.continuations import Continuations
 
 NUM_REQS, VOCAB_SIZE = 3, 50
 # All but suffix_tree, which draws on the host.

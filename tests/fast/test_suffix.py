@@ -23,10 +23,10 @@ from vllm_treespec.proposers.suffix import (
     MAX_LEAVES,
     Draft,
     grow_tree,
-    next_tokens,
 )
 from vllm_treespec.scorers import RULES, target_draw
 from vllm_treespec.sources.base import Reads, Roots
+from vllm_treespec.sources.continuations import next_tokens
 from vllm_treespec.sources.suffix_index import (
     END,
     MAX_OCCURRENCES,

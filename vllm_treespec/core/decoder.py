@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_treespec.core.choosing import Chooser
 from vllm_treespec.core.committed import CommittedReader, committed_rows
+from vllm_treespec.core.drafting import StepEnd, TreeDrafter
 from vllm_treespec.core.matching import (
     Proposal,
     RunningTrees,
@@ -24,19 +25,16 @@ from vllm_treespec.core.shares import count_parts
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import SECOND_PART, TreeBatch
-from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
+from vllm_treespec.core.uniforms import SCORING, UniformSource
 from vllm_treespec.core.views import (
-    GREEDY_BELOW,
     EmittedBatch,
     SamplingView,
     ScheduledBatch,
     TargetInputs,
 )
 from vllm_treespec.layouts.base import TreeLayout
-from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
-from vllm_treespec.sources.base import Continuations, DraftSource, Roots, TextSource
+from vllm_treespec.sources.base import DraftSource, TextSource
 
 
 class RanksDiffer(SystemExit):
@@ -76,6 +74,9 @@ class TreeDecoder:
         self.slots = RequestSlots()
         self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
         self.uniforms = UniformSource(limits.seed)
+        self.drafter = TreeDrafter(
+            method, sources, self.slots, self.uniforms, limits, stats
+        )
         self.max_draws = TreeSizes.largest(
             [p.sizes for p in method.proposers]
         ).max_draws
@@ -150,7 +151,10 @@ class TreeDecoder:
         of_trees = sampling.select(trees.host_reqs, trees.reqs)
         target = TargetLogits(logits, trees.root_rows, of_trees)
         count = 0 if of_trees.all_greedy else 1 + self.max_draws
-        uniforms = self._uniforms(trees.slots, trees.root_positions, count, SCORING)
+        seeds = self.slots.seeds(trees.slots)
+        uniforms = self.uniforms.draw(
+            seeds, trees.root_positions.tolist(), count, SCORING
+        ).to(self.limits.device)
         self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
         return self.scored
 
@@ -186,7 +190,6 @@ class TreeDecoder:
             accepted = self._accepted(batch)
             found = self._count(batch, accepted)
             self.chooser.observe(self.batch, batch, self.proposal, accepted, found)
-            self.proposal = None
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
             rows = self._committed_rows(batch)
@@ -198,9 +201,9 @@ class TreeDecoder:
                 self.committed_reader.num_behind(batch, reqs),
             )
             may_draft = self._has_room(batch, index)[reqs] & drawn_for
-            models_draft = index is not None and self._models_draft(
-                index, batch, reqs[may_draft][: self.method.max_trees], accepted
-            )
+            end = StepEnd(batch, self.step, accepted, self._last_hidden(batch))
+            candidates = self.drafter.look_up(index, end, reqs[may_draft])
+            models_draft = self.drafter.models_draft(candidates)
             drafting = self.committed_reader.read(
                 batch,
                 rows,
@@ -210,37 +213,15 @@ class TreeDecoder:
                 self.method.max_trees,
                 models_draft,
             )
-            if index is not None and len(drafting):
-                self.proposal = self._propose(
-                    index, batch, drafting, accepted, models_draft
-                )
+            self.proposal = self.drafter.draw(
+                end,
+                candidates,
+                drafting,
+                models_draft,
+                self.committed_reader.num_caught_up,
+            )
             self.chooser.drafted()
             return self.proposal
-
-    def _models_draft(
-        self,
-        index: int,
-        batch: EmittedBatch,
-        drafting: np.ndarray,
-        accepted: np.ndarray,
-    ) -> bool:
-        """Whether draft models or heads draft: not where an index does as well."""
-        if not self.method.proposers[index].num_draft_models:
-            return False
-        shares, slots = self.method.shares, batch.slots[drafting]
-        if shares is None or not len(slots):
-            return True
-        prices = self.method.schedule.prices(slots.tolist())
-        if prices is None and not shares.may_be_sure(slots):
-            return True
-        reqs = torch.from_numpy(drafting).to(self.limits.device)
-        roots = self._roots(batch, drafting, reqs, accepted, depth=0)
-        (texts,) = (source for source in self.sources if source.reads.token_ids)
-        found = texts.begin(roots)
-        assert isinstance(found, Continuations)
-        first_shares = shares.first(roots.slots, found.matches())
-        proposer = cast(Hybrid, self.method.proposers[index])
-        return proposer.needs_model(found, first_shares, prices)
 
     def _note_texts(self, batch: EmittedBatch, reqs: np.ndarray) -> None:
         """Let sources note what the requests that may draft, int64 [n], put out."""
@@ -293,108 +274,19 @@ class TreeDecoder:
         depth = self.method.proposers[index].sizes.max_depth
         return batch.emitted & (batch.end + depth + 1 < self.limits.max_model_len)
 
-    def _propose(
-        self,
-        index: int,
-        batch: EmittedBatch,
-        drafting: np.ndarray,
-        accepted: np.ndarray,
-        models_draft: bool,
-    ) -> Proposal:
-        """Draw one tree of the schedule for each of these requests.
+    def _last_hidden(self, batch: EmittedBatch) -> Tensor | None:
+        """Hidden states from which the last tokens were emitted, if a source asks.
 
-        Unless ``models_draft``, sources that need no forward draft alone.
+        They are those of the last accepted node, of the root without a tree;
+        [num_reqs, hidden_size].
         """
-        proposer = self.method.proposers[index]
-        reqs = torch.from_numpy(drafting).to(self.limits.device)
-        depth = proposer.sizes.draft_depth
-        roots = self._roots(batch, drafting, reqs, accepted, depth)
-        started = [
-            s.begin(roots) for s in self.sources if models_draft or s.reads.token_ids
-        ]
-        found = [d for d in started if isinstance(d, Continuations)]
-        shares = self.method.shares
-        tree = proposer.propose(
-            ProposerInputs(
-                root_token_ids=roots.root_token_ids,
-                sampling=batch.sampling.select(drafting, reqs),
-                uniforms=self._uniforms(
-                    roots.slots, roots.positions, proposer.sizes.num_uniforms, DRAFTING
-                ),
-                draft_models=[d for d in started if not isinstance(d, Continuations)],
-                continuations=found,
-                first_shares=None
-                if shares is None
-                else shares.first(roots.slots, found[0].matches()),
-                prices=self.method.schedule.prices(roots.slots.tolist()),
-                host_may_wait=not self.method.batched,
-            )
-        )
-        limits = self._node_limits(batch, drafting, tree)
-        proposal = Proposal.from_tree(
-            tree,
-            index,
-            self.step,
-            roots.slots,
-            drafting,
-            limits,
-            self.committed_reader.num_caught_up,
-        )
-        if proposer.num_beam_tokens is not None:
-            num_beam_tokens = proposer.num_beam_tokens * len(drafting)
-            self.stats.count_beams(num_beam_tokens, int((proposal.parents >= 0).sum()))
-        return proposal
-
-    def _node_limits(
-        self, batch: EmittedBatch, drafting: np.ndarray, tree: TreeBatch
-    ) -> np.ndarray:
-        """Nodes that each request's tree may have, int64 [num_trees].
-
-        A sampled request gets no draft of a tree that would keep no draws when cut.
-        """
-        limits = 1 + self.slots.max_drafts(batch.slots[drafting])
-        if tree.draws is not None:
-            sampled = batch.sampling.host_temperature[drafting] >= GREEDY_BELOW
-            limits[sampled & (limits < tree.draws.min_nodes)] = 1
-        return limits
-
-    def _roots(
-        self,
-        batch: EmittedBatch,
-        drafting: np.ndarray,
-        reqs: Tensor,
-        accepted: np.ndarray,
-        depth: int,
-    ) -> Roots:
-        """The drafting requests, with what the sources read of them."""
-        positions = batch.end[drafting]
-        reads = [source.reads for source in self.sources]
-        token_ids = hidden = None
-        if any(r.token_ids for r in reads):
-            token_ids = batch.token_ids[drafting, : int(positions.max()) + 1]
-        if any(r.root_hidden for r in reads):
-            hidden = batch.hidden.sampled[self._last_rows()[reqs]]
-        root_token_ids = torch.from_numpy(batch.token_ids[drafting, positions])
-        return Roots(
-            slots=batch.slots[drafting],
-            positions=positions,
-            root_token_ids=root_token_ids.long().to(self.limits.device),
-            accepted=accepted[drafting],
-            depth=depth,
-            hidden=hidden,
-            token_ids=token_ids,
-        )
-
-    def _last_rows(self) -> Tensor:
-        """Row of the logits from which each request's last token was emitted.
-
-        That is the row of the last accepted node, of the root without a tree; int64
-        [num_reqs].
-        """
-        if self.trees is None:
-            return self.root_rows
-        assert self.scored is not None
-        return self.root_rows.index_add(0, self.trees.reqs, self.scored.last_node())
+        if not any(source.reads.root_hidden for source in self.sources):
+            return None
+        rows = self.root_rows
+        if self.trees is not None:
+            assert self.scored is not None
+            rows = rows.index_add(0, self.trees.reqs, self.scored.last_node())
+        return batch.hidden.sampled[rows]
 
     def _committed_rows(self, batch: EmittedBatch) -> Tensor | slice | None:
         """Query rows of all tokens that were committed in this step, in order.
@@ -406,11 +298,3 @@ class TreeDecoder:
         if self.trees is None or self.scored is None:
             return committed_rows(batch)
         return committed_rows(batch, self.trees, self.scored, self.node_rows)
-
-    def _uniforms(
-        self, slots: np.ndarray, positions: np.ndarray, count: int, purpose: int
-    ) -> Tensor:
-        """Uniform numbers for the requests in these slots, on the device."""
-        seeds = self.slots.seeds(slots)
-        drawn = self.uniforms.draw(seeds, positions.tolist(), count, purpose)
-        return drawn.to(self.limits.device)

@@ -7,8 +7,10 @@ processor, so that all ranks choose alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+import numpy as np
 
 from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean, left_after
@@ -49,6 +51,14 @@ class Prices:
     # of each request: accepted tokens that a model's first level is thought to add
     # where an index finds nothing; empty where no index drafts beside a model
     added: Sequence[float] = ()
+
+    def of(self, rows: np.ndarray) -> Prices:
+        """Keep some of the requests, int64 [n]."""
+        return replace(
+            self,
+            kept=[self.kept[row] for row in rows],
+            added=[self.added[row] for row in rows] if self.added else (),
+        )
 
     def least(self, min_probability: float) -> list[float]:
         """The probability that drafts of each request have at least.

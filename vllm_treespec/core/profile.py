@@ -16,13 +16,9 @@ from vllm_treespec.core.decoder import TreeDecoder
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.scorers import TargetLogits
-from vllm_treespec.sources.base import (
-    Continuations,
-    DraftModel,
-    DraftSource,
-    Roots,
-)
+from vllm_treespec.sources.base import DraftModel, DraftSource, Roots
 from vllm_treespec.sources.chain import ChainDraft
+from vllm_treespec.sources.continuations import Continuations
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,6 @@ class Shares:
         sure = (rates[:, 0] >= SURE_RATE) & (matches >= self.sure_match)
         return np.where(sure, 1.0, share)
 
-    def may_be_sure(self, slots: np.ndarray) -> bool:
-        """Whether long matches would make the index sure of all these requests."""
-        if self.sure_match is None:
-            return False
-        return bool((self._rates(slots)[:, 0] >= SURE_RATE).all())
-
     def finish_requests(self, slots: np.ndarray) -> None:
         """Forget the requests that ended, by their slots, int64 [n]."""
         for slot in slots.tolist():

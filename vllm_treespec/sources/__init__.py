@@ -2,12 +2,12 @@
 
 from vllm_treespec.sources.base import (
     CommittedTokens,
-    Continuations,
     DraftModel,
     DraftSource,
     Reads,
     Roots,
 )
+from vllm_treespec.sources.continuations import Continuations
 
 __all__ = [
     "CommittedTokens",

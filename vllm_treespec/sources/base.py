@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from vllm_treespec.sources.continuations import Continuations
+
 # Stands for the target's hidden states behind its final norm.
 FINAL_LAYER = -1
 
@@ -114,23 +116,6 @@ class DraftModel(Protocol):
             [num_reqs, width, draft_vocab_size].
 
         """
-
-
-# Length of an earlier occurrence of the last tokens, and the tokens that followed it.
-Continuation = tuple[int, list[int]]
-
-
-@dataclass(frozen=True)
-class Continuations:
-    """What a suffix index found for the requests that draft."""
-
-    # per request, longest occurrences first
-    by_request: list[list[Continuation]]
-
-    def matches(self) -> np.ndarray:
-        """Length of each request's longest occurrence, 0 without one, int64 [n]."""
-        longest = [found[0][0] if found else 0 for found in self.by_request]
-        return np.array(longest, dtype=np.int64)
 
 
 class DraftSource(Protocol):

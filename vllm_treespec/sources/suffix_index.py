@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_treespec.sources.base import (
-    CommittedTokens,
-    Continuation,
-    Continuations,
-    Reads,
-    Roots,
-)
+from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.sources.continuations import Continuation, Continuations
 
 # Occurrences that one tree is made of: the longest, and of those the latest. Frequent
 # tokens occur so often that only the latest places are compared any further.

@@ -1,0 +1,82 @@
+"""What a suffix index found, and how likely each token comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+
+from vllm_treespec.core.tree import NO_GUESS
+
+# Doubt that a text goes on as it did before is this much less for each token that
+# matches. Measured on chat (docs/sources.md).
+DOUBT = 0.8
+
+# Length of an earlier occurrence of the last tokens, and the tokens that followed it.
+Continuation = tuple[int, list[int]]
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What a suffix index found for the requests that draft."""
+
+    # per request, longest occurrences first
+    by_request: list[list[Continuation]]
+
+    def of(self, rows: np.ndarray) -> Continuations:
+        """Keep some of the requests, int64 [n]."""
+        return Continuations([self.by_request[row] for row in rows])
+
+    def matches(self) -> np.ndarray:
+        """Length of each request's longest occurrence, 0 without one, int64 [n]."""
+        longest = [found[0][0] if found else 0 for found in self.by_request]
+        return np.array(longest, dtype=np.int64)
+
+    @cached_property
+    def likeliest(self) -> list[tuple[float, int]]:
+        """Of each request the likeliest next token: its probability, and the token.
+
+        The token is NO_GUESS where nothing was found.
+        """
+        return [likeliest_token(found) for found in self.by_request]
+
+
+def likeliest_token(continuations: Sequence[Continuation]) -> tuple[float, int]:
+    """Probability of the likeliest next token, and the token; NO_GUESS without one."""
+    shares = next_tokens(continuations, 0)
+    likely = ((share, token) for token, (share, _) in shares.items())
+    return max(likely, default=(0.0, NO_GUESS))
+
+
+def next_tokens(
+    continuations: Sequence[Continuation], depth: int
+) -> dict[int, tuple[float, list[Continuation]]]:
+    """Which tokens come next, and how likely: shorter matches share what is left.
+
+    Of n occurrences of equal length each gets w / (1 + n w), where the odds w grow with
+    the matched tokens; 1 / (1 + n w) is left for shorter ones.
+
+    Args:
+        continuations: that agree in their first ``depth`` tokens, longest matches
+            first.
+        depth: tokens that were followed.
+
+    Returns:
+        by token: its probability, and the continuations that go on with it.
+
+    """
+    found: dict[int, tuple[float, list[Continuation]]] = {}
+    left = 1.0
+    longer = [pair for pair in continuations if len(pair[1]) > depth]
+    for length, group in groupby(longer, key=lambda pair: pair[0]):
+        same = list(group)
+        odds = DOUBT ** -(length + depth) - 1
+        left /= 1 + odds * len(same)
+        for pair in same:
+            share, agreeing = found.setdefault(pair[1][depth], (0.0, []))
+            agreeing.append(pair)
+            found[pair[1][depth]] = share + odds * left, agreeing
+    return found
