@@ -105,22 +105,20 @@ class Hybrid(Proposer):
         left[inputs.first_shares == 1] = 0
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
-        elsewhere = None
+        of_model = replace(inputs, num_drafts=num_drafts)
         if inputs.prices is not None:
-            elsewhere = self.index.likely_found(continuations, inputs.prices)
-        drafted = self.model.propose(
-            replace(inputs, num_drafts=num_drafts, found=elsewhere)
-        )
+            of_model = replace(
+                of_model,
+                prices=inputs.prices.of_model(),
+                found=self.index.likely_found(continuations, inputs.prices),
+            )
+        drafted = self.model.propose(of_model)
         found = grown.tree(roots)
-        assert found.promised is not None
-        assert drafted.promised is not None
         merged = merge_trees(found, drafted, drafted.num_levels, 1 + self.num_drafts)
-        added = drafted.promised
-        if elsewhere is not None:
-            added = added * (1 - torch.tensor(elsewhere, device=roots.device))
         return replace(
             merged,
-            promised=found.promised + added,
+            promised=found.promised,
+            second_promised=drafted.promised,
             num_levels=drafted.num_levels,
         )
 

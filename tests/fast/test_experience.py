@@ -73,6 +73,7 @@ def test_prices_are_kept() -> None:
         counts = DraftParts.of_step(1 + number % 3, number % 8, number % 5)
         schedule.costs.drafts.add(0, 4, counts, 0.09, 0.05)
         schedule.promises.observe(0, number, True, promised=2.0, accepted=1)
+        schedule.model_promises.observe(0, number, True, promised=4.0, accepted=1)
     as_text = experience_of(schedule).model_dump_json()
     again = MeasuredSchedule(trees, 64)
     recall(again, Experience.model_validate_json(as_text))
@@ -80,6 +81,8 @@ def test_prices_are_kept() -> None:
     assert after == pytest.approx(before, abs=1e-4)
     assert again.promises.kept(0, 999, True) == pytest.approx(0.5, abs=0.25)
     assert again.promises.kept(0, 999, False) == 1
+    assert again.model_promises.kept(0, 999, True) == pytest.approx(0.25, abs=0.4)
+    assert again.model_promises.kept(0, 999, True) < again.promises.kept(0, 999, True)
 
 
 def test_nothing_learned_is_nothing_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -124,6 +125,25 @@ def test_each_request_has_a_share_of_its_own() -> None:
     for req in range(4):
         alone = tree_of(proposer, [found[req]], [shares[req]], draft)
         assert token_paths(alone, 0) == token_paths(together, req)
+
+
+def test_each_part_promises_for_itself() -> None:
+    """Red when what an index promises is taken for the model's, or for both."""
+    draft, _ = random_tables("random", 3, 3)
+    proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
+    tree = tree_of(proposer, [FOUND, []], [0.5, 0.5], draft)
+    found = sum(node.probability for node in grow_tree(FOUND, 4, 4, 0.0))
+    assert tree.promised is not None
+    assert tree.promised.tolist() == pytest.approx([found, 0.0])
+    assert tree.second_promised is not None
+    law = log_law(draft)
+    for row, left in enumerate((4, 8)):
+        paths = dynamic_tree_reference(law, 3, 2, left)
+        probability = sum(
+            math.exp(sum(law(path[:depth])[path[depth]] for depth in range(len(path))))
+            for path in paths
+        )
+        assert tree.second_promised[row] == pytest.approx(probability)
 
 
 def test_what_the_index_does_not_find_is_the_models() -> None:
@@ -373,13 +393,19 @@ def test_nodes_are_counted_by_source() -> None:
 
 
 def test_schedules_are_told_what_the_index_found() -> None:
-    """Red when accepted tokens of an index count for the model, or are not reported."""
+    """Red when accepted tokens of an index count for the model, or are not reported.
+
+    So too for what the model drafted, and had promised.
+    """
     engine = make_engine("hybrid", HABITS["all"])
     outcomes: list[StepOutcome] = []
     schedule = engine.decoder.method.schedule
     schedule.observe = outcomes.append  # type: ignore[method-assign, assignment]
     check_greedy(engine, workload(0))
     counted = engine.decoder.stats.as_dict()
+    by_model = sum(sum(outcome.model_kept) for outcome in outcomes)
+    assert by_model == counted["source_accepted"]["model"]
+    assert sum(sum(outcome.model_promised) for outcome in outcomes) > by_model / 2
     found = sum(sum(outcome.num_found) for outcome in outcomes)
     accepted = sum(sum(outcome.num_accepted) for outcome in outcomes)
     assert found == counted["source_accepted"]["index"]

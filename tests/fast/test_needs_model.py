@@ -36,7 +36,7 @@ def needs_model(
 
 def prices(level: float, num_reqs: int, kept: float = 1.0) -> Prices:
     """A row costs little; a model's first level adds 0.6 where nothing was found."""
-    return Prices(0.05, 0.0, [kept] * num_reqs, level, [0.6] * num_reqs)
+    return Prices(0.05, 0.0, [kept] * num_reqs, level, [0.6] * num_reqs, [1.0])
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,41 @@ def test_levels_add_nothing_where_the_index_is_right() -> None:
     assert not ends(None)
     assert not ends([0.1])
     assert ends([0.8])
+
+
+def test_promises_of_index_and_model_are_judged_apart() -> None:
+    """Red when an index that promises too much makes its model's levels dear."""
+    schedule = MeasuredSchedule(TREES, 64)
+    schedule.forced_index = BOTH
+    for _ in range(40):
+        schedule.choose(running([0]))
+        schedule.observe(
+            StepOutcome(
+                BOTH,
+                1,
+                slots=[0],
+                num_drafts=[12],
+                num_accepted=[3],
+                limits=[63],
+                promised=[8.0],
+                num_kept=[1],
+                num_found=[1],
+                model_promised=[3.0],
+                model_kept=[3],
+                num_levels=3,
+            )
+        )
+    schedule.chosen, schedule.plain_seconds = schedule.by_index[BOTH], 0.1
+    schedule.forced_index = None
+    prices = schedule.prices([0])
+    assert prices is not None
+    assert prices.kept[0] < 0.2
+    assert prices.of_model().kept == pytest.approx([1.0])
+    schedule.forget([0])
+    schedule.sampled[0] = True
+    again = schedule.prices([0])
+    assert again is not None
+    assert list(again.model_kept) == [1.0] == list(again.kept), "of sampled requests"
 
 
 def test_what_a_model_adds_is_learned() -> None:

@@ -33,6 +33,11 @@ def with_guesses(
     return np.where(guesses == NO_GUESS, num_accepted, guesses == emitted)
 
 
+def promised_by(promised: np.ndarray | None, rows: np.ndarray) -> list[float]:
+    """What these trees promised, int64 [n] rows of all; 0 where nothing was."""
+    return [0.0] * len(rows) if promised is None else promised[rows].tolist()
+
+
 @dataclass(frozen=True)
 class Choice:
     """What the schedule chose at the end of a step."""
@@ -119,7 +124,7 @@ class Chooser:
         batch: EmittedBatch,
         proposal: Proposal | None,
         accepted: np.ndarray,
-        found: np.ndarray,
+        by_part: np.ndarray,
     ) -> None:
         """Note how long a step took, and what was accepted of its trees.
 
@@ -129,58 +134,63 @@ class Chooser:
             proposal: what was drawn for it, if anything.
             accepted: drafts accepted of each request's tree, -1 without one; int64
                 [num_reqs].
-            found: those of them that an index drafted, int64 [num_reqs].
+            by_part: those of them that each part drafted, where an index and a model
+                draft, int64 [num_reqs, 2].
 
         """
         self.only_decoded = bool(
             (scheduled.num_scheduled == 1 + scheduled.num_drafts).all()
         )
-        slots = num_drafts = num_accepted = num_kept = num_found = limits = NO_SLOTS
-        promised = np.zeros(0)
-        num_drawn = num_levels = num_caught_up = 0
-        if proposal is not None:
-            num_drawn = len(proposal.slots)
-            num_levels, num_caught_up = proposal.num_levels, proposal.num_caught_up
-            rows = proposal.rows_of(batch.slots)
-            # A tree that did not come back tells nothing.
-            told = (accepted >= 0) | (proposal.num_drafts[rows] == 0)
-            places = np.flatnonzero(told & (rows >= 0) & batch.emitted)
-            rows = rows[places]
-            slots, num_drafts = proposal.slots[rows], proposal.num_drafts[rows]
-            limits = proposal.node_limits[rows] - 1
-            promised = np.zeros(len(rows))
-            if proposal.promised is not None:
-                promised = proposal.promised[rows]
-            num_accepted = num_kept = accepted[places].clip(min=0)
-            num_found = found[places]
-            if proposal.guesses is not None:
-                emitted = batch.token_ids[places, batch.end[places]]
-                num_kept = with_guesses(proposal.guesses[rows], emitted, num_accepted)
-        some_drawn = num_drawn > 0
-        as_chosen = some_drawn == (self.last.index is not None)
-        all_back = len(slots) == num_drawn
+        outcome = self._outcome(batch, proposal, accepted, by_part)
+        num_drawn = 0 if proposal is None else len(proposal.slots)
+        as_chosen = (num_drawn > 0) == (outcome.index is not None)
         seconds = None
-        if as_chosen and all_back:
-            seconds = self._seconds(scheduled, num_caught_up)
+        if as_chosen and len(outcome.slots) == num_drawn:
+            seconds = self._seconds(scheduled, outcome.num_caught_up)
         if seconds is not None:
             num_tokens = int(batch.num_emitted.sum())
             self.stats.count_timed(self.last.mode, seconds, num_tokens)
-        self.schedule.observe(
-            StepOutcome(
-                self.last.index,
-                len(self.last.slots),
-                slots.tolist(),
-                num_drafts.tolist(),
-                num_accepted.tolist(),
-                limits.tolist(),
-                promised.tolist(),
-                seconds,
-                num_levels,
-                num_kept.tolist(),
-                num_caught_up,
-                num_found.tolist(),
-                self.drafting_seconds,
-            )
+        self.schedule.observe(replace(outcome, seconds=seconds))
+
+    def _outcome(
+        self,
+        batch: EmittedBatch,
+        proposal: Proposal | None,
+        accepted: np.ndarray,
+        by_part: np.ndarray,
+    ) -> StepOutcome:
+        """What the trees of a step brought, see ``observe``; its time is left out."""
+        outcome = StepOutcome(
+            self.last.index,
+            len(self.last.slots),
+            drafting_seconds=self.drafting_seconds,
+        )
+        if proposal is None:
+            return outcome
+        rows = proposal.rows_of(batch.slots)
+        # A tree that did not come back tells nothing.
+        told = (accepted >= 0) | (proposal.num_drafts[rows] == 0)
+        places = np.flatnonzero(told & (rows >= 0) & batch.emitted)
+        rows = rows[places]
+        num_accepted = accepted[places].clip(min=0)
+        num_found, num_of_model = by_part[places].T
+        num_kept = num_accepted if proposal.parts is None else num_found
+        if proposal.guesses is not None:
+            emitted = batch.token_ids[places, batch.end[places]]
+            num_kept = with_guesses(proposal.guesses[rows], emitted, num_kept)
+        return replace(
+            outcome,
+            slots=proposal.slots[rows].tolist(),
+            num_drafts=proposal.num_drafts[rows].tolist(),
+            num_accepted=num_accepted.tolist(),
+            limits=(proposal.node_limits[rows] - 1).tolist(),
+            promised=promised_by(proposal.promised, rows),
+            num_kept=num_kept.tolist(),
+            num_found=num_found.tolist(),
+            model_promised=promised_by(proposal.second_promised, rows),
+            model_kept=num_of_model.tolist(),
+            num_levels=proposal.num_levels,
+            num_caught_up=proposal.num_caught_up,
         )
 
     def drafted(self) -> None:

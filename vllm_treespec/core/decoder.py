@@ -188,8 +188,8 @@ class TreeDecoder:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
-            found = self._count(batch, accepted)
-            self.chooser.observe(self.batch, batch, self.proposal, accepted, found)
+            by_part = self._count(batch, accepted)
+            self.chooser.observe(self.batch, batch, self.proposal, accepted, by_part)
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
             rows = self._committed_rows(batch)
@@ -239,13 +239,13 @@ class TreeDecoder:
         """Count the trees that were scored in this step.
 
         Returns:
-            accepted drafts of each request that an index drafted, if trees are shared
-            out; int64 [num_reqs].
+            accepted drafts of each request by part, if trees are shared out; int64
+            [num_reqs, 2].
 
         """
-        found = np.zeros(batch.num_reqs, dtype=np.int64)
+        by_part = np.zeros((batch.num_reqs, 2), dtype=np.int64)
         if self.trees is None:
-            return found
+            return by_part
         of_trees = accepted[self.trees.host_reqs].tolist()
         self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
         shares, stats = self.method.shares, self.stats
@@ -254,10 +254,10 @@ class TreeDecoder:
                 stats.count_leftovers(*(int((p == SECOND_PART).sum()) for p in parts))
             else:
                 num_scored, num_accepted = map(count_parts, parts)
-                found[req] = num_accepted[0]
+                by_part[req] = num_accepted
                 shares.observe(int(batch.slots[req]), num_scored, num_accepted)
                 stats.count_sources(num_scored, num_accepted)
-        return found
+        return by_part
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""

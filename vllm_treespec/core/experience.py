@@ -9,7 +9,7 @@ from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
 from vllm_treespec.core.learned import StepTimes
 from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.prices import DraftParts
+from vllm_treespec.core.prices import DraftParts, Promises
 
 PLAIN = "plain"
 Kind = Literal["greedy", "sampled"]
@@ -34,8 +34,9 @@ class Experience(BaseModel):
         int,
         tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat],
     ] = {}
-    # accepted tokens over those that trees promised
+    # accepted tokens over those that trees promised, and a model's beside an index
     kept: dict[Kind, NonNegativeFloat] = {}
+    model_kept: dict[Kind, NonNegativeFloat] = {}
 
 
 def experience_of(schedule: MeasuredSchedule) -> Experience:
@@ -64,12 +65,18 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
             for size, times in schedule.costs.drafts.times.items()
             if PLAIN in known.get(size, {})
         },
-        kept={
-            kind: mean.total / mean.weight
-            for kind, sampled in KINDS
-            if (mean := schedule.promises.text[sampled]).weight > 0
-        },
+        kept=_kept(schedule.promises),
+        model_kept=_kept(schedule.model_promises),
     )
+
+
+def _kept(promises: Promises) -> dict[Kind, float]:
+    """Accepted tokens over promised ones, where any were promised."""
+    return {
+        kind: mean.total / mean.weight
+        for kind, sampled in KINDS
+        if (mean := promises.text[sampled]).weight > 0
+    }
 
 
 def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
@@ -93,9 +100,13 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
         for name, tokens in accepted.items():
             option = schedule.by_index[indices[name]]
             schedule.acceptance.recall(option, sampled, tokens, RECALLED_TREES, text)
-        if kind in experience.kept:
-            kept = RECALLED_PROMISES * experience.kept[kind]
-            schedule.promises.text[sampled].add(0, RECALLED_PROMISES, kept)
+        for promises, kept in (
+            (schedule.promises, experience.kept),
+            (schedule.model_promises, experience.model_kept),
+        ):
+            if kind in kept:
+                total = RECALLED_PROMISES * kept[kind]
+                promises.text[sampled].add(0, RECALLED_PROMISES, total)
 
 
 def _names(schedule: MeasuredSchedule) -> Mapping[int | None, str]:

@@ -47,6 +47,8 @@ class Proposal:
     parts: np.ndarray | None = None
     # float64 [num_trees], see ``TreeBatch.promised``; 0 where not all is proposed
     promised: np.ndarray | None = None
+    # float64 [num_trees], see ``TreeBatch.second_promised``; the same
+    second_promised: np.ndarray | None = None
     # that draft models read for the trees
     num_levels: int = 0
     # int64 [num_trees], see ``TreeBatch.guesses``
@@ -79,13 +81,14 @@ class Proposal:
                 "num_nodes": tree.num_nodes,
                 "parts": None if tree.parts is None else tree.parts[:, 1:],
                 "promised": tree.promised,
+                "second_promised": tree.second_promised,
                 "guesses": tree.guesses,
             }
         )
-        drawn, promised = host.pop("num_nodes"), host.pop("promised", None)
+        drawn = host.pop("num_nodes")
         num_nodes = np.minimum(drawn, node_limits)
-        if promised is not None:
-            promised = np.where(num_nodes == drawn, promised, 0.0)
+        for name in host.keys() & {"promised", "second_promised"}:
+            host[name] = np.where(num_nodes == drawn, host[name], 0.0)
         return cls(
             tree,
             tree_index,
@@ -94,7 +97,6 @@ class Proposal:
             reqs,
             num_drafts=num_nodes - 1,
             node_limits=node_limits,
-            promised=promised,
             num_levels=tree.num_levels,
             num_caught_up=num_caught_up,
             **host,

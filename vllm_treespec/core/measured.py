@@ -127,8 +127,8 @@ class MeasuredSchedule(Schedule):
         self.rounds_at: Counter[int] = Counter()
         self.costs = StepCosts(self.options, self.steps_at)
         self.acceptance = Acceptance(self.options, self.free, self.steps_at)
-        # of trees whose proposers weigh drafts
-        self.promises = Promises()
+        # of trees whose proposers weigh drafts, and of a model's part beside an index
+        self.promises, self.model_promises = Promises(), Promises()
         self.asking = Asking(self.steps_at)
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
@@ -194,23 +194,25 @@ class MeasuredSchedule(Schedule):
         """By measured times, if the chosen tree's proposer weighs its drafts."""
         if not self.chosen.weighs_drafts:
             return None
-        kept = [
-            self.promises.kept(self.step, slot, self.sampled[slot]) for slot in slots
-        ]
         if self.prices_of_all is None:
             self.prices_of_all = self.costs.drafts.prices(
                 self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, ()
             )
-        return replace(self.prices_of_all, kept=kept, added=self._added(slots))
-
-    def _added(self, slots: Sequence[int]) -> list[float]:
-        """What a model's first level adds for each request beside an index."""
+        prices = replace(self.prices_of_all, kept=self._kept(self.promises, slots))
         if self.free in (None, self.chosen):
-            return []
-        return [
-            self.acceptance.first_level(slot, self.chosen, self.sampled[slot])
-            for slot in slots
-        ]
+            return prices
+        return replace(
+            prices,
+            added=[
+                self.acceptance.first_level(slot, self.chosen, self.sampled[slot])
+                for slot in slots
+            ],
+            model_kept=self._kept(self.model_promises, slots),
+        )
+
+    def _kept(self, promises: Promises, slots: Sequence[int]) -> list[float]:
+        """What is kept of promises to each request."""
+        return [promises.kept(self.step, slot, self.sampled[slot]) for slot in slots]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
@@ -245,17 +247,31 @@ class MeasuredSchedule(Schedule):
     def _observe_promises(self, outcome: StepOutcome) -> None:
         """Learn what was accepted of the tokens that trees promised."""
         kept = outcome.num_kept or outcome.num_accepted
-        for slot, promised, accepted in zip(
-            outcome.slots, outcome.promised, kept, strict=True
-        ):
-            if promised and slot in self.sampled:
-                self.promises.observe(
-                    self.step, slot, self.sampled[slot], promised, accepted
-                )
+        self._observe_kept(self.promises, outcome.slots, outcome.promised, kept)
+        if outcome.model_promised:
+            self._observe_kept(
+                self.model_promises,
+                outcome.slots,
+                outcome.model_promised,
+                outcome.model_kept,
+            )
+
+    def _observe_kept(
+        self,
+        promises: Promises,
+        slots: Sequence[int],
+        promised: Sequence[float],
+        num_kept: Sequence[int],
+    ) -> None:
+        """Learn what was kept of promises to these requests; 0: none was given."""
+        for slot, tokens, kept in zip(slots, promised, num_kept, strict=True):
+            if tokens and slot in self.sampled:
+                promises.observe(self.step, slot, self.sampled[slot], tokens, kept)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
         self.promises.forget(slots)
+        self.model_promises.forget(slots)
         self.acceptance.forget(slots)
         for slot in slots:
             life = self.step - self.begun.pop(slot, self.step)

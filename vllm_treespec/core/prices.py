@@ -49,16 +49,22 @@ class Prices:
     # of all drafts below another level that draft models read
     level: float = 0.0
     # of each request: accepted tokens that a model's first level is thought to add
-    # where an index finds nothing; empty where no index drafts beside a model
+    # where an index finds nothing, and ``kept`` of the model's promises; empty where no
+    # index drafts beside a model
     added: Sequence[float] = ()
+    model_kept: Sequence[float] = ()
 
     def of(self, rows: np.ndarray) -> Prices:
         """Keep some of the requests, int64 [n]."""
-        return replace(
-            self,
-            kept=[self.kept[row] for row in rows],
-            added=[self.added[row] for row in rows] if self.added else (),
+        kept, added, model_kept = (
+            [numbers[row] for row in rows] if numbers else ()
+            for numbers in (self.kept, self.added, self.model_kept)
         )
+        return replace(self, kept=kept, added=added, model_kept=model_kept)
+
+    def of_model(self) -> Prices:
+        """The same for what a model drafts beside an index."""
+        return replace(self, kept=self.model_kept)
 
     def least(self, min_probability: float) -> list[float]:
         """The probability that drafts of each request have at least.

@@ -75,16 +75,17 @@ class StepOutcome:
     index: int | None
     # requests that ran
     num_reqs: int
-    slots: Sequence[int]
-    num_drafts: Sequence[int]
-    num_accepted: Sequence[int]
+    slots: Sequence[int] = ()
+    num_drafts: Sequence[int] = ()
+    num_accepted: Sequence[int] = ()
     # draft tokens that the request let its tree have, whatever was drawn
-    limits: Sequence[int]
-    # accepted tokens that their trees promised; 0: nothing was promised
-    promised: Sequence[float]
+    limits: Sequence[int] = ()
+    # accepted tokens that their trees promised, of an index's part if a model drafts
+    # beside one; 0: nothing was promised
+    promised: Sequence[float] = ()
     # from the choice of this tree to the next choice; None where the step did other
     # work, too, such as reading a prompt
-    seconds: float | None
+    seconds: float | None = None
     # that draft models read for these trees
     num_levels: int = 0
     # what came true of ``promised``; left out: ``num_accepted``
@@ -95,6 +96,10 @@ class StepOutcome:
     num_found: Sequence[int] = ()
     # from the choice of this tree to its drafts, if any were looked for
     drafting_seconds: float = 0.0
+    # accepted tokens that a model promised beside an index, and those of its drafts
+    # that were accepted
+    model_promised: Sequence[float] = ()
+    model_kept: Sequence[int] = ()
 
 
 class Schedule(ABC):

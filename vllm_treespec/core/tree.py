@@ -108,9 +108,11 @@ class TreeBatch:
     # int64 [num_reqs, max_nodes], which of a method's two parts drafted each node, as
     # bits; 0 at roots and in unused entries. None = the trees have one part
     parts: Tensor | None = None
-    # float64 [num_reqs], tokens of each tree that its proposer expects to be accepted.
-    # None = it expects nothing
+    # float64 [num_reqs], tokens of each tree that its proposer expects to be accepted,
+    # of its first part if it has two. None = it expects nothing
     promised: Tensor | None = None
+    # float64 [num_reqs], the same of the second part. None = there is none
+    second_promised: Tensor | None = None
     # that draft models read for these trees
     num_levels: int = 0
     # int64 [num_reqs], of trees without drafts the token that ``promised`` stands for,
