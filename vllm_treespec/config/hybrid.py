@@ -38,7 +38,7 @@ class HybridConfig(IndexConfig):
         "that get children",
     )
     model_depth: NonNegativeInt = Field(
-        default=3,
+        default=6,
         le=MAX_DRAFTS,
         strict=True,
         description="levels of the model's part; 0, for a schedule: the index drafts "
@@ -73,7 +73,7 @@ class HybridConfig(IndexConfig):
 
     @property
     def shape_name(self) -> str:
-        """Both parts: ``16x12x0.1+eagle 4x3``; of the index alone: ``16x12x0.1``."""
+        """Both parts: ``32x28x0.1+eagle 4x6``; of the index alone: ``32x28x0.1``."""
         index = f"{self.num_drafts}x{self.depth}x{self.min_probability}"
         if not self.model_depth:
             return index

@@ -12,8 +12,8 @@ from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import suffix
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
-NUM_DRAFTS = 16
-DEPTH = 12
+NUM_DRAFTS = 32
+DEPTH = 28
 MIN_PROBABILITY = 0.1
 
 
