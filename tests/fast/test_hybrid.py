@@ -39,6 +39,7 @@ from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.proposers import Hybrid, ProposerInputs
 from vllm_treespec.proposers.suffix import grow_tree
 from vllm_treespec.scorers import recursive_rejection, target_draw
+from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
@@ -330,6 +331,40 @@ def test_the_model_is_not_asked_where_the_index_is_sure(name: str) -> None:
     engine.decoder.method.shares.sure_match = None
     num_read, num_drawn = run_long(engine)
     assert num_read >= num_drawn
+
+
+def counted_lookups(engine: FakeEngine) -> list[int]:
+    """Let an engine's index write down how many requests it looks up each time."""
+    index = engine.decoder.sources[1]
+    assert isinstance(index, SuffixIndex)
+    look_up, counts = index.begin, []
+
+    def begin(roots: Roots) -> Continuations:
+        counts.append(len(roots.slots))
+        return look_up(roots)
+
+    index.begin = begin  # type: ignore[method-assign]
+    return counts
+
+
+def test_an_index_is_looked_up_once_a_step() -> None:
+    """Red when it is looked up to decide on the model, and again to draft."""
+    engine = make_engine("hybrid", ROOMY)
+    counts = counted_lookups(engine)
+    _, num_drawn = run_long(engine)
+    assert counts == [1] * num_drawn
+
+
+@pytest.mark.parametrize("max_trees", [1, 2])
+def test_others_draft_where_the_first_must_still_be_read(max_trees: int) -> None:
+    """Red when a tree is drawn from what another request's index found."""
+    engine = make_engine(
+        "hybrid", replace(HABITS["all"], token_budget=8), max_trees=max_trees
+    )
+    counts = counted_lookups(engine)
+    check_greedy(engine, workload(3))
+    assert max(counts) == max_trees
+    assert len(counts) > len([index for _, index in engine.drawn if index is not None])
 
 
 def test_a_tree_of_the_index_alone_does_not_ask_the_model() -> None:

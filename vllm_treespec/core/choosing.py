@@ -174,7 +174,8 @@ class Chooser:
         rows = rows[places]
         num_accepted = accepted[places].clip(min=0)
         num_found, num_of_model = by_part[places].T
-        num_kept = num_accepted if proposal.parts is None else num_found
+        has_two_parts = proposal.second_promised is not None
+        num_kept = num_found if has_two_parts else num_accepted
         if proposal.guesses is not None:
             emitted = batch.token_ids[places, batch.end[places]]
             num_kept = with_guesses(proposal.guesses[rows], emitted, num_kept)

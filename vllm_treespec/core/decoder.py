@@ -201,7 +201,8 @@ class TreeDecoder:
                 self.committed_reader.num_behind(batch, reqs),
             )
             may_draft = self._has_room(batch, index)[reqs] & drawn_for
-            end = StepEnd(batch, self.step, accepted, self._last_hidden(batch))
+            hidden = None if index is None else self._last_hidden(batch)
+            end = StepEnd(batch, self.step, accepted, hidden)
             candidates = self.drafter.look_up(index, end, reqs[may_draft])
             models_draft = self.drafter.models_draft(candidates)
             drafting = self.committed_reader.read(
