@@ -57,10 +57,9 @@ def compare(
         models = find_models(target, draft, head or [])
         modes = options.eager_modes(engines)
         specs = [options.json_object(text, "--spec") for text in spec or []]
-        stock: list[dict[str, Any]] = [kinds.NGRAM]
         if models.draft:
             specs = [*tree_specs(budgets, trees), *specs]
-            stock.append({"method": "draft_model", "model": models.draft})
+        stock = kinds.stock_specs(models.draft)
         all_sides = [
             *kinds.plain_sides(),
             PLAIN_DEFAULT,

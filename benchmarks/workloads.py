@@ -141,7 +141,7 @@ def sides_of(
     stock_depth: int,
     modes: Sequence[bool],
 ) -> list[Side]:
-    """Make plain twice, stock n-gram and the sides of the spec-configs.
+    """Make plain twice, the stock methods and the sides of the spec-configs.
 
     Prompts repeat between cells: suffix trees do not get earlier answers.
     """
@@ -151,7 +151,7 @@ def sides_of(
     ]
     return [
         *kinds.plain_sides(),
-        *kinds.stock_sides([kinds.NGRAM], stock_depth, modes),
+        *kinds.stock_sides(kinds.stock_specs(models.draft), stock_depth, modes),
         *kinds.tree_sides(own_text, models.draft, modes, models.heads),
     ]
 

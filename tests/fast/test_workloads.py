@@ -153,6 +153,7 @@ def test_sides_are_those_that_have_their_model() -> None:
     ]
     assert sides[-1].engine["speculative_config"]["max_cached_tokens"] == 0
     names = [side.name for side in usual_sides(Models("t", "draft"))]
+    assert names[2:4] == ["ngram-6", "draft_model-6"]
     assert names[-3:] == ["sd-3", "rsd_c-2.1.1", "rsd_s-2x3"]
     spec = {"method": "sd", "depth": 2}
     [*_, only] = workloads.sides_of([spec], Models("t", "d"), 6, [True])

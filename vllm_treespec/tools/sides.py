@@ -312,6 +312,12 @@ def plain_sides(eager: Sequence[bool] = (True, False)) -> list[Side]:
     return [plain_side(names[mode], mode) for mode in eager]
 
 
+def stock_specs(draft: str | None) -> list[dict[str, Any]]:
+    """Stock n-gram drafting, and with the draft model if there is one."""
+    models = [{"method": "draft_model", "model": draft}] if draft else []
+    return [NGRAM, *models]
+
+
 def stock_sides(
     specs: Sequence[dict[str, Any]], depth: int, eager: Sequence[bool]
 ) -> list[Side]:
