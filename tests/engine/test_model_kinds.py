@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.conftest import TINY
 from tests.engine.processes import EngineProcessError
@@ -30,6 +31,8 @@ SUFFIX = {"method": "suffix_tree", "num_drafts": 8, "depth": 4}
 OWN_DRAFT = {"method": "rsd_c", "branching_factors": [2, 2, 1]}
 DEPTH = 3
 HEADS = ("redrafter", "eagle_tree", "lyanna")
+# vLLM's int8 kernel for processors with AMX has no float32.
+INT8_DTYPE = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,11 @@ def quantised(form: str) -> Callable[[str, Path], str]:
 
 
 KINDS = {
-    "int8": Kind(quantised("int8"), methods=("suffix_tree", "own draft", *HEADS)),
+    "int8": Kind(
+        quantised("int8"),
+        INT8_DTYPE,
+        methods=("suffix_tree", "own draft", *HEADS),
+    ),
     "fp8": Kind(quantised("fp8")),
     # vLLM has no kernel for 4 bit and float32.
     "int4": Kind(quantised("int4"), "bfloat16"),
