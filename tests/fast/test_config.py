@@ -96,7 +96,7 @@ def test_a_name_and_a_model_are_enough(method: str, tmp_path: Path) -> None:
     assert parse_spec_config(printed) == config
     num_drafts = config.proposer().sizes.max_nodes - 1
     assert arguments["speculative_config"]["num_speculative_tokens"] == num_drafts
-    assert num_drafts <= 16
+    assert num_drafts <= 32
 
 
 @pytest.mark.parametrize(
