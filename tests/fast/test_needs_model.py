@@ -36,7 +36,8 @@ def needs_model(
 
 def prices(level: float, num_reqs: int, kept: float = 1.0) -> Prices:
     """A row costs little; a model's first level adds 0.6 where nothing was found."""
-    return Prices(0.05, 0.0, [kept] * num_reqs, level, [0.6] * num_reqs, [1.0])
+    ones = [1.0] * num_reqs
+    return Prices(0.05, 0.0, [kept] * num_reqs, level, [0.6] * num_reqs, ones)
 
 
 @pytest.mark.parametrize(

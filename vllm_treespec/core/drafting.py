@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -46,6 +46,8 @@ class Candidates:
     index: int | None
     # int64 [n], their places in the batch, ascending
     reqs: np.ndarray
+    # of these requests; None: there are none, or no tree is drawn
+    roots: Roots | None = None
     # what an index found; None: the method has none
     found: Continuations | None = None
     # float64 [n], see ``Shares.first``; None: no model drafts beside an index
@@ -53,25 +55,13 @@ class Candidates:
     # what drafts must promise; None: nothing
     prices: Prices | None = None
 
-    def of(self, reqs: np.ndarray) -> Candidates:
-        """Keep some of the requests, int64 [m] places in the batch, ascending."""
-        if len(reqs) == len(self.reqs):
-            return self
-        rows = np.searchsorted(self.reqs, reqs)
-        return Candidates(
-            self.index,
-            reqs,
-            None if self.found is None else self.found.of(rows),
-            None if self.first_shares is None else self.first_shares[rows],
-            None if self.prices is None else self.prices.of(rows),
-        )
-
 
 class TreeDrafter:
     """Lets the chosen tree's proposer draft from the method's sources.
 
     ``look_up`` comes first, then ``models_draft``. Then the sources read, and ``draw``
-    comes last. So an index is looked up once a step.
+    comes last. So an index is looked up once a step, unless some of the requests cannot
+    draft yet.
     """
 
     def __init__(
@@ -106,14 +96,14 @@ class TreeDrafter:
             return Candidates(index, reqs)
         found: Continuations | None = None
         shares: np.ndarray | None = None
-        slots = end.batch.slots[reqs]
+        roots = self._roots(end, reqs, self.method.proposers[index].sizes.draft_depth)
         if self.text_sources:
             (source,) = self.text_sources
-            found = cast(Continuations, source.begin(self._texts(end, reqs)))
+            found = cast(Continuations, source.begin(roots))
             if self.method.shares is not None:
-                shares = self.method.shares.first(slots, found.matches())
-        prices = self.method.schedule.prices(slots.tolist())
-        return Candidates(index, reqs, found, shares, prices)
+                shares = self.method.shares.first(roots.slots, found.matches())
+        prices = self.method.schedule.prices(roots.slots.tolist())
+        return Candidates(index, reqs, roots, found, shares, prices)
 
     def models_draft(self, candidates: Candidates) -> bool:
         """Whether draft models or heads draft: not where an index does as well."""
@@ -149,11 +139,11 @@ class TreeDrafter:
         index = candidates.index
         if index is None or not len(reqs):
             return None
-        # Where the first ones still have to be read, others draft.
-        known = bool(np.isin(reqs, candidates.reqs).all())
-        drafting = candidates.of(reqs) if known else self.look_up(index, end, reqs)
-        proposer = self.method.proposers[index]
-        roots = self._roots(end, reqs, proposer.sizes.draft_depth)
+        if not np.array_equal(reqs, candidates.reqs):
+            # Some must still be read, and others draft.
+            candidates = self.look_up(index, end, reqs)
+        proposer, roots = self.method.proposers[index], candidates.roots
+        assert roots is not None
         models = [
             cast(DraftModel, source.begin(roots))
             for source in self.models
@@ -173,9 +163,9 @@ class TreeDrafter:
                 ),
                 uniforms=uniforms.to(self.limits.device),
                 draft_models=models,
-                continuations=[] if drafting.found is None else [drafting.found],
-                first_shares=drafting.first_shares,
-                prices=drafting.prices,
+                continuations=[] if candidates.found is None else [candidates.found],
+                first_shares=candidates.first_shares,
+                prices=candidates.prices,
                 host_may_wait=not self.method.batched,
             )
         )
@@ -206,18 +196,14 @@ class TreeDrafter:
             limits[sampled & (limits < tree.draws.min_nodes)] = 1
         return limits
 
-    def _texts(self, end: StepEnd, reqs: np.ndarray) -> Roots:
-        """Requests that may draft, with their committed tokens."""
-        roots = self._roots(end, reqs, depth=0)
-        longest = 1 + int(roots.positions.max(initial=0))
-        return replace(roots, token_ids=end.batch.token_ids[reqs, :longest])
-
     def _roots(self, end: StepEnd, drafting: np.ndarray, depth: int) -> Roots:
-        """Requests that draft, with what models read of them."""
+        """Requests that draft, with what the sources read of them."""
         batch, device = end.batch, self.limits.device
         positions = batch.end[drafting]
         root_token_ids = torch.from_numpy(batch.token_ids[drafting, positions])
-        hidden = end.hidden
+        token_ids, hidden = None, end.hidden
+        if self.text_sources:
+            token_ids = batch.token_ids[drafting, : 1 + int(positions.max())]
         if hidden is not None:
             hidden = hidden[torch.from_numpy(drafting).to(device)]
         return Roots(
@@ -227,4 +213,5 @@ class TreeDrafter:
             accepted=end.accepted[drafting],
             depth=depth,
             hidden=hidden,
+            token_ids=token_ids,
         )

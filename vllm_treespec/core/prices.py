@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean, left_after
 
@@ -53,14 +51,6 @@ class Prices:
     # index drafts beside a model
     added: Sequence[float] = ()
     model_kept: Sequence[float] = ()
-
-    def of(self, rows: np.ndarray) -> Prices:
-        """Keep some of the requests, int64 [n]."""
-        kept, added, model_kept = (
-            [numbers[row] for row in rows] if numbers else ()
-            for numbers in (self.kept, self.added, self.model_kept)
-        )
-        return replace(self, kept=kept, added=added, model_kept=model_kept)
 
     def of_model(self) -> Prices:
         """The same for what a model drafts beside an index."""

@@ -26,10 +26,6 @@ class Continuations:
     # per request, longest occurrences first
     by_request: list[list[Continuation]]
 
-    def of(self, rows: np.ndarray) -> Continuations:
-        """Keep some of the requests, int64 [n]."""
-        return Continuations([self.by_request[row] for row in rows])
-
     def matches(self) -> np.ndarray:
         """Length of each request's longest occurrence, 0 without one, int64 [n]."""
         longest = [found[0][0] if found else 0 for found in self.by_request]
