@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.coupling import LIKELIEST, coupled_chances
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_levels, highest
@@ -41,6 +42,7 @@ def sizes(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
         max_leaves=leaves,
         draft_width=width,
         draft_nodes=read,
+        num_uniforms=1 + depth,
         max_siblings=width,
         max_parents=min(num_kept, 1 + read),
     )
@@ -59,6 +61,12 @@ class DynamicTree(Proposer):
     equals those nearer to the root. Probabilities are those under the request's
     sampling parameters (a greedy request's at temperature 1). The nodes are no
     samples, so the trees have no ``draws``.
+
+    A sampled request's likely tokens are those that the target likely draws, given the
+    noise that it will draw by (``coupling.py``; the paper ranks by the probabilities
+    alone). Its likeliest one is always drafted: whether a tree comes back to be
+    verified by that noise must not depend on the noise. Without uniform numbers the
+    noise is not looked at.
     """
 
     def __init__(
@@ -78,14 +86,21 @@ class DynamicTree(Proposer):
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
         joint = torch.zeros_like(place, dtype=torch.float64)
         worth = Worth(self.min_probability, inputs)
+        follows_noise = inputs.uniforms.shape[1] > 0 and not inputs.sampling.all_greedy
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         log_probs: list[Tensor] = []
         for level in range(self.depth):
             probs = inputs.sampling.probs(logits)
             count = min(self.top_k, probs.shape[-1])
-            mass, columns = probs.topk(count, dim=-1)
-            children = worth.of_drafts(joint[..., None] + mass.double().log())
+            chances, columns = probs.topk(count, dim=-1)
+            if follows_noise:
+                chances, columns = following_noise(probs, count, inputs, level)
+            joints = joint[..., None] + chances.double().log()
+            children = worth.of_drafts(joints)
+            if follows_noise and not level:
+                first = joints[..., :1].masked_fill(_greedy(inputs), -torch.inf)
+                children[..., :1] = torch.maximum(children[..., :1], first)
             children = inputs.within_levels(children, level + 1)
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))
@@ -109,7 +124,38 @@ class DynamicTree(Proposer):
             max_nodes=1 + self.num_drafts,
         )
         promised = (values.exp() * kept).sum(1)
-        return replace(tree, promised=promised, num_levels=len(tokens))
+        keys = inputs.uniforms if follows_noise else None
+        return replace(tree, promised=promised, num_levels=len(tokens), keys=keys)
+
+
+def following_noise(
+    probs: Tensor, count: int, inputs: ProposerInputs, level: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens that are likeliest drawn by the target, given its noise.
+
+    Args:
+        probs: float32 [num_reqs, width, draft_vocab_size], after each node.
+        count: how many to find after each.
+        inputs: of the step. Greedy requests' tokens are those of the highest ``probs``.
+        level: of the nodes, from 0.
+
+    Returns:
+        how likely each is drawn, float64, and its column, int64, both [num_reqs, width,
+        count], the likeliest first.
+
+    """
+    (draft_model,) = inputs.draft_models
+    mass, columns = probs.topk(min(max(count, LIKELIEST), probs.shape[-1]), dim=-1)
+    tokens = tokens_of(columns, draft_model.vocabulary)
+    chances = coupled_chances(inputs.uniforms[:, level], tokens, mass)
+    chances = torch.where(_greedy(inputs), mass.double(), chances)
+    best = chances.topk(count, dim=-1)
+    return best.values, columns.gather(-1, best.indices)
+
+
+def _greedy(inputs: ProposerInputs) -> Tensor:
+    """Which requests are greedy, bool [num_reqs, 1, 1]."""
+    return inputs.sampling.greedy[:, None, None]
 
 
 def frontier(values: Tensor, top_k: int) -> Tensor:

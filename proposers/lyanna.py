@@ -35,7 +35,7 @@ def sizes(tree: TreeSizes, leftover: TreeSizes | None = None) -> TreeSizes:
         max_leaves=tree.max_leaves + leftover.max_leaves,
         max_siblings=tree.max_siblings + leftover.max_siblings,
         max_parents=tree.max_parents + leftover.max_parents - 1,
-        num_uniforms=tree.num_uniforms,
+        num_uniforms=max(tree.num_uniforms, leftover.num_uniforms),
         **reads,
     )
 
@@ -75,4 +75,5 @@ class Lyanna(Proposer):
         second = self.leftover.propose(
             replace(inputs, draft_models=[left], levels=left.levels_left)
         )
-        return merge_trees(tree, second, self.leftover.depth)
+        merged = merge_trees(tree, second, self.leftover.depth)
+        return replace(merged, keys=tree.keys)

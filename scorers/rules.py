@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, path_width
+from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.k_seq import K_SEQ
 from vllm_treespec.scorers.multi_round import MULTI_ROUND
@@ -18,7 +19,8 @@ from vllm_treespec.scorers.target_draw import TARGET_DRAW
 
 # The lossless rules at temperature above 0, by the names used in spec-configs.
 RULES: dict[str, Rule] = {
-    rule.name: rule for rule in (RECURSIVE_REJECTION, MULTI_ROUND, K_SEQ, TARGET_DRAW)
+    rule.name: rule
+    for rule in (RECURSIVE_REJECTION, MULTI_ROUND, K_SEQ, TARGET_DRAW, COUPLED_DRAW)
 }
 
 

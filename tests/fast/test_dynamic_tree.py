@@ -180,7 +180,7 @@ def test_sizes_are_reached() -> None:
     assert (sizes.max_nodes, sizes.max_depth) == (9, 3)
     assert (sizes.draft_width, sizes.draft_nodes) == (4, 8)
     assert (sizes.max_leaves, sizes.max_siblings, sizes.max_parents) == (7, 4, 8)
-    assert sizes.num_uniforms == 0
+    assert sizes.num_uniforms == 4
     assert DynamicTree(2, 2, 63).sizes.max_nodes == 1 + 2 + 4
     assert DynamicTree(9, 9, 2).sizes.draft_nodes == 2
 

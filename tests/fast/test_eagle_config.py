@@ -41,7 +41,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("keys", "kind", "rule"),
     [
-        ({"tree": "dynamic"}, DynamicTree, "target_draw"),
+        ({"tree": "dynamic"}, DynamicTree, "coupled_draw"),
         ({"tree": "static"}, StaticTree, "target_draw"),
         ({"tree": "stochastic"}, StochasticTree, "recursive_rejection"),
         ({"tree": "stochastic", "num_drafts": None}, RsdS, "recursive_rejection"),
@@ -56,7 +56,7 @@ def test_a_kind_of_tree_has_one_rule(
         proposer = tree.config.proposer()
         assert type(proposer) is kind
         assert tree.config.rule == rule
-        assert (proposer.sizes.num_uniforms > 0) == (rule == "recursive_rejection")
+        assert (proposer.sizes.num_uniforms > 0) == (rule != "target_draw")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter")
     proposer = config.proposer()
     assert isinstance(proposer, DynamicTree)
-    assert (proposer.sizes.max_nodes, config.rule) == (6, "target_draw")
+    assert (proposer.sizes.max_nodes, config.rule) == (6, "coupled_draw")
     assert (config.head, config.models) == (config.model_dump()["model"], ())
     assert config.scheduled_trees()[0].name == "redrafter 4x2x5"
     medusa = parse("medusa_tree")
@@ -72,7 +72,7 @@ def test_dynamic_tree_of_a_recurrent_head(parse: Callable[..., MethodConfig]) ->
     proposer = config.proposer()
     assert isinstance(proposer, DynamicTree)
     assert (proposer.top_k, proposer.depth, proposer.num_drafts) == (6, 3, 12)
-    assert config.rule == "target_draw"
+    assert config.rule == "coupled_draw"
     assert config.scheduled_trees()[0].name == "redrafter 6x3x12"
     assert all(
         isinstance(tree.config.proposer(), DynamicTree)

@@ -42,7 +42,7 @@ def test_keys_reach_both_parts() -> None:
     assert index is not None
     assert index.reads == Reads(token_ids=True)
     assert (index.depth, index.max_match, index.cache.max_tokens) == (9, 7, 0)
-    assert config.rule == "target_draw"
+    assert config.rule == "coupled_draw"
     sizes = proposer.sizes
     assert (sizes.max_nodes, sizes.max_depth, sizes.draft_depth) == (11, 9, 2)
     assert (sizes.draft_width, sizes.draft_nodes) == (3, 3)

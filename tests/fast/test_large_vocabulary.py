@@ -13,6 +13,7 @@ from tests.fast.wrong_scorers import (
     WRONG_MULTI_ROUND,
     WRONG_SCORERS,
     WRONG_TARGET_DRAW,
+    only_likeliest,
 )
 from vllm_treespec.scorers import RULES
 
@@ -50,6 +51,7 @@ WRONG: dict[str, Scorer] = {
     "multi_round": WRONG_MULTI_ROUND["recovered from target"],
     "k_seq": WRONG_K_SEQ["division factor 1"],
     "target_draw": WRONG_TARGET_DRAW["draws again"],
+    "coupled_draw": only_likeliest,
 }
 
 

@@ -169,7 +169,7 @@ METHODS: dict[str, tuple[Proposer, str]] = {
     "spectr": (SpecTr(3, 2), "multi_round"),
     "k_seq": (SpecTr(3, 2), "k_seq"),
     "redrafter": (ReDrafter(3, 2, 5), "target_draw"),
-    "dynamic_tree": (DynamicTree(3, 3, 6), "target_draw"),
+    "dynamic_tree": (DynamicTree(3, 3, 6), "coupled_draw"),
     "static_tree": (StaticTree(3, 3, 6), "target_draw"),
     "stochastic_tree": (StochasticTree(3, 2, 6), "recursive_rejection"),
     "medusa": (Medusa(4, [[0.5, 0.2], [0.4]]), "target_draw"),

@@ -32,7 +32,7 @@ def test_defaults() -> None:
     values = config.model_dump()
     assert (values["tree"], values["resample"]) == ("dynamic", "off")
     assert (values["resample_drafts"], values["resample_min_levels"]) == (4, 1)
-    assert (config.head, config.models, config.rule) == ("head", (), "target_draw")
+    assert (config.head, config.models, config.rule) == ("head", (), "coupled_draw")
     trees = config.scheduled_trees()
     names = ["4x3x12", "4x1x4"]
     assert [tree.name for tree in trees] == [f"lyanna {name}" for name in names]
@@ -43,7 +43,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("keys", "kind", "rule"),
     [
-        ({"tree": "dynamic"}, DynamicTree, "target_draw"),
+        ({"tree": "dynamic"}, DynamicTree, "coupled_draw"),
         ({"tree": "stochastic"}, StochasticTree, "recursive_rejection"),
         ({"tree": "stochastic", "num_drafts": None}, RsdS, "recursive_rejection"),
     ],
@@ -59,7 +59,7 @@ def test_a_kind_of_tree_has_one_rule(
         assert type(proposer.tree) is kind
         assert proposer.leftover is None
         assert tree.config.rule == rule
-        assert (proposer.sizes.num_uniforms > 0) == (rule == "recursive_rejection")
+        assert (proposer.sizes.num_uniforms > 0) == (rule != "target_draw")
 
 
 def test_merged_trees() -> None:

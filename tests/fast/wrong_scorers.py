@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from tests.fast.enumeration import Scorer
+from vllm_treespec.core.coupling import LIKELIEST
 from vllm_treespec.core.sampling import SamplingTensors, draw
 from vllm_treespec.core.tree import Draws, TreeBatch, first_child, next_draw
 from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
+    coupled_draw,
     k_seq,
     multi_round,
     recursive_rejection,
@@ -273,6 +275,15 @@ def draws_again(
             torch.where(missed, other.next_token_ids, output.next_token_ids),
         )
     return output
+
+
+def only_likeliest(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+) -> ScorerOutput:
+    """Coupled draw that forgets the tokens whose noise it does not look at."""
+    kept = target.logits.topk(min(LIKELIEST, target.logits.shape[1]), dim=1).indices
+    likely = torch.zeros_like(target.logits).scatter(1, kept, 1.0)
+    return coupled_draw(tree, replace(target, logits=target.logits * likely), uniforms)
 
 
 WRONG_TARGET_DRAW: dict[str, Scorer] = {

@@ -110,7 +110,9 @@ class GrownTreeConfig(HeadMethodConfig):
 
     @property
     def rule(self) -> str:
-        """Drawn trees have a distribution to reject by, the others have none."""
+        """Drawn trees have a distribution to reject by; dynamic ones follow noise."""
+        if self.weighs_drafts:
+            return "coupled_draw"
         return "recursive_rejection" if self.tree == "stochastic" else super().rule
 
     @property

@@ -85,6 +85,11 @@ class HybridConfig(IndexConfig):
         return hybrid.sizes(self.num_drafts, self.depth, self.top_k, self.model_depth)
 
     @property
+    def rule(self) -> str:
+        """What the model drafts for sampled requests follows the target's noise."""
+        return "coupled_draw"
+
+    @property
     def weighs_drafts(self) -> bool:
         """Yes: both parts do."""
         return True

@@ -65,7 +65,9 @@ class ReDrafterConfig(HeadMethodConfig):
 
     @property
     def rule(self) -> str:
-        """Drawn beams have a distribution to reject by, the others have none."""
+        """Drawn beams have a distribution to reject by; dynamic trees follow noise."""
+        if self.tree == "dynamic":
+            return "coupled_draw"
         if self.beam_search == "stochastic":
             return "recursive_rejection"
         return super().rule

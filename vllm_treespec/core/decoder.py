@@ -150,11 +150,13 @@ class TreeDecoder:
             return None
         of_trees = sampling.select(trees.host_reqs, trees.reqs)
         target = TargetLogits(logits, trees.root_rows, of_trees)
-        count = 0 if of_trees.all_greedy else 1 + self.max_draws
-        seeds = self.slots.seeds(trees.slots)
-        uniforms = self.uniforms.draw(
-            seeds, trees.root_positions.tolist(), count, SCORING
-        ).to(self.limits.device)
+        uniforms = trees.tree.keys
+        if uniforms is None:
+            count = 0 if of_trees.all_greedy else 1 + self.max_draws
+            seeds = self.slots.seeds(trees.slots)
+            uniforms = self.uniforms.draw(
+                seeds, trees.root_positions.tolist(), count, SCORING
+            ).to(self.limits.device)
         self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
         return self.scored
 

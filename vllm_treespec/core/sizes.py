@@ -21,8 +21,8 @@ class TreeSizes:
             ``max_width``.
         draft_nodes: most nodes that a draft model reads in all levels; left out: all
             draft nodes.
-        num_uniforms: uniform numbers that drawing one tree takes; 0 where drafts are
-            not drawn.
+        num_uniforms: uniform numbers that drafting one tree takes; 0 where drafts
+            are not drawn and follow no noise.
         max_draws: draws behind the largest tree, repeats included; left out: as many
             as draft nodes.
         max_siblings: most draws below one node, repeats included; left out:

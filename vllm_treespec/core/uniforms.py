@@ -16,8 +16,10 @@ class UniformSource:
 
     A request with a seed gets numbers that depend on its seed, the position of its
     root and the purpose alone: not on the batch, preemption or the number of steps
-    before. Drafting and scoring never share numbers. Requests without a seed share
-    one generator, seeded alike on every rank, so that all ranks draw the same.
+    before. Drafting and scoring share no numbers, except where a tree's drafts
+    follow the noise that the target draws by (``coupling.py``). Requests without a
+    seed share one generator, seeded alike on every rank, so that all ranks draw the
+    same.
     """
 
     def __init__(self, seed: int) -> None:
