@@ -93,9 +93,10 @@ class DynamicTree(Proposer):
         for level in range(self.depth):
             probs = inputs.sampling.probs(logits)
             count = min(self.top_k, probs.shape[-1])
-            chances, columns = probs.topk(count, dim=-1)
             if follows_noise:
                 chances, columns = following_noise(probs, count, inputs, level)
+            else:
+                chances, columns = probs.topk(count, dim=-1)
             joints = joint[..., None] + chances.double().log()
             children = worth.of_drafts(joints)
             if follows_noise and not level:

@@ -111,7 +111,8 @@ def test_gpu_path_equals_plain_and_cpu_path(
     assert tokens_of(masks) == tokens_of(branches)
     for name in ("trees", "nodes", "accepted"):
         assert masks["stats"][name] == branches["stats"][name]
-    assert {"1", "2"} <= set(masks["stats"]["accepted"]), "no tree was accepted deep"
+    deepest = max(int(length) for length in masks["stats"]["accepted"])
+    assert deepest >= 2, "no tree was accepted deep"
     if method == "rsd_s":
         assert masks["stats"]["replays"] >= 3, "no batch of whole trees came again"
 

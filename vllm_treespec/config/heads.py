@@ -111,7 +111,7 @@ class GrownTreeConfig(HeadMethodConfig):
     @property
     def rule(self) -> str:
         """Drawn trees have a distribution to reject by; dynamic ones follow noise."""
-        if self.weighs_drafts:
+        if self.tree == "dynamic":
             return "coupled_draw"
         return "recursive_rejection" if self.tree == "stochastic" else super().rule
 

@@ -23,8 +23,8 @@ OTHERS, OTHERS_PLACE = -1, -2
 STEP = 0x9E3779B97F4A7C15 - 2**64
 FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 SHIFTS = (30, 27, 31)
-# Bits of a float64's fraction.
-BITS = 53
+# Bits of keys and uniform numbers: half a unit more is still exact in float64.
+BITS = 52
 # More than a sum of float32 probabilities is off.
 ROUNDING = 1e-5
 
