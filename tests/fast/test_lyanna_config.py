@@ -68,6 +68,7 @@ def test_merged_trees() -> None:
     proposer = config.proposer()
     assert isinstance(proposer, Lyanna)
     assert proposer.leftover is not None
+    assert config.rule == "coupled_draw", "its dynamic trees follow noise"
     assert (proposer.leftover.depth, proposer.leftover.num_drafts) == (2, 6)
     assert proposer.sizes.max_nodes == 1 + 8 + 6
     names = [tree.name for tree in config.scheduled_trees()]
