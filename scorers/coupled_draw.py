@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from vllm_treespec.core.coupling import draw_coupled
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
-from vllm_treespec.scorers.batched import groups, node_numbers
-from vllm_treespec.scorers.follow_path import follow_path, follow_path_batched
+from vllm_treespec.scorers.follow_path import follow_draws, follow_draws_batched
 
 
 def coupled_draw(
@@ -33,14 +29,11 @@ def coupled_draw(
 
     """
 
-    def next_token(reqs: Sequence[int], nodes: Sequence[int]) -> list[int]:
-        req, node = torch.tensor([reqs, nodes], device=uniforms.device)
-        keys = uniforms[req, tree.depths[req, node]]
-        drawn = draw_coupled(target.probs(req, node), keys, host_may_wait=True)
-        tokens: list[int] = drawn.tolist()
-        return tokens
+    def draw_tokens(reqs: Tensor, nodes: Tensor) -> Tensor:
+        keys = uniforms[reqs, tree.depths[reqs, nodes]]
+        return draw_coupled(target.probs(reqs, nodes), keys, host_may_wait=True)
 
-    return follow_path(tree, next_token)
+    return follow_draws(tree, draw_tokens)
 
 
 def coupled_draw_batched(
@@ -56,15 +49,12 @@ def coupled_draw_batched(
         sizes: the trees' bounds; only the depth is used.
 
     """
-    nodes = node_numbers(tree)
-    reqs = torch.arange(tree.num_reqs, device=nodes.device)[:, None].expand_as(nodes)
-    drawn = [
-        draw_coupled(target.probs(req, node), uniforms[req, tree.depths[req, node]])
-        for req, node in zip(
-            groups(reqs.flatten()), groups(nodes.flatten()), strict=True
-        )
-    ]
-    return follow_path_batched(tree, torch.cat(drawn).view_as(nodes), sizes)
+
+    def draw_tokens(reqs: Tensor, nodes: Tensor) -> Tensor:
+        keys = uniforms[reqs, tree.depths[reqs, nodes]]
+        return draw_coupled(target.probs(reqs, nodes), keys)
+
+    return follow_draws_batched(tree, draw_tokens, sizes)
 
 
 COUPLED_DRAW = Rule("coupled_draw", coupled_draw, coupled_draw_batched)

@@ -10,10 +10,12 @@ from torch import Tensor
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch, ancestor_bits, node_bits
 from vllm_treespec.scorers.base import ScorerOutput, path_width
-from vllm_treespec.scorers.batched import accepted_path
+from vllm_treespec.scorers.batched import accepted_path, groups, node_numbers
 
 # From requests and a node of each to the tokens after these nodes.
 NextToken = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
+# The same on the device: int64 [n] each.
+DrawTokens = Callable[[Tensor, Tensor], Tensor]
 
 
 def follow_path(tree: TreeBatch, next_token: NextToken) -> ScorerOutput:
@@ -68,3 +70,36 @@ def follow_path_batched(
         sizes,
     )
     return ScorerOutput(path, num_accepted, next_tokens.gather(1, last[:, None])[:, 0])
+
+
+def follow_draws(tree: TreeBatch, draw_tokens: DrawTokens) -> ScorerOutput:
+    """Walk down each tree as long as a child holds the drawn token."""
+
+    def next_token(reqs: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        places = torch.tensor([reqs, nodes], device=tree.token_ids.device)
+        tokens: list[int] = draw_tokens(*places).tolist()
+        return tokens
+
+    return follow_path(tree, next_token)
+
+
+def follow_draws_batched(
+    tree: TreeBatch, draw_tokens: DrawTokens, sizes: TreeSizes
+) -> ScorerOutput:
+    """Do what ``follow_draws`` does, for all nodes together.
+
+    Args:
+        tree: drafts.
+        draw_tokens: the host must not wait for the device in it.
+        sizes: the trees' bounds; only the depth is used.
+
+    """
+    nodes = node_numbers(tree)
+    reqs = torch.arange(tree.num_reqs, device=nodes.device)[:, None].expand_as(nodes)
+    drawn = [
+        draw_tokens(req, node)
+        for req, node in zip(
+            groups(reqs.flatten()), groups(nodes.flatten()), strict=True
+        )
+    ]
+    return follow_path_batched(tree, torch.cat(drawn).view_as(nodes), sizes)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from vllm_treespec.core.sampling import draw
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
-from vllm_treespec.scorers.batched import groups, node_numbers
-from vllm_treespec.scorers.follow_path import follow_path, follow_path_batched
+from vllm_treespec.scorers.follow_path import follow_draws, follow_draws_batched
 
 
 def target_draw(
@@ -33,13 +29,10 @@ def target_draw(
 
     """
 
-    def next_token(reqs: Sequence[int], nodes: Sequence[int]) -> list[int]:
-        places = torch.tensor([reqs, nodes], device=uniforms.device)
-        drawn = draw(target.probs(*places), uniforms[tuple(places)])
-        tokens: list[int] = drawn.tolist()
-        return tokens
+    def draw_tokens(reqs: Tensor, nodes: Tensor) -> Tensor:
+        return draw(target.probs(reqs, nodes), uniforms[reqs, nodes])
 
-    return follow_path(tree, next_token)
+    return follow_draws(tree, draw_tokens)
 
 
 def target_draw_batched(
@@ -55,15 +48,11 @@ def target_draw_batched(
         sizes: the trees' bounds; only the depth is used.
 
     """
-    nodes = node_numbers(tree)
-    reqs = torch.arange(tree.num_reqs, device=nodes.device)[:, None].expand_as(nodes)
-    drawn = [
-        draw(target.probs(req, node), uniforms[req, node])
-        for req, node in zip(
-            groups(reqs.flatten()), groups(nodes.flatten()), strict=True
-        )
-    ]
-    return follow_path_batched(tree, torch.cat(drawn).view_as(nodes), sizes)
+
+    def draw_tokens(reqs: Tensor, nodes: Tensor) -> Tensor:
+        return draw(target.probs(reqs, nodes), uniforms[reqs, nodes])
+
+    return follow_draws_batched(tree, draw_tokens, sizes)
 
 
 TARGET_DRAW = Rule("target_draw", target_draw, target_draw_batched)

@@ -75,17 +75,18 @@ def draw_coupled(probs: Tensor, keys: Tensor, host_may_wait: bool = False) -> Te
     """
     mass, tokens = probs.topk(min(LIKELIEST, probs.shape[1]), dim=1)
     values, best = (mass.double().log() + noise_of(keys[:, None], tokens)).max(dim=1)
-    chosen = tokens.gather(1, best[:, None])[:, 0]
+    chosen = tokens.gather(1, best[:, None])[:, 0].masked_fill(values.isneginf(), 0)
     noise = noise_of(keys, torch.full_like(best, OTHERS))
-    at_most = probs.sum(dim=1, dtype=torch.float64) - mass.sum(dim=1)
-    may_be_other = (at_most.clamp(min=0) + ROUNDING).log() + noise > values
-    if not host_may_wait or bool(may_be_other.any()):
-        others = probs.scatter(1, tokens, 0.0)
-        left = others.sum(dim=1, dtype=torch.float64)
-        places = hashed_uniforms(keys, torch.full_like(best, OTHERS_PLACE))
-        is_other = left.log() + noise > values
-        chosen = torch.where(is_other, draw(others, places), chosen)
-    return chosen.masked_fill(values.isneginf(), 0)
+    if host_may_wait:
+        at_most = probs.sum(dim=1, dtype=torch.float64) - mass.sum(dim=1)
+        may_be_other = (at_most.clamp(min=0) + ROUNDING).log() + noise > values
+        if not may_be_other.any():
+            return chosen
+    others = probs.scatter(1, tokens, 0.0)
+    left = others.sum(dim=1, dtype=torch.float64)
+    places = hashed_uniforms(keys, torch.full_like(best, OTHERS_PLACE))
+    is_other = left.log() + noise > values
+    return torch.where(is_other, draw(others, places), chosen)
 
 
 def coupled_chances(keys: Tensor, tokens: Tensor, mass: Tensor) -> Tensor:
