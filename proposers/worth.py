@@ -49,7 +49,7 @@ class Worth:
         """Whether no level below this one is worth reading.
 
         The next level is thought as likely as those above were in the mean. Where the
-        host must not wait for the device, all levels are read.
+        host must not wait for the device, the step's prices say how many are read.
 
         Args:
             level: of the drafts that were found last, from 1.
@@ -57,12 +57,11 @@ class Worth:
                 accepted; 0 where there is none.
 
         """
-        inputs = self.inputs
+        inputs, prices = self.inputs, self.inputs.prices
         if not inputs.host_may_wait:
-            return False
+            return prices is not None and level == prices.num_levels
         if inputs.num_drafts is not None:
             likely = likely * (inputs.num_drafts > 0)
-        prices = inputs.prices
         if prices is None:
             return not bool(likely.any())
         hoped = likely ** ((level + 1) / level)

@@ -137,6 +137,18 @@ def test_a_host_that_must_not_wait_reads_all_levels(name: str) -> None:
     assert int(tree.depths.max()) < 6, "drafts are left out all the same"
 
 
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_host_that_must_not_wait_reads_as_many_levels_as_it_is_told(
+    name: str,
+) -> None:
+    """Red when past steps cannot say how many levels a GPU's step reads."""
+    draft = SureModel(0.95)
+    prices = Prices(0.02, 0.1, [1.0], level=0.9, num_levels=3)
+    tree = propose(PROPOSERS[name], draft, prices, may_wait=False)
+    assert (draft.num_read, tree.num_levels) == (2, 3)
+    assert int(tree.depths.max()) == 3
+
+
 @pytest.mark.parametrize(("kind", "level"), [("random", 0.15), ("zeros", 0.25)])
 def test_the_law_stays(kind: str, level: float) -> None:
     """Red when what was drawn decides whether it is a draft.
@@ -203,16 +215,26 @@ def draw_alone(
 class Steps:
     """One request whose draft model is sure in some steps, and what they cost."""
 
-    def __init__(self, level: float, each: float) -> None:
+    def __init__(
+        self,
+        level: float,
+        each: float,
+        may_wait: bool = True,
+        sureness: Sequence[float] = (0.2, 0.5, 0.8, 0.95),
+    ) -> None:
         """Take what a level and a row cost, in plain steps."""
         self.level, self.each = level, each
+        self.may_wait = may_wait
+        self.sureness = sureness
         self.random = random.Random(0)
-        self.schedule = MeasuredSchedule([Tree(8, 8, 1, weighs_drafts=True)], 64)
+        self.schedule = MeasuredSchedule(
+            [Tree(8, 8, 1, weighs_drafts=True)], 64, host_may_wait=may_wait
+        )
         self.tokens = self.seconds = 0.0
 
     def step(self, depth: int | None) -> None:
         """Run a step: with a tree of this depth, or as the schedule says."""
-        sureness = self.random.choice([0.2, 0.5, 0.8, 0.95])
+        sureness = self.random.choice(self.sureness)
         accepted = 0
         while self.random.random() < sureness:
             accepted += 1
@@ -223,7 +245,8 @@ class Steps:
             num_levels = num_drafts = depth
         elif index is not None:
             prices = self.schedule.prices(slots)
-            tree = propose(Sd(8), SureModel(sureness), prices)
+            draft = SureModel(sureness)
+            tree = propose(Sd(8), draft, prices, may_wait=self.may_wait)
             assert tree.promised is not None
             promised = float(tree.promised[0])
             num_levels, num_drafts = tree.num_levels, int(tree.num_nodes[0]) - 1
@@ -264,6 +287,29 @@ def test_weighing_beats_every_fixed_depth(level: float, each: float) -> None:
     assert weighed > 0.98 * best
 
 
-def test_a_model_that_never_pays_is_left_out() -> None:
+@pytest.mark.parametrize("level", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("each", [0.02, 0.1])
+def test_where_the_host_must_not_wait_the_best_depth_is_found(
+    level: float, each: float
+) -> None:
+    """Red when a GPU reads all levels in every step, whatever they bring."""
+    chosen = Steps(level, each, may_wait=False).speed()
+    best = max(Steps(level, each).speed(depth) for depth in range(9))
+    assert chosen > 0.95 * best
+
+
+def test_levels_are_read_again_when_the_text_changes() -> None:
+    """Red when a depth that was right once is never left."""
+    steps = Steps(0.2, 0.02, may_wait=False, sureness=(0.3,))
+    shallow = steps.speed()
+    steps.sureness, steps.tokens, steps.seconds = (0.95,), 0.0, 0.0
+    deep = steps.speed()
+    fixed = Steps(0.2, 0.02, sureness=(0.95,))
+    assert shallow < 1.2
+    assert deep > 0.85 * max(fixed.speed(depth) for depth in (6, 8))
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_a_model_that_never_pays_is_left_out(may_wait: bool) -> None:
     """Red when plain decoding would be much faster."""
-    assert Steps(1.5, 0.3).speed() > 0.97
+    assert Steps(1.5, 0.3, may_wait).speed() > 0.97

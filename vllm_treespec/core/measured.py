@@ -13,6 +13,7 @@ from vllm_treespec.core.asking import REST_ROUNDS, Asking
 from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.learned import FadingMean
+from vllm_treespec.core.levels import AcceptedLevels
 from vllm_treespec.core.options import Option, guessed_accepted
 from vllm_treespec.core.prices import DraftParts, Prices, Promises
 from vllm_treespec.core.schedule import (
@@ -88,6 +89,7 @@ class MeasuredSchedule(Schedule):
         trees: Sequence[ScheduledTree],
         max_trees: int,
         share: Callable[[list[float]], list[float]] = lambda seconds: seconds,
+        host_may_wait: bool = True,
     ) -> None:
         """Begin with nothing measured.
 
@@ -95,11 +97,14 @@ class MeasuredSchedule(Schedule):
             trees: in any order.
             max_trees: requests that may carry a tree in one step.
             share: hands out rank 0's times, which all ranks choose by.
+            host_may_wait: whether what a model drafted may say if it reads on; else
+                past steps say it, before it reads.
 
         """
         super().__init__(trees)
         self.max_trees = max_trees
         self.share = share
+        self.levels = None if host_may_wait else AcceptedLevels()
         has_index = any(tree.is_free for tree in trees)
         drawn = [
             Option(
@@ -195,24 +200,36 @@ class MeasuredSchedule(Schedule):
         if not self.chosen.weighs_drafts:
             return None
         if self.prices_of_all is None:
-            self.prices_of_all = self.costs.drafts.prices(
+            prices = self.costs.drafts.prices(
                 self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, ()
             )
-        prices = replace(self.prices_of_all, kept=self._kept(self.promises, slots))
+            num_levels = self._num_levels(slots, prices)
+            self.prices_of_all = replace(prices, num_levels=num_levels)
+        step, sampled = self.step, self.sampled
+        kept = self.promises.kept_by(step, sampled, slots)
+        prices = replace(self.prices_of_all, kept=kept)
         if self.free in (None, self.chosen):
             return prices
         return replace(
             prices,
             added=[
-                self.acceptance.first_level(slot, self.chosen, self.sampled[slot])
+                self.acceptance.first_level(slot, self.chosen, sampled[slot])
                 for slot in slots
             ],
-            model_kept=self._kept(self.model_promises, slots),
+            model_kept=self.model_promises.kept_by(step, sampled, slots),
         )
 
-    def _kept(self, promises: Promises, slots: Sequence[int]) -> list[float]:
-        """What is kept of promises to each request."""
-        return [promises.kept(self.step, slot, self.sampled[slot]) for slot in slots]
+    def _num_levels(self, slots: Sequence[int], prices: Prices) -> int | None:
+        """Levels that a model reads for these requests; None: it sees for itself."""
+        if self.levels is None or self.chosen.index is None:
+            return None
+        return self.levels.worth_reading(
+            self.step,
+            [self.sampled[slot] for slot in slots],
+            [self.acceptance.factor(slot, self.chosen).expected for slot in slots],
+            prices,
+            self.trees[self.chosen.index].sizes.draft_depth,
+        )
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
@@ -225,6 +242,10 @@ class MeasuredSchedule(Schedule):
             share = whole_trees / max(outcome.num_reqs, 1)
             self.acceptance.observe(self.batch_size, option, self.sampled, outcome)
             self._observe_promises(outcome)
+            if self.levels is not None:
+                self.levels.observe_all(
+                    self.step, self.sampled, outcome, option.num_drafts
+                )
         if option is self.free and self.prices_of_all is not None:
             num_drafts, num_accepted = map(
                 sum, (outcome.num_drafts, outcome.num_accepted)
@@ -246,27 +267,13 @@ class MeasuredSchedule(Schedule):
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
         """Learn what was accepted of the tokens that trees promised."""
+        step, sampled, slots = self.step, self.sampled, outcome.slots
         kept = outcome.num_kept or outcome.num_accepted
-        self._observe_kept(self.promises, outcome.slots, outcome.promised, kept)
+        self.promises.observe_all(step, sampled, slots, outcome.promised, kept)
         if outcome.model_promised:
-            self._observe_kept(
-                self.model_promises,
-                outcome.slots,
-                outcome.model_promised,
-                outcome.model_kept,
+            self.model_promises.observe_all(
+                step, sampled, slots, outcome.model_promised, outcome.model_kept
             )
-
-    def _observe_kept(
-        self,
-        promises: Promises,
-        slots: Sequence[int],
-        promised: Sequence[float],
-        num_kept: Sequence[int],
-    ) -> None:
-        """Learn what was kept of promises to these requests; 0: none was given."""
-        for slot, tokens, kept in zip(slots, promised, num_kept, strict=True):
-            if tokens and slot in self.sampled:
-                promises.observe(self.step, slot, self.sampled[slot], tokens, kept)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""

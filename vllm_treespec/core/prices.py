@@ -6,7 +6,7 @@ processor, so that all ranks choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -51,6 +51,9 @@ class Prices:
     # index drafts beside a model
     added: Sequence[float] = ()
     model_kept: Sequence[float] = ()
+    # levels that draft models read, where the host must not wait to see what they
+    # drafted; None: all, or as many as what they drafted is worth
+    num_levels: int | None = None
 
     def of_model(self) -> Prices:
         """The same for what a model drafts beside an index."""
@@ -253,6 +256,34 @@ class Promises:
         request = self.requests.setdefault(slot, FadingMean(REQUEST_MEMORY_STEPS))
         request.add(step, expected, accepted)
         self.text[sampled].add(step, promised, accepted)
+
+    def observe_all(
+        self,
+        step: int,
+        sampled: Mapping[int, bool],
+        slots: Sequence[int],
+        promised: Sequence[float],
+        num_accepted: Sequence[int],
+    ) -> None:
+        """Learn from the trees of a step.
+
+        Args:
+            step: its number.
+            sampled: whether requests are sampled, by slot. Others tell nothing.
+            slots: of the trees.
+            promised: tokens; 0: none, and the tree tells nothing.
+            num_accepted: accepted tokens.
+
+        """
+        for slot, tokens, accepted in zip(slots, promised, num_accepted, strict=True):
+            if tokens and slot in sampled:
+                self.observe(step, slot, sampled[slot], tokens, accepted)
+
+    def kept_by(
+        self, step: int, sampled: Mapping[int, bool], slots: Sequence[int]
+    ) -> list[float]:
+        """What is kept of promises to each request."""
+        return [self.kept(step, slot, sampled[slot]) for slot in slots]
 
     def kept(self, step: int, slot: int, sampled: bool) -> float:
         """Accepted tokens over promised ones that a request's next tree may have."""

@@ -84,7 +84,7 @@ class TreeDrafter:
         """How trees are drawn and verified."""
         trees = self.config.scheduled_trees()
         return Method(
-            schedule=make_schedule(self.config, trees),
+            schedule=make_schedule(self.config, trees, host_may_wait=not batched),
             proposers=[tree.config.proposer() for tree in trees],
             rule=make_rule(self.config),
             batched=batched,
@@ -152,10 +152,14 @@ class TreeDrafter:
         return self.decoder.draft(batch)
 
 
-def make_schedule(config: MethodConfig, trees: Sequence[ScheduledTree]) -> Schedule:
+def make_schedule(
+    config: MethodConfig, trees: Sequence[ScheduledTree], host_may_wait: bool
+) -> Schedule:
     """How the tree of a step is chosen."""
     if config.schedule == "measured":
-        return MeasuredSchedule(trees, config.max_trees, first_rank_values)
+        return MeasuredSchedule(
+            trees, config.max_trees, first_rank_values, host_may_wait
+        )
     return ListedSchedule(trees)
 
 
