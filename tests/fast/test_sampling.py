@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.fast.enumeration import ALMOST_ONE
 from tests.fast.languages import naive_probs
+from vllm_treespec.core import sampling
 from vllm_treespec.core.sampling import (
     SamplingTensors,
     draw,
@@ -43,6 +45,42 @@ def test_probs_equal_naive_top_k_and_top_p(vocab_size: int) -> None:
     assert found.dtype == torch.float32
     assert found.gt(0).equal(expected.gt(0))
     assert torch.allclose(found.double(), expected, atol=1e-6, rtol=0)
+
+
+LIMITS = {
+    "top-k": (torch.tensor([40, 1, 1001]), None),
+    "top-p": (None, torch.tensor([0.9, 0.3, 1.0])),
+    "both": (torch.tensor([40, 1001, 200]), torch.tensor([0.9, 0.5, 0.99])),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", LIMITS)
+def test_few_tokens_are_found_without_sorting_all(name: str, tied: bool) -> None:
+    """Red when a CPU sorts a vocabulary for a few tokens, or finds others."""
+    logits = 4 * torch.randn((3, 1001), generator=torch.Generator().manual_seed(1))
+    if tied and name == "top-k":
+        logits = logits.round()
+    found = sampling._restrict_to_few(logits, *LIMITS[name])
+    assert found is not None
+    with patch.object(sampling, "_restrict_to_few", return_value=None):
+        assert found.equal(sampling._restrict(logits, *LIMITS[name]))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "logit"),
+    [(None, 0.9, 0.0), (700, None, 0.0), (None, 0.9, torch.nan), (9, 0.9, -torch.inf)],
+)
+def test_many_tokens_are_sorted(
+    top_k: int | None, top_p: float | None, logit: float
+) -> None:
+    """Red when a flat distribution is cut, or logits without a softmax change."""
+    logits = torch.full((1, 1001), logit)
+    limits = (
+        None if top_k is None else torch.tensor([top_k]),
+        None if top_p is None else torch.tensor([top_p]),
+    )
+    assert sampling._restrict_to_few(logits, *limits) is None
 
 
 def test_probs_take_two_or_three_dimensions() -> None:

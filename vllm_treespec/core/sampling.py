@@ -19,6 +19,8 @@ THIN = 1e-6
 # sum. With this bound no quotient is denormal. Such a number has few exact bits, and is
 # 0 on some GPUs.
 SMALLEST = 1e-37
+# Tokens that are looked at first where top-k or top-p leave few.
+FEW_TOKENS = 256
 # The bits of infinity, of numbers of 16 bits.
 INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -112,6 +114,10 @@ def _per_row(values: Tensor, logits: Tensor) -> Tensor:
 
 def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Set logits outside top-k, then outside the top-p nucleus, to -inf."""
+    if logits.device.type == "cpu":
+        few = _restrict_to_few(logits, top_k, top_p)
+        if few is not None:
+            return few
     ordered, index = logits.sort(dim=-1, descending=False)
     vocab_size = logits.shape[-1]
     if top_k is not None:
@@ -124,6 +130,43 @@ def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
         outside[..., -1] = False
         ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, index, ordered)
+
+
+def _restrict_to_few(
+    logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
+) -> Tensor | None:
+    """Do what ``_restrict`` does without sorting all tokens, which takes a CPU long.
+
+    Returns:
+        None where more than ``FEW_TOKENS`` may be left of a row, or logits have no
+        softmax.
+
+    """
+    vocab_size = logits.shape[-1]
+    values, index = logits.topk(min(FEW_TOKENS, vocab_size), dim=-1)
+    if top_k is not None:
+        limited = top_k < vocab_size
+        if bool((limited & (top_k > values.shape[-1])).any()):
+            return None
+        place = _per_row(top_k.clamp(1, values.shape[-1]) - 1, logits)
+        least = values.gather(-1, place.expand(*values.shape[:-1], 1))
+        least = least.masked_fill(~_per_row(limited, logits), -torch.inf)
+        logits = logits.masked_fill(logits < least, -torch.inf)
+        values = values.masked_fill(values < least, -torch.inf)
+    if top_p is None:
+        return logits
+    limit = _per_row(top_p, logits)
+    mass = (values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    reached = mass.cumsum(dim=-1)
+    is_whole = limit >= 1
+    if not bool(((reached[..., -1:] >= limit) | is_whole).all()):
+        return None
+    outside = reached - mass >= limit
+    outside[..., 0] = False
+    nucleus = torch.full_like(logits, -torch.inf).scatter_(
+        -1, index, values.masked_fill(outside, -torch.inf)
+    )
+    return torch.where(is_whole, logits, nucleus) if bool(is_whole.any()) else nucleus
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
