@@ -230,14 +230,17 @@ class FakeEngine:
 
     def _sample(self, scheduled: ScheduledBatch, logits: Tensor) -> list[list[int]]:
         """Emit tokens: of trees what the decoder accepts, else one after the root."""
-        scored = self.decoder.score(logits, self.now.sampling())
+        sampling = self.now.sampling()
+        scored = self.decoder.score(logits, sampling)
+        drawn = self.decoder.draw_plainly(logits, sampling)
         emitted = []
         for place, request in enumerate(self.now.requests):
             drafts = self.now.drafts[place]
             end = request.num_computed + self.now.num_tokens[place] - len(drafts)
             row = logits[scheduled.root_rows[place]]
             plain = end == len(request.token_ids)
-            emitted.append([self._draw(request, row)] if plain else [])
+            token = self._draw(request, row) if drawn is None else int(drawn[place])
+            emitted.append([token] if plain else [])
         if scored is not None:
             assert self.decoder.trees is not None
             rows = scored.emitted(self.decoder.trees.tree).tolist()

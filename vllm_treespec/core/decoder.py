@@ -20,6 +20,7 @@ from vllm_treespec.core.matching import (
     scored_parts,
 )
 from vllm_treespec.core.method import EngineLimits, Method
+from vllm_treespec.core.plain_draw import draw_plainly
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.shares import count_parts
 from vllm_treespec.core.sizes import TreeSizes
@@ -159,6 +160,42 @@ class TreeDecoder:
             ).to(self.limits.device)
         self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
         return self.scored
+
+    def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> Tensor | None:
+        """Draw the tokens of the requests without a tree, where the engine need not.
+
+        Args:
+            logits: [num_rows, vocab_size].
+            sampling: of the requests of the batch.
+
+        Returns:
+            int64 [num_reqs], -1 for those with a tree; None: the engine's sampler must
+            draw, for some of the requests have parameters that trees cannot follow, or
+            on a GPU, where it is as fast.
+
+        """
+        if self.method.batched:
+            return None
+        batch = self.batch
+        has_tree = np.zeros(len(batch.slots), dtype=bool)
+        if self.trees is not None:
+            has_tree[self.trees.host_reqs] = True
+        host_reqs = np.flatnonzero(~has_tree)
+        slots = batch.slots[host_reqs]
+        if not self.slots.may_draft(slots).all():
+            return None
+        reqs = torch.from_numpy(host_reqs)
+        of_reqs = sampling.select(host_reqs, reqs)
+        ends = batch.num_computed + batch.num_scheduled - batch.num_drafts
+        uniforms = self.uniforms.draw(
+            self.slots.seeds(slots),
+            (ends[host_reqs] - 1).tolist(),
+            0 if of_reqs.all_greedy else 1,
+            SCORING,
+        )
+        tokens = torch.full((len(has_tree),), -1)
+        tokens[reqs] = draw_plainly(logits, self.root_rows[reqs], of_reqs, uniforms)
+        return tokens
 
     def verify(
         self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor

@@ -203,20 +203,23 @@ class TreeRunnerMixin(V1Runner):
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        """Score the trees; requests without one are sampled as by stock vLLM."""
-        if logits is None or spec_decode_metadata is None:
+        """Score the trees; on a CPU also draw for requests without one, if any draw."""
+        decoder, sampling = self.decoder, sampling_view(self.input_batch)
+        all_greedy = sampling.temperature is None
+        if logits is None or (spec_decode_metadata is None and all_greedy):
             return super()._sample(logits, spec_decode_metadata)
-        stats = self.decoder.stats
-        stats.add_seconds("forward", time.perf_counter() - self._forward_start)
-        with stats.stage("score"):
-            scored = self.decoder.score(logits, sampling_view(self.input_batch))
+        forward_seconds = time.perf_counter() - self._forward_start
+        decoder.stats.add_seconds("forward", forward_seconds)
+        with decoder.stats.stage("score"):
+            scored = decoder.score(logits, sampling)
             return sampler_output(
                 self.sampler,
                 self.input_batch.sampling_metadata,
                 logits,
-                self.decoder.root_rows,
-                self.decoder.trees,
+                decoder.root_rows,
+                decoder.trees,
                 scored,
+                decoder.draw_plainly(logits, sampling),
             )
 
     def _update_states_after_model_execute(

@@ -29,43 +29,54 @@ def sampler_output(
     root_rows: Tensor,
     trees: RunningTrees | None,
     scored: ScorerOutput | None,
+    plain_tokens: Tensor | None,
 ) -> SamplerOutput:
     """Put scored trees and plainly sampled requests together.
 
     Args:
-        sampler: vLLM's sampler, for requests without a tree.
+        sampler: vLLM's sampler, for requests without a tree and without tokens.
         metadata: sampling metadata of the whole batch.
         logits: [num_rows, vocab_size].
         root_rows: int64 [num_reqs], each request's root row.
         trees: of the step, None without any.
         scored: what was accepted of them.
+        plain_tokens: int64 [num_reqs], of requests without a tree; None: not drawn yet.
 
     """
-    if trees is None or scored is None:
-        return sampler(logits=logits[root_rows], sampling_metadata=metadata)
     num_reqs = len(root_rows)
-    emitted = scored.emitted(trees.tree)
-    tokens = emitted.new_full((num_reqs, emitted.shape[1]), -1)
     processed, logprobs = has_processed_logprobs(sampler), None
-    if len(trees.host_reqs) < num_reqs:
-        scored_reqs = set(trees.host_reqs.tolist())
-        others = {r: g for r, g in metadata.generators.items() if r not in scored_reqs}
-        plain = sampler(
-            logits=logits[root_rows],
-            sampling_metadata=replace(
-                metadata,
-                generators=others,
-                max_num_logprobs=metadata.max_num_logprobs if processed else None,
-            ),
-        )
-        tokens[:, :1] = plain.sampled_token_ids
-        if processed and plain.logprobs_tensors is not None:
-            logprobs = for_every_token(plain.logprobs_tensors, tokens.shape[1])
-    tokens[trees.reqs] = emitted
+    if trees is None or scored is None:
+        if plain_tokens is None:
+            return sampler(logits=logits[root_rows], sampling_metadata=metadata)
+        tokens = plain_tokens[:, None]
+    else:
+        emitted = scored.emitted(trees.tree)
+        tokens = emitted.new_full((num_reqs, emitted.shape[1]), -1)
+        if plain_tokens is not None:
+            tokens[:, 0] = plain_tokens
+        elif len(trees.host_reqs) < num_reqs:
+            with_tree = set(trees.host_reqs.tolist())
+            plain = sampler(
+                logits=logits[root_rows],
+                sampling_metadata=replace(
+                    metadata,
+                    generators={
+                        req: generator
+                        for req, generator in metadata.generators.items()
+                        if req not in with_tree
+                    },
+                    max_num_logprobs=metadata.max_num_logprobs if processed else None,
+                ),
+            )
+            tokens[:, :1] = plain.sampled_token_ids
+            if processed and plain.logprobs_tensors is not None:
+                logprobs = for_every_token(plain.logprobs_tensors, tokens.shape[1])
+        tokens[trees.reqs] = emitted
     wanted = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
     if wanted and not processed:
         rows = root_rows[:, None].repeat(1, tokens.shape[1])
-        rows[trees.reqs, 1:] += scored.path.clamp(min=0)
+        if trees is not None and scored is not None:
+            rows[trees.reqs, 1:] += scored.path.clamp(min=0)
         logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)
 

@@ -1,0 +1,94 @@
+"""Requests without a tree: drawn as trees' tokens are, where the engine need not."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_workloads import make_engine
+from vllm_treespec.core import decoder
+from vllm_treespec.core.plain_draw import draw_plainly
+from vllm_treespec.core.sampling import SamplingTensors, draw
+
+VOCAB_SIZE, NUM_ROWS = 9, 6
+
+
+def logits_of(seed: int) -> Tensor:
+    """Logits of some rows."""
+    return torch.randn(
+        (NUM_ROWS, VOCAB_SIZE), generator=torch.Generator().manual_seed(seed)
+    )
+
+
+@pytest.mark.parametrize(
+    "temperature", [(0.0, 0.0, 0.0), (0.7, 1.0, 2.0), (0.7, 0.0, 1.3)]
+)
+def test_each_request_is_drawn_by_its_own_parameters(
+    temperature: tuple[float, ...],
+) -> None:
+    """Red when rows, parameters or numbers of requests are mixed up."""
+    logits, rows = logits_of(0), torch.tensor([4, 0, 5])
+    greedy = [value == 0 for value in temperature]
+    sampling = SamplingTensors(
+        torch.tensor(temperature),
+        top_p=torch.tensor([0.9, 1.0, 0.8]),
+        all_greedy=all(greedy),
+        all_random=not any(greedy),
+    )
+    uniforms = torch.tensor([[0.2], [0.6], [0.95]], dtype=torch.float64)
+    tokens = draw_plainly(logits, rows, sampling, uniforms)
+    for place, is_greedy in enumerate(greedy):
+        row = logits[rows[place]]
+        own = torch.tensor([place])
+        probs = sampling.select(own).probs(row[None])
+        drawn = draw(probs, uniforms[place])
+        assert int(tokens[place]) == int(row.argmax() if is_greedy else drawn)
+
+
+def test_the_law_is_the_targets() -> None:
+    """Red when a request without a tree follows another law."""
+    logits, count = logits_of(1)[:1], 4000
+    uniforms = (torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count
+    sampling = SamplingTensors(torch.full((count,), 0.8), all_random=True)
+    rows = torch.zeros(count, dtype=torch.int64)
+    tokens = draw_plainly(logits, rows, sampling, uniforms)
+    shares = torch.bincount(tokens, minlength=VOCAB_SIZE) / count
+    assert torch.allclose(shares, (logits[0] / 0.8).softmax(0), atol=1 / count)
+
+
+def sampled(number: int, drafts: bool = True) -> Request:
+    """A sampled request with a seed."""
+    prompt = [number, 3]
+    return Request(
+        f"r{number}", prompt, 12, temperature=0.9, seed=number, drafts=drafts
+    )
+
+
+def test_the_engine_draws_where_one_request_is_odd() -> None:
+    """Red when parameters that trees cannot follow are left out of a draw."""
+    with patch.object(decoder, "draw_plainly", side_effect=draw_plainly) as ours:
+        make_engine("suffix_tree", Habits()).run(sampled(0), sampled(1))
+        assert ours.called
+        ours.reset_mock()
+        engine = make_engine("suffix_tree", Habits())
+        engine.run(sampled(0, drafts=False), sampled(1, drafts=False))
+        assert not ours.called
+
+
+def test_each_token_has_a_number_of_its_own() -> None:
+    """Red when a token is drawn by a number that an earlier one was drawn by."""
+    used: list[float] = []
+
+    def noting(
+        logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
+    ) -> Tensor:
+        used.extend(uniforms.flatten().tolist())
+        return draw_plainly(logits, rows, sampling, uniforms)
+
+    with patch.object(decoder, "draw_plainly", side_effect=noting):
+        make_engine("suffix_tree", Habits()).run(sampled(0), sampled(1))
+    assert len(used) == len(set(used)) > 2
