@@ -73,6 +73,7 @@ def workloads(
     waves: Waves = 1,
     batch_sizes: options.BatchSizes = "1,4,16",
     temperatures: options.Temperatures = "0,1",
+    top_p: options.TopP = None,
     spec: options.Specs = None,
     sides: options.Names = "",
     rounds: options.Rounds = 1,
@@ -114,11 +115,14 @@ def workloads(
         ]
         all_sides = sides_of(specs or usual_specs(models), models, stock_depth, modes)
         chosen = kinds.choose_sides(all_sides, options.words(sides))
-        job = base_job(models.target, [], max_tokens, workloads=found, dtype=dtype)
+        job = base_job(
+            models.target, [], max_tokens, workloads=found, dtype=dtype, top_p=top_p
+        )
         side_engines = engines_of(chosen, cells, rounds)
         plan = make_plan(job, side_engines, out, models.named(), fresh)
     counts = ", ".join(f"{len(prompts)} {name}" for name, prompts in found.items())
     asked = f"{counts} of {data.name} ({settings_of(found)})"
+    asked += f", top_p {top_p:g}" if top_p else ""
     origin = provenance("workloads", models=models.named(), prompts=asked)
     measure = partial(execute_in_turns, together=together) if together > 1 else None
     contents = partial(comparison, cells)

@@ -23,6 +23,10 @@ NumPrompts = Annotated[int, typer.Option(min=1, help="Taken at even distances.")
 MaxTokens = Annotated[int, typer.Option(min=2, help="Per answer.")]
 BatchSizes = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="top_p of requests at temperatures above 0."),
+]
 Dtype = Annotated[
     str, typer.Option(help="Of weights and KV, as in vllm serve: bfloat16, float32.")
 ]

@@ -68,6 +68,7 @@ class SideEngine:
         """Sampling as in every cell; outputs come when they are finished."""
         return SamplingParams(
             temperature=temperature,
+            top_p=self.job.top_p or 1.0,
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
