@@ -239,7 +239,9 @@ class FakeEngine:
             end = request.num_computed + self.now.num_tokens[place] - len(drafts)
             row = logits[scheduled.root_rows[place]]
             plain = end == len(request.token_ids)
-            token = self._draw(request, row) if drawn is None else int(drawn[place])
+            token = -1 if drawn is None else int(drawn[place])
+            if token < 0:
+                token = self._draw(request, row)
             emitted.append([token] if plain else [])
         if scored is not None:
             assert self.decoder.trees is not None

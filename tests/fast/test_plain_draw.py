@@ -68,15 +68,30 @@ def sampled(number: int, drafts: bool = True) -> Request:
     )
 
 
-def test_the_engine_draws_where_one_request_is_odd() -> None:
+def test_an_odd_request_is_drawn_by_the_engine() -> None:
     """Red when parameters that trees cannot follow are left out of a draw."""
-    with patch.object(decoder, "draw_plainly", side_effect=draw_plainly) as ours:
-        make_engine("suffix_tree", Habits()).run(sampled(0), sampled(1))
-        assert ours.called
-        ours.reset_mock()
+    rows: list[int] = []
+
+    def noting(
+        logits: Tensor, rows_: Tensor, sampling: SamplingTensors, uniforms: Tensor
+    ) -> Tensor:
+        rows.extend(rows_.tolist())
+        return draw_plainly(logits, rows_, sampling, uniforms)
+
+    with patch.object(decoder, "draw_plainly", side_effect=noting):
         engine = make_engine("suffix_tree", Habits())
         engine.run(sampled(0, drafts=False), sampled(1, drafts=False))
-        assert not ours.called
+        assert not rows
+        make_engine("suffix_tree", Habits()).run(sampled(0), sampled(1, drafts=False))
+        assert set(rows) == {0}
+
+
+def test_an_odd_request_changes_no_other_ones_text() -> None:
+    """Red when it depends on the batch who draws for a request with a seed."""
+    alone = make_engine("suffix_tree", Habits()).run(sampled(0))
+    odd = [sampled(number, drafts=False) for number in (1, 2)]
+    together = make_engine("suffix_tree", Habits()).run(sampled(0), *odd)
+    assert together[0] == alone[0]
 
 
 def test_each_token_has_a_number_of_its_own() -> None:

@@ -162,38 +162,36 @@ class TreeDecoder:
         return self.scored
 
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> Tensor | None:
-        """Draw the tokens of the requests without a tree, where the engine need not.
+        """Draw the tokens of requests without a tree, if they could have one.
+
+        Others have parameters that trees cannot follow: the engine's sampler must draw.
 
         Args:
             logits: [num_rows, vocab_size].
             sampling: of the requests of the batch.
 
         Returns:
-            int64 [num_reqs], -1 for those with a tree; None: the engine's sampler must
-            draw, for some of the requests have parameters that trees cannot follow, or
-            on a GPU, where it is as fast.
+            int64 [num_reqs], -1 where nothing was drawn; None on a GPU, where the
+            engine's sampler is as fast.
 
         """
         if self.method.batched:
             return None
         batch = self.batch
-        has_tree = np.zeros(len(batch.slots), dtype=bool)
+        drawn_for = self.slots.may_draft(batch.slots)
         if self.trees is not None:
-            has_tree[self.trees.host_reqs] = True
-        host_reqs = np.flatnonzero(~has_tree)
-        slots = batch.slots[host_reqs]
-        if not self.slots.may_draft(slots).all():
-            return None
+            drawn_for[self.trees.host_reqs] = False
+        host_reqs = np.flatnonzero(drawn_for)
         reqs = torch.from_numpy(host_reqs)
         of_reqs = sampling.select(host_reqs, reqs)
         ends = batch.num_computed + batch.num_scheduled - batch.num_drafts
         uniforms = self.uniforms.draw(
-            self.slots.seeds(slots),
+            self.slots.seeds(batch.slots[host_reqs]),
             (ends[host_reqs] - 1).tolist(),
             0 if of_reqs.all_greedy else 1,
             SCORING,
         )
-        tokens = torch.full((len(has_tree),), -1)
+        tokens = torch.full((len(drawn_for),), -1)
         tokens[reqs] = draw_plainly(logits, self.root_rows[reqs], of_reqs, uniforms)
         return tokens
 

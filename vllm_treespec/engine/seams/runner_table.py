@@ -42,7 +42,7 @@ RUNNER_READ = (
         "the limits of the engine",
     ),
     *_RUNNER.reads("drafter", "vLLM made it from our class"),
-    *_RUNNER.reads("sampler", "requests without a tree are sampled as in stock vLLM"),
+    *_RUNNER.reads("sampler", "requests that cannot have trees are sampled by it"),
     *_RUNNER.reads("requests input_batch", "the requests of a step"),
     *_RUNNER.writes(
         "use_aux_hidden_state_outputs", "the layers that a head reads: they are kept"
@@ -152,7 +152,7 @@ SAMPLING = (
         "generators max_num_logprobs", "requests without a tree are sampled apart"
     ),
     *_METADATA.reads("logprob_token_ids", "logprobs of drafts"),
-    *_SAMPLER.calls("forward", "requests without a tree are sampled as in stock vLLM"),
+    *_SAMPLER.calls("forward", "requests that cannot have trees are sampled by it"),
     *_SAMPLER.calls(
         "compute_logprobs gather_logprobs gather_specific_token_logprobs",
         "logprobs of drafts",

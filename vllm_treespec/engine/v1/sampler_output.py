@@ -29,54 +29,54 @@ def sampler_output(
     root_rows: Tensor,
     trees: RunningTrees | None,
     scored: ScorerOutput | None,
-    plain_tokens: Tensor | None,
+    drawn: Tensor | None,
 ) -> SamplerOutput:
-    """Put scored trees and plainly sampled requests together.
+    """Put scored trees and requests without a tree together.
 
     Args:
-        sampler: vLLM's sampler, for requests without a tree and without tokens.
+        sampler: vLLM's sampler, for requests of which nothing is known yet.
         metadata: sampling metadata of the whole batch.
         logits: [num_rows, vocab_size].
         root_rows: int64 [num_reqs], each request's root row.
         trees: of the step, None without any.
         scored: what was accepted of them.
-        plain_tokens: int64 [num_reqs], of requests without a tree; None: not drawn yet.
+        drawn: int64 [num_reqs] on the host, tokens of requests without a tree, -1 of
+            others; None: none was drawn.
 
     """
     num_reqs = len(root_rows)
-    processed, logprobs = has_processed_logprobs(sampler), None
-    if trees is None or scored is None:
-        if plain_tokens is None:
-            return sampler(logits=logits[root_rows], sampling_metadata=metadata)
-        tokens = plain_tokens[:, None]
-    else:
+    left = set(range(num_reqs))
+    if drawn is not None:
+        left -= set(torch.nonzero(drawn >= 0)[:, 0].tolist())
+    width, emitted = 1, None
+    if trees is not None and scored is not None:
+        left -= set(trees.host_reqs.tolist())
         emitted = scored.emitted(trees.tree)
-        tokens = emitted.new_full((num_reqs, emitted.shape[1]), -1)
-        if plain_tokens is not None:
-            tokens[:, 0] = plain_tokens
-        elif len(trees.host_reqs) < num_reqs:
-            with_tree = set(trees.host_reqs.tolist())
-            plain = sampler(
-                logits=logits[root_rows],
-                sampling_metadata=replace(
-                    metadata,
-                    generators={
-                        req: generator
-                        for req, generator in metadata.generators.items()
-                        if req not in with_tree
-                    },
-                    max_num_logprobs=metadata.max_num_logprobs if processed else None,
-                ),
-            )
-            tokens[:, :1] = plain.sampled_token_ids
-            if processed and plain.logprobs_tensors is not None:
-                logprobs = for_every_token(plain.logprobs_tensors, tokens.shape[1])
+        width = emitted.shape[1]
+    if len(left) == num_reqs:
+        return sampler(logits=logits[root_rows], sampling_metadata=metadata)
+    processed, logprobs = has_processed_logprobs(sampler), None
+    tokens = root_rows.new_full((num_reqs, width), -1)
+    if left:
+        plain = sampler(
+            logits=logits[root_rows],
+            sampling_metadata=replace(
+                metadata,
+                generators={r: g for r, g in metadata.generators.items() if r in left},
+                max_num_logprobs=metadata.max_num_logprobs if processed else None,
+            ),
+        )
+        tokens[:, :1] = plain.sampled_token_ids
+        if processed and plain.logprobs_tensors is not None:
+            logprobs = for_every_token(plain.logprobs_tensors, width)
+    if drawn is not None:
+        tokens[:, 0] = torch.where(drawn >= 0, drawn, tokens[:, 0])
+    rows = root_rows[:, None].repeat(1, width)
+    if trees is not None and scored is not None and emitted is not None:
         tokens[trees.reqs] = emitted
+        rows[trees.reqs, 1:] += scored.path.clamp(min=0)
     wanted = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
     if wanted and not processed:
-        rows = root_rows[:, None].repeat(1, tokens.shape[1])
-        if trees is not None and scored is not None:
-            rows[trees.reqs, 1:] += scored.path.clamp(min=0)
         logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)
 
