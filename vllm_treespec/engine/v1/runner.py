@@ -205,8 +205,8 @@ class TreeRunnerMixin(V1Runner):
     ) -> SamplerOutput:
         """Score the trees; on a CPU also draw for requests without one, if any draw."""
         decoder, sampling = self.decoder, sampling_view(self.input_batch)
-        all_greedy = sampling.temperature is None
-        if logits is None or (spec_decode_metadata is None and all_greedy):
+        draws = sampling.temperature is not None and not self.batched_rules
+        if logits is None or (spec_decode_metadata is None and not draws):
             return super()._sample(logits, spec_decode_metadata)
         forward_seconds = time.perf_counter() - self._forward_start
         decoder.stats.add_seconds("forward", forward_seconds)
