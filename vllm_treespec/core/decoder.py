@@ -164,7 +164,8 @@ class TreeDecoder:
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> Tensor | None:
         """Draw the tokens of requests without a tree, if they could have one.
 
-        Others have parameters that trees cannot follow: the engine's sampler must draw.
+        The engine's sampler must draw for others: their parameters trees cannot follow,
+        or they have a seed, of which its generator is made on any device.
 
         Args:
             logits: [num_rows, vocab_size].
@@ -179,18 +180,14 @@ class TreeDecoder:
             return None
         batch = self.batch
         drawn_for = self.slots.may_draft(batch.slots)
+        drawn_for &= [seed is None for seed in self.slots.seeds(batch.slots)]
         if self.trees is not None:
             drawn_for[self.trees.host_reqs] = False
         host_reqs = np.flatnonzero(drawn_for)
         reqs = torch.from_numpy(host_reqs)
         of_reqs = sampling.select(host_reqs, reqs)
-        ends = batch.num_computed + batch.num_scheduled - batch.num_drafts
-        uniforms = self.uniforms.draw(
-            self.slots.seeds(batch.slots[host_reqs]),
-            (ends[host_reqs] - 1).tolist(),
-            0 if of_reqs.all_greedy else 1,
-            SCORING,
-        )
+        count = 0 if of_reqs.all_greedy else 1
+        uniforms = self.uniforms.draw_shared(len(host_reqs), count)
         tokens = torch.full((len(drawn_for),), -1)
         tokens[reqs] = draw_plainly(logits, self.root_rows[reqs], of_reqs, uniforms)
         return tokens

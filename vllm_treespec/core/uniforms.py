@@ -45,10 +45,9 @@ class UniformSource:
             float64 [num_reqs, count] in [0, 1), on the CPU.
 
         """
-        shape = len(seeds), count
+        numbers = self.draw_shared(len(seeds), count)
         if not count:
-            return torch.empty(shape, dtype=torch.float64)
-        numbers = torch.rand(shape, generator=self.shared, dtype=torch.float64)
+            return numbers
         for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
             if seed is not None:
                 # A plain list of a large and a small integer would become float64.
@@ -56,3 +55,10 @@ class UniformSource:
                 own = np.random.Generator(np.random.Philox(key=key))
                 numbers[row] = torch.from_numpy(own.random(count))
         return numbers
+
+    def draw_shared(self, num_reqs: int, count: int) -> Tensor:
+        """Draw for requests without a seed, float64 [num_reqs, count] in [0, 1)."""
+        shape = num_reqs, count
+        if not count:
+            return torch.empty(shape, dtype=torch.float64)
+        return torch.rand(shape, generator=self.shared, dtype=torch.float64)
