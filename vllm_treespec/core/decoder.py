@@ -172,8 +172,8 @@ class TreeDecoder:
             sampling: of the requests of the batch.
 
         Returns:
-            int64 [num_reqs], -1 where nothing was drawn; None on a GPU, where the
-            engine's sampler is as fast.
+            int64 [num_reqs], -1 where nothing was drawn; None if nothing was, as
+            always on a GPU, where the engine's sampler is as fast.
 
         """
         if self.method.batched:
@@ -184,6 +184,8 @@ class TreeDecoder:
         if self.trees is not None:
             drawn_for[self.trees.host_reqs] = False
         host_reqs = np.flatnonzero(drawn_for)
+        if not len(host_reqs):
+            return None
         reqs = torch.from_numpy(host_reqs)
         of_reqs = sampling.select(host_reqs, reqs)
         count = 0 if of_reqs.all_greedy else 1

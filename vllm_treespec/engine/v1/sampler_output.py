@@ -71,12 +71,13 @@ def sampler_output(
             logprobs = for_every_token(plain.logprobs_tensors, width)
     if drawn is not None:
         tokens[:, 0] = torch.where(drawn >= 0, drawn, tokens[:, 0])
-    rows = root_rows[:, None].repeat(1, width)
-    if trees is not None and scored is not None and emitted is not None:
+    if trees is not None and emitted is not None:
         tokens[trees.reqs] = emitted
-        rows[trees.reqs, 1:] += scored.path.clamp(min=0)
     wanted = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
     if wanted and not processed:
+        rows = root_rows[:, None].repeat(1, width)
+        if trees is not None and scored is not None:
+            rows[trees.reqs, 1:] += scored.path.clamp(min=0)
         logprobs = emitted_logprobs(sampler, metadata, logits, rows, tokens)
     return SamplerOutput(tokens.int(), logprobs)
 
