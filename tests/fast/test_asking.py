@@ -112,6 +112,28 @@ def test_a_new_batch_size_is_asked() -> None:
     assert serving.schedule.asking.pays(1, 1.0)
 
 
+def test_work_besides_the_index_counts() -> None:
+    """Red when what asking takes is more than what the index needs, and is not seen."""
+    speeds = []
+    for seed in range(8):
+        serving = Serving(seed)
+        serving.slowness = 0.0
+        speeds.append(serving.speed(1200))
+    assert sum(speeds) / 8 > 1 - 0.5 * ASKING
+
+
+def test_asking_is_no_part_of_a_plain_step() -> None:
+    """Red when steps in which an index finds nothing make plain ones look slow."""
+    plain = []
+    for seed in range(8):
+        serving = Serving(seed)
+        serving.repeats = 0.05
+        serving.speed(600)
+        plain.append(serving.schedule.costs.plain(NUM_REQS))
+    seconds = [known.seconds for known in plain if known is not None]
+    assert sum(seconds) / 8 < 1 + 0.3 * ASKING
+
+
 def test_all_ranks_rest_alike() -> None:
     """Red when a rank rests by its own clock."""
     told: list[list[float]] = []

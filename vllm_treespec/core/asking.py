@@ -13,6 +13,8 @@ GUESSED_GAIN, GUESSED_STEPS = 0.1, 8.0
 # Steps after which a third of what was gained lately still counts; and steps that count
 # for nothing gained.
 LATELY, NOTHING_STEPS = 16, 1.0
+# Steps that count for no other work than the index's own.
+EXTRA_STEPS = 64.0
 # An index that rests is asked in one of so many rounds.
 REST_ROUNDS = 4
 
@@ -27,6 +29,8 @@ class Asked:
     late_gain: FadingMean = field(default_factory=lambda: FadingMean(LATELY))
     # from the choice of the index to its drafts
     seconds: FadingMean = field(default_factory=FadingMean)
+    # how much longer than a plain step one took in which nothing was found
+    extra: FadingMean = field(default_factory=FadingMean)
 
 
 class Asking:
@@ -49,6 +53,19 @@ class Asking:
         asked = self.asked.setdefault(batch_size, Asked())
         asked.seconds.add(self.steps_at[batch_size], 1.0, seconds)
 
+    def found_nothing(self, batch_size: int, extra_seconds: float) -> None:
+        """Add how much longer than a plain step one took without drafts."""
+        asked = self.asked.setdefault(batch_size, Asked())
+        asked.extra.add(self.steps_at[batch_size], 1.0, extra_seconds)
+
+    def seconds(self, batch_size: int) -> float:
+        """What asking in a step takes: at least the time that the index needs."""
+        asked, step = self.asked.get(batch_size), self.steps_at[batch_size]
+        if asked is None:
+            return 0.0
+        drafting = asked.seconds.mean(step, 0.0, NOTHING_STEPS)
+        return max(drafting, asked.extra.mean(step, drafting, EXTRA_STEPS))
+
     def pays(self, batch_size: int, plain_seconds: float) -> bool:
         """Whether asking brings more tokens than plain steps emit in that time."""
         asked, step = self.asked.get(batch_size), self.steps_at[batch_size]
@@ -58,5 +75,4 @@ class Asking:
             asked.gain.mean(step, GUESSED_GAIN * batch_size, GUESSED_STEPS),
             asked.late_gain.mean(step, 0.0, NOTHING_STEPS),
         )
-        seconds = asked.seconds.mean(step, 0.0, NOTHING_STEPS)
-        return gain * plain_seconds > seconds * batch_size
+        return gain * plain_seconds > self.seconds(batch_size) * batch_size

@@ -172,11 +172,12 @@ class TreeDecoder:
             sampling: of the requests of the batch.
 
         Returns:
-            int64 [num_reqs], -1 where nothing was drawn; None if nothing was, as
-            always on a GPU, where the engine's sampler is as fast.
+            int64 [num_reqs], -1 where nothing was drawn; None if nothing was. The
+            engine's sampler is as fast on a GPU, and where all requests are greedy.
 
         """
-        if self.method.batched:
+        all_greedy = self.trees is None and sampling.temperature is None
+        if self.method.batched or all_greedy:
             return None
         batch = self.batch
         drawn_for = self.slots.may_draft(batch.slots)

@@ -299,7 +299,7 @@ class MeasuredSchedule(Schedule):
             self.new_steps, shared[::2], shared[1::2], strict=True
         ):
             if self.by_index[timed.index].weighs_drafts:
-                self.costs.add_drafts(timed.batch_size, timed.counts, seconds)
+                self._add_drafts(timed, seconds, drafting)
             if timed.settled:
                 usual = self.costs.without_catching_up(
                     timed.batch_size, timed.counts.caught_up, seconds
@@ -308,6 +308,21 @@ class MeasuredSchedule(Schedule):
             if self.by_index[timed.index] is self.free:
                 self.asking.took(timed.batch_size, drafting)
         self.new_steps, self.new_seconds = [], []
+
+    def _add_drafts(self, timed: TimedStep, seconds: float, drafting: float) -> None:
+        """Take in a step whose drafts were weighed: asking is no part of their price.
+
+        Nor is it of a plain step, as which one counts that had none.
+        """
+        size, asks = timed.batch_size, self.free is not None
+        plain = self.costs.plain(size)
+        if any(timed.counts):
+            asked = self.asking.seconds(size) if asks else 0.0
+            self.costs.add_drafts(size, timed.counts, seconds - asked)
+            return
+        if plain is not None:
+            self.asking.found_nothing(size, seconds - plain.seconds)
+        self.costs.add_drafts(size, timed.counts, seconds - drafting * asks)
 
     def _best(
         self, batch_size: int, requests: RunningRequests

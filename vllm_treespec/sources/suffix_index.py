@@ -45,6 +45,8 @@ class SuffixIndex:
 
     def note_texts(self, slots: np.ndarray, texts: Sequence[np.ndarray]) -> None:
         """Note new output, which other requests will draft from."""
+        if not self.cache.max_tokens:
+            return
         for slot, text in zip(slots.tolist(), texts, strict=True):
             self.cache.read(slot, text)
 
