@@ -60,11 +60,13 @@ def test_what_is_kept_is_what_was_learned() -> None:
     run.steps(500, 4)
     experience = experience_of(run.schedule)
     machine, schedule = run.machine, run.schedule
-    assert experience.seconds[4]["plain"] == schedule.costs.times[4][None].seconds
+    seconds = experience.seconds["greedy"][4]
+    assert seconds["plain"] == schedule.costs.times[4][None].seconds
     for index, tree in enumerate(HEAD):
-        if tree.name in experience.seconds[4]:
+        if tree.name in seconds:
             exact = machine.seconds(index, 4)
-            assert experience.seconds[4][tree.name] == pytest.approx(exact, rel=0.2)
+            assert seconds[tree.name] == pytest.approx(exact, rel=0.2)
+    assert experience.seconds["sampled"] == {}
     assert experience.accepted["sampled"] == {}
     assert experience == experience_of(start(1, experience).schedule)
 
@@ -95,7 +97,9 @@ def test_prices_are_kept() -> None:
 def test_nothing_learned_is_nothing_kept() -> None:
     """Red when a start without steps makes a mean of nothing."""
     assert experience_of(start(0).schedule) == Experience(
-        seconds={}, accepted={"greedy": {}, "sampled": {}}
+        seconds={"greedy": {}, "sampled": {}},
+        accepted={"greedy": {}, "sampled": {}},
+        drafts={"greedy": {}, "sampled": {}},
     )
 
 
@@ -105,9 +109,9 @@ def test_times_of_another_machine_are_noticed(factor: float) -> None:
     experience = learned(3)
     other = {
         size: {name: factor * seconds for name, seconds in by_name.items()}
-        for size, by_name in experience.seconds.items()
+        for size, by_name in experience.seconds["greedy"].items()
     }
-    run = start(3, experience.model_copy(update={"seconds": other}))
+    run = start(3, experience.model_copy(update={"seconds": {"greedy": other}}))
     size = BATCH_SIZES[3]
     run.steps(40, size)
     assert run.schedule.costs.is_other_machine
@@ -128,9 +132,10 @@ def test_only_the_tree_s_own_time_was_wrong() -> None:
                 name: seconds * (1.0 if name == "plain" else 2.5)
                 for name, seconds in by_name.items()
             }
-            for size, by_name in experience.seconds.items()
+            for size, by_name in experience.seconds["greedy"].items()
         }
-        run = start(seed, experience.model_copy(update={"seconds": wrong}))
+        update = {"seconds": {"greedy": wrong}}
+        run = start(seed, experience.model_copy(update=update))
         run.steps(3000, BATCH_SIZES[seed % 6])
         run.seconds = run.best_seconds = 0.0
         run.steps(500, BATCH_SIZES[seed % 6])

@@ -331,11 +331,11 @@ def test_ranks_have_equal_prices() -> None:
     """Red when prices depend on a rank's own clock."""
     first = Weighing(0, 4, 0.2, 1.0)
     seconds: list[list[float]] = []
-    first.schedule.share = lambda own: seconds.append(own) or own  # type: ignore[func-returns-value]
+    first.schedule.times.share = lambda own: seconds.append(own) or own  # type: ignore[func-returns-value]
     first.speed(200)
     second = Weighing(0, 4, 0.2, 1.0)
     second.random = random.Random(0)
-    second.schedule.share = lambda own: seconds.pop(0)
+    second.schedule.times.share = lambda own: seconds.pop(0)
     observe = second.schedule.observe
 
     def slower(outcome: StepOutcome) -> None:
@@ -346,7 +346,9 @@ def test_ranks_have_equal_prices() -> None:
     second.schedule.observe = slower  # type: ignore[method-assign]
     second.speed(200)
     slots = list(range(4))
-    second.schedule.share = first.schedule.share = lambda own: [1.0] * len(own)
+    second.schedule.times.share = first.schedule.times.share = lambda own: (
+        [1.0] * len(own)
+    )
     assert second.schedule.costs.drafts.times == first.schedule.costs.drafts.times
     assert second.schedule.choose(running(slots)) == first.schedule.choose(
         running(slots)

@@ -82,7 +82,7 @@ def kept(folder: Path) -> Experience:
 def test_the_next_start_knows_what_the_last_one_learned(tmp_path: Path) -> None:
     """Red when something is lost on the way, or what belongs elsewhere is read."""
     learned = kept(tmp_path)
-    assert learned.seconds[4]
+    assert learned.seconds["greedy"][4]
     assert experience_of(start(tmp_path)[0].schedule) == learned
     for origin in ({**ORIGIN, "target": "other"}, {**ORIGIN, "threads": "8"}):
         assert not start(tmp_path, origin)[0].schedule.costs.times

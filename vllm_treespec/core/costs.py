@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vllm_treespec.core.batch_sizes import nearest_size
 from vllm_treespec.core.learned import FEW_TIMES, FadingMean, StepTimes
 from vllm_treespec.core.options import Option
-from vllm_treespec.core.prices import DraftCosts, DraftParts
+from vllm_treespec.core.prices import DraftCosts, DraftParts, Prices
 
 # What a step with trees takes longer than a plain one is hopefully less by this factor,
 # where it was not measured.
@@ -31,21 +31,16 @@ class PlainSeconds(NamedTuple):
 
 
 class StepCosts:
-    """Times of steps: of each option, at each batch size.
+    """Times of one kind of steps: of each option, at each batch size.
 
     Times count less and less, and are forgotten after about a thousand steps of their
     batch size.
     """
 
-    def __init__(self, options: Sequence[Option], steps_at: Counter[int]) -> None:
-        """Begin with nothing measured.
-
-        Args:
-            options: one of them is plain.
-            steps_at: steps so far, by batch size; the schedule counts them.
-
-        """
-        self.steps_at = steps_at
+    def __init__(self, options: Sequence[Option]) -> None:
+        """Begin with nothing measured; one of the options is plain."""
+        # steps of this kind so far, by batch size; the schedule counts them
+        self.steps_at: Counter[int] = Counter()
         self.num_drafts = {option.index: option.num_drafts for option in options}
         # batch size -> option's index -> times
         self.times: dict[int, dict[int | None, StepTimes]] = {}
@@ -97,6 +92,30 @@ class StepCosts:
         if plain is not None:
             step = self.steps_at[batch_size]
             self.drafts.add(step, batch_size, counts, seconds, plain.seconds)
+
+    def borrow(self, batch_size: int, other: StepCosts) -> None:
+        """Begin with what drafts cost in the other kind of steps.
+
+        Plain steps of this kind were timed at this batch size. Where anything else was,
+        nothing is borrowed.
+        """
+        known, there = self._known(batch_size), other._known(batch_size)
+        if len(known) > 1 or None not in there:
+            return
+        plain, step = known[None].seconds, self.steps_at[batch_size]
+        for index, times in there.items():
+            if index is not None:
+                extra = max(times.seconds - there[None].seconds, 0.0)
+                borrowed = self.times[batch_size].setdefault(index, StepTimes())
+                borrowed.add(step, plain + extra)
+        fitted = other.drafts.times.get(batch_size)
+        if fitted is not None and batch_size not in self.drafts.times:
+            parts = fitted.fit(other.steps_at[batch_size])
+            self.drafts.recall(batch_size, plain, parts)
+
+    def prices(self, batch_size: int, plain: float) -> Prices:
+        """What drafts must promise, the same for all; ``plain`` seconds a step."""
+        return self.drafts.prices(self.steps_at[batch_size], batch_size, plain, ())
 
     def without_catching_up(
         self, batch_size: int, num_tokens: float, seconds: float

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
+from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.learned import StepTimes
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.prices import DraftParts, Promises
@@ -22,18 +23,19 @@ RECALLED_TEXT = 8.0
 RECALLED_PROMISES = 8.0
 
 
+Parts = tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]
+
+
 class Experience(BaseModel):
     """What a schedule learned of a machine and of the text it serves."""
 
-    # batch size -> name of a tree, or "plain" -> seconds of a step
-    seconds: dict[int, dict[str, PositiveFloat]]
+    # batch size -> name of a tree, or "plain" -> seconds of a step; steps in which some
+    # request is sampled apart
+    seconds: dict[Kind, dict[int, dict[str, PositiveFloat]]]
     # name of a tree -> accepted tokens of one
     accepted: dict[Kind, dict[str, NonNegativeFloat]]
     # batch size -> seconds of what drafts cost, see ``DraftParts``
-    drafts: dict[
-        int,
-        tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat],
-    ] = {}
+    drafts: dict[Kind, dict[int, Parts]] = {}
     # accepted tokens over those that trees promised, and a model's beside an index
     kept: dict[Kind, NonNegativeFloat] = {}
     model_kept: dict[Kind, NonNegativeFloat] = {}
@@ -42,16 +44,12 @@ class Experience(BaseModel):
 def experience_of(schedule: MeasuredSchedule) -> Experience:
     """Write down what a schedule knows by now."""
     names, acceptance = _names(schedule), schedule.acceptance
-    known = {
-        size: {
-            names[index]: times.seconds
-            for index, times in by_index.items()
-            if times.is_known(schedule.steps_at[size])
-        }
-        for size, by_index in schedule.costs.times.items()
+    seconds = {
+        kind: _plain_and_trees(schedule.times.costs_by_kind[sampled], names)
+        for kind, sampled in KINDS
     }
     return Experience(
-        seconds={size: by_name for size, by_name in known.items() if PLAIN in by_name},
+        seconds=seconds,
         accepted={
             kind: {
                 names[option.index]: mean.total / mean.weight
@@ -61,13 +59,32 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
             for kind, sampled in KINDS
         },
         drafts={
-            size: times.fit(schedule.steps_at[size])
-            for size, times in schedule.costs.drafts.times.items()
-            if PLAIN in known.get(size, {})
+            kind: {
+                size: times.fit(costs.steps_at[size])
+                for size, times in costs.drafts.times.items()
+                if size in seconds[kind]
+            }
+            for kind, sampled in KINDS
+            for costs in (schedule.times.costs_by_kind[sampled],)
         },
         kept=_kept(schedule.promises),
         model_kept=_kept(schedule.model_promises),
     )
+
+
+def _plain_and_trees(
+    costs: StepCosts, names: Mapping[int | None, str]
+) -> dict[int, dict[str, float]]:
+    """Seconds of steps by batch size, where plain ones are known, and name."""
+    known = {
+        size: {
+            names[index]: times.seconds
+            for index, times in by_index.items()
+            if times.is_known(costs.steps_at[size])
+        }
+        for size, by_index in costs.times.items()
+    }
+    return {size: by_name for size, by_name in known.items() if PLAIN in by_name}
 
 
 def _kept(promises: Promises) -> dict[Kind, float]:
@@ -85,15 +102,20 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
     Times count as one measured step each, until they turn out to be another machine's.
     """
     indices = {name: index for index, name in _names(schedule).items()}
-    for size, by_name in experience.seconds.items():
-        for name, seconds in by_name.items():
-            times = StepTimes()
-            times.add(schedule.step, seconds)
-            schedule.costs.times.setdefault(size, {})[indices[name]] = times
-            schedule.costs.recalled[size, indices[name]] = seconds
-        if size in experience.drafts:
-            parts = DraftParts(*experience.drafts[size])
-            schedule.costs.drafts.recall(size, by_name[PLAIN], parts)
+    for kind, sampled in KINDS:
+        costs, drafts = (
+            schedule.times.costs_by_kind[sampled],
+            experience.drafts.get(kind, {}),
+        )
+        for size, by_name in experience.seconds.get(kind, {}).items():
+            for name, seconds in by_name.items():
+                times = StepTimes()
+                times.add(costs.steps_at[size], seconds)
+                costs.times.setdefault(size, {})[indices[name]] = times
+                costs.recalled[size, indices[name]] = seconds
+            if size in drafts:
+                parts = DraftParts(*drafts[size])
+                costs.drafts.recall(size, by_name[PLAIN], parts)
     for kind, sampled in KINDS:
         accepted = experience.accepted.get(kind, {})
         text = RECALLED_TEXT / max(len(accepted), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from vllm_treespec.core.acceptance import ANY_SIZE, Acceptance
@@ -22,6 +22,7 @@ from vllm_treespec.core.schedule import (
     ScheduledTree,
     StepOutcome,
 )
+from vllm_treespec.core.timed_steps import TimedStep, TimedSteps
 
 # Steps between two choices; the first one after a change is not timed.
 ROUND_STEPS = 4
@@ -38,21 +39,6 @@ CHECKED_ROUNDS = (6, 24)
 # Requests for which a draft model is asked that was never timed, and must read their
 # prompts first.
 FIRST_TRIED = 1
-
-
-@dataclass(frozen=True)
-class TimedStep:
-    """What a step did of which the time is known."""
-
-    batch_size: int
-    index: int | None
-    # of its requests, trees that were made smaller by their part that was left
-    share: float
-    # how often each part of what drafts cost came
-    counts: DraftParts
-    # whether the step before was of the same option and batch size, and draft models
-    # were not far behind; else it tells only what catching up takes
-    settled: bool
 
 
 class Gain(NamedTuple):
@@ -78,7 +64,8 @@ class MeasuredSchedule(Schedule):
 
     Accepted tokens are learned for each tree, separately for greedy and for sampled
     requests. Each request has a factor of its own besides: how much more is accepted of
-    its trees than of others'. Times are learned for each option and batch size.
+    its trees than of others'. Times are learned for each option and batch size, and for
+    steps in which some request is sampled apart: to draw takes time.
 
     A request may limit its trees (docs/per-request.md). They count for the part that
     is left in costs, for that request in acceptance, and for no other one.
@@ -103,7 +90,6 @@ class MeasuredSchedule(Schedule):
         """
         super().__init__(trees)
         self.max_trees = max_trees
-        self.share = share
         self.levels = None if host_may_wait else AcceptedLevels()
         has_index = any(tree.is_free for tree in trees)
         drawn = [
@@ -130,11 +116,11 @@ class MeasuredSchedule(Schedule):
         self.steps_at: Counter[int] = Counter()
         # rounds by batch size
         self.rounds_at: Counter[int] = Counter()
-        self.costs = StepCosts(self.options, self.steps_at)
         self.acceptance = Acceptance(self.options, self.free, self.steps_at)
         # of trees whose proposers weigh drafts, and of a model's part beside an index
         self.promises, self.model_promises = Promises(), Promises()
         self.asking = Asking(self.steps_at)
+        self.times = TimedSteps(self.options, self.asking, share)
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
         # steps that requests had
@@ -143,6 +129,7 @@ class MeasuredSchedule(Schedule):
         self.sampled: dict[int, bool] = {}
         # the running round
         self.batch_size = 0
+        self.is_sampled = False
         self.chosen = self.plain
         # of a plain step, when the round began
         self.plain_seconds = 0.0
@@ -154,29 +141,31 @@ class MeasuredSchedule(Schedule):
         self.is_timed = False
         # whether a step was decoded with it, or without a tree
         self.is_seen = False
-        # whether the step before was of the same option and batch size
+        # whether the step before was of the same option, batch size and kind
         self.settled = False
-        self.new_steps: list[TimedStep] = []
-        # of each of them, and after it what its drafting took
-        self.new_seconds: list[float] = []
 
     @property
     def step(self) -> int:
         """Number of the current step."""
         return self.steps_at[ANY_SIZE]
 
-    def _begin_round(
-        self, batch_size: int, option: Option, left_out: frozenset[int]
-    ) -> None:
-        """Draw an option for some steps."""
+    @property
+    def costs(self) -> StepCosts:
+        """Times of steps such as the running round's."""
+        return self.times.costs_by_kind[self.is_sampled]
+
+    def _begin_round(self, batch_size: int, requests: RunningRequests) -> None:
+        """Draw the best option for some steps."""
+        before = self.batch_size, self.is_sampled, self.chosen
+        self.batch_size, self.is_sampled = batch_size, any(requests.sampled)
+        self.chosen, left_out = self._best(batch_size, requests)
         self.rounds_at[batch_size] += 1
-        self.settled = (batch_size, option) == (self.batch_size, self.chosen)
-        self.batch_size, self.chosen = batch_size, option
+        self.settled = before == (self.batch_size, self.is_sampled, self.chosen)
         self.left_out = left_out
         self.prices_of_all = None
         self.steps_left = ROUND_STEPS
         self.is_timed = False
-        self.is_seen = option is self.plain
+        self.is_seen = self.chosen is self.plain
 
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Go on with the round, or begin one with the best option."""
@@ -186,9 +175,11 @@ class MeasuredSchedule(Schedule):
         self.steps_at.update((ANY_SIZE, batch_size))
         for slot in requests.slots:
             self.begun.setdefault(slot, self.step)
-        if self.steps_left <= 0 or batch_size != self.batch_size:
+        kind = batch_size, any(requests.sampled)
+        if self.steps_left <= 0 or kind != (self.batch_size, self.is_sampled):
             self._end_round()
-            self._begin_round(batch_size, *self._best(batch_size, requests))
+            self._begin_round(batch_size, requests)
+        self.costs.steps_at[batch_size] += 1
         self.sampled = dict(zip(requests.slots, requests.sampled, strict=True))
         slots = [slot for slot in requests.slots if slot not in self.left_out]
         if self.chosen is self.plain or not slots:
@@ -200,9 +191,7 @@ class MeasuredSchedule(Schedule):
         if not self.chosen.weighs_drafts:
             return None
         if self.prices_of_all is None:
-            prices = self.costs.drafts.prices(
-                self.steps_at[self.batch_size], self.batch_size, self.plain_seconds, ()
-            )
+            prices = self.costs.prices(self.batch_size, self.plain_seconds)
             num_levels = self._num_levels(slots, prices)
             self.prices_of_all = replace(prices, num_levels=num_levels)
         step, sampled = self.step, self.sampled
@@ -260,9 +249,10 @@ class MeasuredSchedule(Schedule):
             counts = DraftParts.of_step(
                 outcome.num_levels, sum(outcome.num_drafts), outcome.num_caught_up
             )
-            step = TimedStep(self.batch_size, outcome.index, share, counts, settled)
-            self.new_steps.append(step)
-            self.new_seconds += [outcome.seconds, outcome.drafting_seconds]
+            step = TimedStep(
+                self.batch_size, self.is_sampled, outcome.index, share, counts, settled
+            )
+            self.times.add(step, outcome.seconds, outcome.drafting_seconds)
             self.is_timed |= settled
 
     def _observe_promises(self, outcome: StepOutcome) -> None:
@@ -292,37 +282,7 @@ class MeasuredSchedule(Schedule):
         # Requests that ended at once tell nothing.
         if self.is_seen:
             self.costs.end_round(self.batch_size, self.chosen, self.is_timed)
-        if not self.new_steps:
-            return
-        shared = self.share(self.new_seconds)
-        for timed, seconds, drafting in zip(
-            self.new_steps, shared[::2], shared[1::2], strict=True
-        ):
-            if self.by_index[timed.index].weighs_drafts:
-                self._add_drafts(timed, seconds, drafting)
-            if timed.settled:
-                usual = self.costs.without_catching_up(
-                    timed.batch_size, timed.counts.caught_up, seconds
-                )
-                self.costs.add(timed.batch_size, timed.index, timed.share, usual)
-            if self.by_index[timed.index] is self.free:
-                self.asking.took(timed.batch_size, drafting)
-        self.new_steps, self.new_seconds = [], []
-
-    def _add_drafts(self, timed: TimedStep, seconds: float, drafting: float) -> None:
-        """Take in a step whose drafts were weighed: asking is no part of their price.
-
-        Nor is it of a plain step, as which one counts that had none.
-        """
-        size, asks = timed.batch_size, self.free is not None
-        plain = self.costs.plain(size)
-        if any(timed.counts):
-            asked = self.asking.seconds(size) if asks else 0.0
-            self.costs.add_drafts(size, timed.counts, seconds - asked)
-            return
-        if plain is not None:
-            self.asking.found_nothing(size, seconds - plain.seconds)
-        self.costs.add_drafts(size, timed.counts, seconds - drafting * asks)
+        self.times.take_in()
 
     def _best(
         self, batch_size: int, requests: RunningRequests
@@ -340,6 +300,7 @@ class MeasuredSchedule(Schedule):
         if plain is None or not requests.slots or unchecked:
             return self.plain, nobody
         self.plain_seconds = plain.seconds
+        self.costs.borrow(batch_size, self.times.costs_by_kind[not self.is_sampled])
         best, left_out = self.plain, nobody
         best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful
         for option in self.options[1:]:

@@ -118,7 +118,8 @@ class ScheduleCache:
             self.next_write = now + self.wait
         if not self.is_writer or now < self.next_write:
             return
-        if self.schedule.costs.is_other_machine and not self.was_noticed:
+        costs = self.schedule.times.costs_by_kind.values()
+        if any(c.is_other_machine for c in costs) and not self.was_noticed:
             self.was_noticed = True
             logger.warning(
                 "The times in %s are another machine's, or this one was busy: the "

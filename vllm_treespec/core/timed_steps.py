@@ -1,0 +1,106 @@
+"""Learns from the times of steps, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_treespec.core.asking import Asking
+from vllm_treespec.core.costs import StepCosts
+from vllm_treespec.core.options import Option
+from vllm_treespec.core.prices import DraftParts
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """What a step did of which the time is known."""
+
+    batch_size: int
+    # whether any of its requests was sampled
+    is_sampled: bool
+    index: int | None
+    # of its requests, trees that were made smaller by their part that was left
+    share: float
+    # how often each part of what drafts cost came
+    counts: DraftParts
+    # whether the step before was of the same option, batch size and kind, and draft
+    # models were not far behind; else it tells only what catching up takes
+    settled: bool
+
+
+class TimedSteps:
+    """The times of steps: what greedy ones cost, and sampled ones.
+
+    Steps with a sampled request count apart: to draw takes time, and a tree must not be
+    judged by plain steps that drew more.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[Option],
+        asking: Asking,
+        share: Callable[[list[float]], list[float]],
+    ) -> None:
+        """Begin with nothing measured.
+
+        Args:
+            options: one of them is plain.
+            asking: is told what asking an index takes, if an option is free.
+            share: hands out rank 0's times.
+
+        """
+        self.by_index = {option.index: option for option in options}
+        self.has_index = any(option.is_free for option in options)
+        self.asking = asking
+        self.share = share
+        # whether some request is sampled -> times
+        self.costs_by_kind = {
+            is_sampled: StepCosts(options) for is_sampled in (False, True)
+        }
+        self.new_steps: list[TimedStep] = []
+        # of each of them, and after it what its drafting took
+        self.new_seconds: list[float] = []
+
+    def add(self, step: TimedStep, seconds: float, drafting: float) -> None:
+        """Note a step: what it took, and from its choice to its drafts."""
+        self.new_steps.append(step)
+        self.new_seconds += [seconds, drafting]
+
+    def take_in(self) -> None:
+        """Learn from the noted steps, by rank 0's times on every rank."""
+        if not self.new_steps:
+            return
+        shared = self.share(self.new_seconds)
+        for timed, seconds, drafting in zip(
+            self.new_steps, shared[::2], shared[1::2], strict=True
+        ):
+            option, costs = self.by_index[timed.index], self._costs(timed)
+            if option.weighs_drafts:
+                self._add_drafts(timed, seconds, drafting)
+            if timed.settled:
+                usual = costs.without_catching_up(
+                    timed.batch_size, timed.counts.caught_up, seconds
+                )
+                costs.add(timed.batch_size, timed.index, timed.share, usual)
+            if option.is_free:
+                self.asking.took(timed.batch_size, drafting)
+        self.new_steps, self.new_seconds = [], []
+
+    def _costs(self, timed: TimedStep) -> StepCosts:
+        """Times of steps of the same kind."""
+        return self.costs_by_kind[timed.is_sampled]
+
+    def _add_drafts(self, timed: TimedStep, seconds: float, drafting: float) -> None:
+        """Take in a step whose drafts were weighed: asking is no part of their price.
+
+        Nor is it of a plain step, as which one counts that had none.
+        """
+        size, costs = timed.batch_size, self._costs(timed)
+        plain = costs.plain(size)
+        if any(timed.counts):
+            asked = self.asking.seconds(size) if self.has_index else 0.0
+            costs.add_drafts(size, timed.counts, seconds - asked)
+            return
+        if plain is not None:
+            self.asking.found_nothing(size, seconds - plain.seconds)
+        costs.add_drafts(size, timed.counts, seconds - drafting * self.has_index)
