@@ -78,6 +78,9 @@ def test_what_a_kind_knows_is_not_borrowed() -> None:
     nothing = costs_of(1.5)
     nothing.borrow(4, costs_of())
     assert list(nothing.times[4]) == [None]
+    untimed = costs_of()
+    untimed.borrow(4, costs_of(1.0, 2.0))
+    assert not untimed.times
 
 
 def test_both_kinds_are_kept_for_the_next_start() -> None:

@@ -96,11 +96,11 @@ class StepCosts:
     def borrow(self, batch_size: int, other: StepCosts) -> None:
         """Begin with what drafts cost in the other kind of steps.
 
-        Plain steps of this kind were timed at this batch size. Where anything else was,
-        nothing is borrowed.
+        It needs plain steps of both kinds at this batch size. Where other steps of this
+        kind were timed, nothing is borrowed.
         """
         known, there = self._known(batch_size), other._known(batch_size)
-        if len(known) > 1 or None not in there:
+        if list(known) != [None] or None not in there:
             return
         plain, step = known[None].seconds, self.steps_at[batch_size]
         for index, times in there.items():

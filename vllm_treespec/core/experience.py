@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
@@ -59,13 +59,8 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
             for kind, sampled in KINDS
         },
         drafts={
-            kind: {
-                size: times.fit(costs.steps_at[size])
-                for size, times in costs.drafts.times.items()
-                if size in seconds[kind]
-            }
+            kind: _drafts(schedule.times.costs_by_kind[sampled], seconds[kind])
             for kind, sampled in KINDS
-            for costs in (schedule.times.costs_by_kind[sampled],)
         },
         kept=_kept(schedule.promises),
         model_kept=_kept(schedule.model_promises),
@@ -87,6 +82,15 @@ def _plain_and_trees(
     return {size: by_name for size, by_name in known.items() if PLAIN in by_name}
 
 
+def _drafts(costs: StepCosts, sizes: Container[int]) -> dict[int, Parts]:
+    """Seconds of what drafts cost, at these batch sizes."""
+    return {
+        size: times.fit(costs.steps_at[size])
+        for size, times in costs.drafts.times.items()
+        if size in sizes
+    }
+
+
 def _kept(promises: Promises) -> dict[Kind, float]:
     """Accepted tokens over promised ones, where any were promised."""
     return {
@@ -103,10 +107,8 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
     """
     indices = {name: index for index, name in _names(schedule).items()}
     for kind, sampled in KINDS:
-        costs, drafts = (
-            schedule.times.costs_by_kind[sampled],
-            experience.drafts.get(kind, {}),
-        )
+        costs = schedule.times.costs_by_kind[sampled]
+        drafts = experience.drafts.get(kind, {})
         for size, by_name in experience.seconds.get(kind, {}).items():
             for name, seconds in by_name.items():
                 times = StepTimes()
