@@ -84,6 +84,23 @@ def test_an_odd_request_is_drawn_by_the_engine() -> None:
         assert set(rows) == {0}
 
 
+def test_greedy_requests_without_trees_are_the_engines() -> None:
+    """Red when a step in which nothing is drawn pays for our draw."""
+    engine = make_engine("suffix_tree", Habits())
+    with_trees: list[bool] = []
+
+    def noting(
+        logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
+    ) -> Tensor:
+        with_trees.append(engine.decoder.trees is not None)
+        return draw_plainly(logits, rows, sampling, uniforms)
+
+    with patch.object(decoder, "draw_plainly", side_effect=noting):
+        engine.run(*[Request(f"r{n}", [n, 3], 12, temperature=0.0) for n in range(3)])
+    assert with_trees
+    assert all(with_trees)
+
+
 def test_an_odd_request_changes_no_other_ones_text() -> None:
     """Red when it depends on the batch who draws for a request with a seed."""
     alone = make_engine("suffix_tree", Habits()).run(sampled(0, seed=0))
