@@ -107,18 +107,12 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
     """
     indices = {name: index for index, name in _names(schedule).items()}
     for kind, sampled in KINDS:
-        costs = schedule.times.costs_by_kind[sampled]
-        drafts = experience.drafts.get(kind, {})
-        for size, by_name in experience.seconds.get(kind, {}).items():
-            for name, seconds in by_name.items():
-                times = StepTimes()
-                times.add(costs.steps_at[size], seconds)
-                costs.times.setdefault(size, {})[indices[name]] = times
-                costs.recalled[size, indices[name]] = seconds
-            if size in drafts:
-                parts = DraftParts(*drafts[size])
-                costs.drafts.recall(size, by_name[PLAIN], parts)
-    for kind, sampled in KINDS:
+        _recall_costs(
+            schedule.times.costs_by_kind[sampled],
+            experience.seconds.get(kind, {}),
+            experience.drafts.get(kind, {}),
+            indices,
+        )
         accepted = experience.accepted.get(kind, {})
         text = RECALLED_TEXT / max(len(accepted), 1)
         for name, tokens in accepted.items():
@@ -131,6 +125,24 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
             if kind in kept:
                 total = RECALLED_PROMISES * kept[kind]
                 promises.text[sampled].add(0, RECALLED_PROMISES, total)
+
+
+def _recall_costs(
+    costs: StepCosts,
+    seconds: Mapping[int, Mapping[str, float]],
+    drafts: Mapping[int, Parts],
+    indices: Mapping[str, int | None],
+) -> None:
+    """Let a kind of steps begin with seconds by batch size, and those of drafts."""
+    for size, by_name in seconds.items():
+        for name, step_seconds in by_name.items():
+            times = StepTimes()
+            times.add(costs.steps_at[size], step_seconds)
+            costs.times.setdefault(size, {})[indices[name]] = times
+            costs.recalled[size, indices[name]] = step_seconds
+        if size in drafts:
+            parts = DraftParts(*drafts[size])
+            costs.drafts.recall(size, by_name[PLAIN], parts)
 
 
 def _names(schedule: MeasuredSchedule) -> Mapping[int | None, str]:

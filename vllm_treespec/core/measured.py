@@ -154,10 +154,12 @@ class MeasuredSchedule(Schedule):
         """Times of steps such as the running round's."""
         return self.times.costs_by_kind[self.is_sampled]
 
-    def _begin_round(self, batch_size: int, requests: RunningRequests) -> None:
+    def _begin_round(
+        self, batch_size: int, is_sampled: bool, requests: RunningRequests
+    ) -> None:
         """Draw the best option for some steps."""
         before = self.batch_size, self.is_sampled, self.chosen
-        self.batch_size, self.is_sampled = batch_size, any(requests.sampled)
+        self.batch_size, self.is_sampled = batch_size, is_sampled
         self.chosen, left_out = self._best(batch_size, requests)
         self.rounds_at[batch_size] += 1
         self.settled = before == (self.batch_size, self.is_sampled, self.chosen)
@@ -178,7 +180,7 @@ class MeasuredSchedule(Schedule):
         kind = batch_size, any(requests.sampled)
         if self.steps_left <= 0 or kind != (self.batch_size, self.is_sampled):
             self._end_round()
-            self._begin_round(batch_size, requests)
+            self._begin_round(*kind, requests)
         self.costs.steps_at[batch_size] += 1
         self.sampled = dict(zip(requests.slots, requests.sampled, strict=True))
         slots = [slot for slot in requests.slots if slot not in self.left_out]
@@ -250,7 +252,7 @@ class MeasuredSchedule(Schedule):
                 outcome.num_levels, sum(outcome.num_drafts), outcome.num_caught_up
             )
             step = TimedStep(
-                self.batch_size, self.is_sampled, outcome.index, share, counts, settled
+                self.batch_size, self.is_sampled, option, share, counts, settled
             )
             self.times.add(step, outcome.seconds, outcome.drafting_seconds)
             self.is_timed |= settled

@@ -18,7 +18,7 @@ class TimedStep:
     batch_size: int
     # whether any of its requests was sampled
     is_sampled: bool
-    index: int | None
+    option: Option
     # of its requests, trees that were made smaller by their part that was left
     share: float
     # how often each part of what drafts cost came
@@ -49,7 +49,6 @@ class TimedSteps:
             share: hands out rank 0's times.
 
         """
-        self.by_index = {option.index: option for option in options}
         self.has_index = any(option.is_free for option in options)
         self.asking = asking
         self.share = share
@@ -74,33 +73,33 @@ class TimedSteps:
         for timed, seconds, drafting in zip(
             self.new_steps, shared[::2], shared[1::2], strict=True
         ):
-            option, costs = self.by_index[timed.index], self._costs(timed)
+            size, option = timed.batch_size, timed.option
+            costs = self.costs_by_kind[timed.is_sampled]
             if option.weighs_drafts:
-                self._add_drafts(timed, seconds, drafting)
+                rest = self._without_asking(timed, seconds, drafting)
+                costs.add_drafts(size, timed.counts, rest)
             if timed.settled:
-                usual = costs.without_catching_up(
-                    timed.batch_size, timed.counts.caught_up, seconds
-                )
-                costs.add(timed.batch_size, timed.index, timed.share, usual)
+                caught_up = timed.counts.caught_up
+                usual = costs.without_catching_up(size, caught_up, seconds)
+                costs.add(size, option.index, timed.share, usual)
             if option.is_free:
-                self.asking.took(timed.batch_size, drafting)
+                self.asking.took(size, drafting)
         self.new_steps, self.new_seconds = [], []
 
-    def _costs(self, timed: TimedStep) -> StepCosts:
-        """Times of steps of the same kind."""
-        return self.costs_by_kind[timed.is_sampled]
+    def _without_asking(
+        self, timed: TimedStep, seconds: float, drafting: float
+    ) -> float:
+        """What a step would have taken without asking an index; learns what that takes.
 
-    def _add_drafts(self, timed: TimedStep, seconds: float, drafting: float) -> None:
-        """Take in a step whose drafts were weighed: asking is no part of their price.
-
-        Nor is it of a plain step, as which one counts that had none.
+        So asking is no part of the price of drafts, nor of a plain step, as which one
+        counts that had no drafts.
         """
-        size, costs = timed.batch_size, self._costs(timed)
-        plain = costs.plain(size)
+        size = timed.batch_size
+        if not self.has_index:
+            return seconds
         if any(timed.counts):
-            asked = self.asking.seconds(size) if self.has_index else 0.0
-            costs.add_drafts(size, timed.counts, seconds - asked)
-            return
+            return seconds - self.asking.seconds(size)
+        plain = self.costs_by_kind[timed.is_sampled].plain(size)
         if plain is not None:
             self.asking.found_nothing(size, seconds - plain.seconds)
-        costs.add_drafts(size, timed.counts, seconds - drafting * self.has_index)
+        return seconds - drafting
