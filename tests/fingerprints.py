@@ -57,7 +57,8 @@ def main() -> None:
     arguments = parser.parse_args()
     sources = SourceFiles(arguments.folder)
     for seam in SEAMS:
-        if not sources.has(seam.module, seam.attribute):
+        needed = seam.needed_in(arguments.release)
+        if needed and not sources.has(seam.module, seam.attribute):
             print(f"vLLM {arguments.release} has no {seam.name}")
     table = with_release(arguments.release, sources)
     Path(fingerprints.__file__).write_text(f"{HEADER}{table!r}\n", encoding="utf-8")

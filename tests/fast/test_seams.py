@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import vllm
 from rich.console import Console
 
 from tests.fingerprints import with_release
@@ -14,12 +15,15 @@ from vllm_treespec.engine.seams import (
     MIN_VLLM,
     SEAMS,
     Seam,
+    SeamError,
+    check_seams,
     doctor,
     supported,
 )
 from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS
 from vllm_treespec.engine.seams.source_files import SourceFiles, fingerprint
 
+HERE = [seam for seam in SEAMS if seam.needed_in(vllm.__version__)]
 REPLACED = [seam for seam in SEAMS if seam.replaced]
 
 
@@ -30,7 +34,7 @@ def installed() -> SourceFiles:
 
 
 @pytest.mark.parametrize(
-    "seam", [s for s in SEAMS if not s.on_instances], ids=lambda seam: seam.attribute
+    "seam", [s for s in HERE if not s.on_instances], ids=lambda seam: seam.attribute
 )
 def test_seams_of_both_devices_exist(seam: Seam) -> None:
     """Red when the locked vLLM lost a seam, also one that only a GPU uses."""
@@ -39,7 +43,27 @@ def test_seams_of_both_devices_exist(seam: Seam) -> None:
 
 def test_sources_have_every_seam(installed: SourceFiles) -> None:
     """Red when vLLM renamed a function, class or attribute that we use."""
-    assert not [s.name for s in SEAMS if not installed.has(s.module, s.attribute)]
+    assert not [s.name for s in HERE if not installed.has(s.module, s.attribute)]
+
+
+def test_a_seam_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a vLLM is refused for what only another release has, or must have."""
+    old, new = (seams_of(release) for release in ("0.32", "0.33"))
+    assert old & new == seams_of(None)
+    assert any("get_kv_cache_groups" in name for name in old - new)
+    assert any("get_kv_cache_config_builder" in name for name in new - old)
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    with pytest.raises(SeamError, match=r"has no .*get_kv_cache_config_builder"):
+        check_seams("cpu")
+
+
+def seams_of(release: str | None) -> set[str]:
+    """Names of the seams needed in a release; None: of those needed in every one."""
+    return {
+        seam.name
+        for seam in SEAMS
+        if (seam.needed_in(release) if release else seam.release is None)
+    }
 
 
 def test_no_seam_stands_twice() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -18,6 +17,22 @@ from vllm.v1.kv_cache_interface import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+try:
+    from vllm.v1.core.kv_cache_config_builder import (  # type: ignore[import-not-found]
+        get_kv_cache_config_builder,
+    )
+except ModuleNotFoundError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+else:
+
+    def get_kv_cache_groups(
+        vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
+    ) -> list[KVCacheGroupSpec]:
+        """Groups that vLLM makes of a worker's layers."""
+        builder = get_kv_cache_config_builder(vllm_config)
+        return builder.get_kv_cache_groups(vllm_config, kv_cache_spec)
+
 
 REMEDY = "pass --disable-hybrid-kv-cache-manager, or remove speculative_config"
 

@@ -37,9 +37,8 @@ def check_seams(device: str) -> None:
             f"install vllm>={MIN_VLLM},<{BELOW_VLLM}"
         )
     for seam in SEAMS:
-        if seam.on_instances or not seam.needed_on(device):
-            continue
-        if not seam.exists():
+        needed = seam.needed_on(device) and seam.needed_in(vllm.__version__)
+        if needed and not seam.on_instances and not seam.exists():
             raise SeamError(
                 f"vLLM {vllm.__version__} has no {seam.name} "
                 f"({seam.purpose}); reinstall vllm>={MIN_VLLM},<{BELOW_VLLM}"

@@ -28,7 +28,8 @@ def doctor(console: Console) -> bool:
     sources = SourceFiles.installed()
     console.print(f"[bold]vLLM {vllm.__version__}: what vllm_treespec relies on[/]")
     for topic, seams in TOPICS.items():
-        console.print(topic_table(topic, seams, sources))
+        here = [seam for seam in seams if seam.needed_in(vllm.__version__)]
+        console.print(topic_table(topic, here, sources))
     changed = [
         seam.name
         for seam in SEAMS
@@ -44,6 +45,7 @@ def doctor(console: Console) -> bool:
         sources.has(seam.module, seam.attribute)
         for seam in SEAMS
         if seam.needed_on(current_platform.device_name)
+        and seam.needed_in(vllm.__version__)
     )
     wanted = f"vllm>={MIN_VLLM},<{BELOW_VLLM}"
     if complete:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from packaging.version import Version
 
 
 class Kind(StrEnum):
@@ -35,6 +37,8 @@ class Seam:
     purpose: str
     # None: on every device; "ray": with Ray, which is not looked at elsewhere
     device: str | None = None
+    # None: in every supported vLLM; "0.32": in that release, others have another
+    release: str | None = None
 
     @property
     def replaced(self) -> bool:
@@ -54,6 +58,11 @@ class Seam:
     def needed_on(self, device: str) -> bool:
         """Whether draft trees need it on ``"cpu"`` or ``"cuda"``."""
         return self.device in (None, device)
+
+    def needed_in(self, version: str) -> bool:
+        """Whether draft trees need it in a vLLM of this version."""
+        own = Version(self.release or version).release[:2]
+        return own == Version(version).release[:2]
 
     def exists(self) -> bool:
         """Whether the running vLLM has it; not for attributes of instances."""
@@ -75,21 +84,26 @@ class Owner:
     # "vllm.some.module" or "vllm.some.module:SomeClass"
     place: str
     device: str | None = None
+    release: str | None = None
 
     def on(self, device: str) -> Owner:
         """The same place, needed on one device only."""
-        return Owner(self.place, device)
+        return replace(self, device=device)
+
+    def of(self, release: str) -> Owner:
+        """The same place, needed in one release of vLLM only."""
+        return replace(self, release=release)
 
     def _rows(self, kind: Kind, purpose: str, names: str) -> Iterator[Seam]:
         module, _, owner = self.place.partition(":")
         for name in names.split():
             attribute = f"{owner}.{name}" if owner else name
-            yield Seam(kind, module, attribute, purpose, self.device)
+            yield Seam(kind, module, attribute, purpose, self.device, self.release)
 
     def extended(self, purpose: str) -> Iterator[Seam]:
         """A class of ours extends this class."""
         module, _, owner = self.place.partition(":")
-        yield Seam(Kind.EXTENDS, module, owner, purpose, self.device)
+        yield Seam(Kind.EXTENDS, module, owner, purpose, self.device, self.release)
 
     def wraps(self, name: str, purpose: str) -> Iterator[Seam]:
         """We wrap a function."""

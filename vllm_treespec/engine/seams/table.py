@@ -298,8 +298,14 @@ KV_CACHE = (
     *Owner(f"{_KV_CACHE}:KVCacheGroupSpec").reads(
         "kv_cache_spec layer_names", "how KV blocks are laid out"
     ),
-    *Owner("vllm.v1.core.kv_cache_utils").calls(
-        "get_kv_cache_groups", "room for fork blocks of every group"
+    *Owner("vllm.v1.core.kv_cache_utils")
+    .of("0.32")
+    .calls("get_kv_cache_groups", "room for fork blocks of every group"),
+    *Owner("vllm.v1.core.kv_cache_config_builder")
+    .of("0.33")
+    .calls(
+        "get_kv_cache_config_builder KVCacheConfigBuilder.get_kv_cache_groups",
+        "room for fork blocks of every group",
     ),
     *_SCHEDULER_CONFIG.writes(
         "disable_hybrid_kv_cache_manager", "whether there are several groups"
