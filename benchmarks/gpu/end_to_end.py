@@ -28,25 +28,47 @@ METHODS: dict[str, dict[str, Any]] = {
     "sd": {"depth": 4},
     "rsd_c": {"branching_factors": [3, 2, 1]},
     "rsd_s": {"beam_width": 4, "depth": 4},
+    "spectr": {"num_paths": 3, "depth": 3},
+    "suffix_tree": {"num_drafts": 8, "depth": 4},
     "redrafter": {"beam_width": 4, "length": 4, "num_drafts": 15},
+    "medusa_tree": {"num_drafts": 15},
+    "eagle_tree": {"num_drafts": 15},
+    "lyanna": {"num_drafts": 15, "resample": "merge"},
+    "hybrid": {"num_drafts": 15, "depth": 6},
 }
+# What drafts, where it is not the draft model.
+HEADS = {
+    "redrafter": "redrafter",
+    "medusa_tree": "medusa",
+    "eagle_tree": "eagle",
+    "lyanna": "lyanna",
+}
+WITHOUT_MODEL = ("suffix_tree",)
+EVERY_METHOD = ",".join(METHODS)
 # Triton multiplies float32 matrices in TF32 unless it is told otherwise; torch and
 # vLLM do not.
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 Only = Annotated[str, typer.Option(help="Some of lossless,speed.")]
 OfLossless = Annotated[str, typer.Option(help="Of lossless, comma-separated.")]
-Head = Annotated[str, typer.Option(help="Folder. Default: the shipped head.")]
+Plain = Annotated[
+    bool, typer.Option(help="Plain answers too, or have those in --out already.")
+]
+Heads = Annotated[
+    list[str] | None,
+    typer.Option("--head", help="Folder; repeatable. Default: the shipped heads."),
+]
 
 
 def gpu_end_to_end(
     only: Only = "lossless,speed",
-    methods: OfLossless = "sd,rsd_c,rsd_s,redrafter",
+    methods: OfLossless = EVERY_METHOD,
     dtypes: OfLossless = "float32,bfloat16",
+    plain: Plain = True,
     prompts: options.PromptsFile = SHIPPED,
     num_prompts: options.NumPrompts = 8,
     target: options.Target = "",
     draft: options.Draft = "",
-    redrafter: Head = "",
+    heads: Heads = None,
     shapes: card.Shapes = "8b",
     nodes: card.Numbers = "32",
     batches: card.Numbers = "1,8,32",
@@ -78,11 +100,15 @@ def gpu_end_to_end(
             work = Work("answers", speed_sizes, accepted, context, max_tokens, 0, more)
         plans, parts = [], options.words(only, "--only", PARTS)
         if "lossless" in parts:
-            heads = [redrafter] if redrafter else []
-            chosen = models.find_models(target, draft, heads, ["redrafter"])
-            texts, _ = models.take_prompts(prompts, num_prompts)
             names = options.words(methods, "--methods", list(METHODS))
-            every = lossless_sides(chosen, names, options.words(dtypes), work)
+            kinds = list(HEADS.values())
+            chosen = models.find_models(target, draft, heads or [], kinds)
+            texts, _ = models.take_prompts(prompts, num_prompts)
+            every = [
+                side
+                for side in lossless_sides(chosen, names, options.words(dtypes), work)
+                if plain or side.family != PLAIN
+            ]
             cells = [Cell(batch_size=size, temperature=0.0) for size in sizes]
             engines = [plan.Engine(side, cells) for side in every]
             job = plan.base_job(chosen.target, texts, work.count)
@@ -105,12 +131,9 @@ def lossless_sides(
     """Make plain vLLM and our methods in each dtype; on a card with one attention."""
     arguments: dict[str, dict[str, Any]] = {PLAIN: {"async_scheduling": False}}
     for name in methods:
-        of_head = name == "redrafter"
-        model = folders.heads.get(name) if of_head else folders.draft
-        if model is None:
-            option = "--redrafter" if of_head else "--draft"
-            raise ValueError(f"{name} needs a model; name one with {option}")
-        spec = {"method": name, "schedule": "fixed", **METHODS[name], "model": model}
+        spec = {"method": name, "schedule": "fixed", **METHODS[name]}
+        if name not in WITHOUT_MODEL:
+            spec["model"] = model_of(name, folders)
         arguments[name] = stock_arguments(parse_spec_config(spec), None, work.device)
     attention = {"attention_backend": GPU_ATTENTION} if work.device == "cuda" else {}
     return [
@@ -123,6 +146,16 @@ def lossless_sides(
         for dtype in dtypes
         for name, own in arguments.items()
     ]
+
+
+def model_of(method: str, folders: models.Models) -> str:
+    """Folder of what drafts for a method; ValueError when there is none."""
+    kind = HEADS.get(method)
+    model = folders.heads.get(kind) if kind else folders.draft
+    if model is None:
+        option = "--head" if kind else "--draft"
+        raise ValueError(f"{method} needs a model; name one with {option}")
+    return model
 
 
 def run_plans(plans: Sequence[plan.Plan], out: Path, origin: report.Content) -> None:
