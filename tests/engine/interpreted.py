@@ -24,7 +24,7 @@ from vllm_treespec.engine.tree_attention import (
 )
 from vllm_treespec.engine.v1.cpu_worker import TreeCPUWorker
 from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
-from vllm_treespec.engine.v1.warm_up import warm_up_attention
+from vllm_treespec.engine.v1.warm_up import warm_up_attention, warm_up_commit
 from vllm_treespec.kernels.tree_attention import Workspace
 
 
@@ -143,6 +143,7 @@ class InterpretedWorker(TreeCPUWorker):
         """Warm up as a GPU worker does."""
         runner = self.model_runner
         warm_up_attention(runner)
+        warm_up_commit(runner.decoder.layout)
         for group in chain.from_iterable(runner.attn_groups):
             group.get_metadata_builder().captured.clear()
         return super().compile_or_warm_up_model()

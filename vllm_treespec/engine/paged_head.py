@@ -109,6 +109,8 @@ class PagedHead(PagedSource):
         with (
             set_current_vllm_config(self.vllm_config),
             set_default_torch_dtype(self.dtype),
+            # for the scales that a layer makes
+            self.device,
         ):
             self.layers = [
                 self._attention(number) for number in range(self.config.num_layers)

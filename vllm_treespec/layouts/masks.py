@@ -61,6 +61,18 @@ class MaskLayout:
             if kv_caches
         }
 
+    def warm_up(self) -> None:
+        """Commit nothing once, so that no request waits for the kernel's compiler."""
+        for mover in self.movers.values():
+            nothing = torch.zeros(
+                (1, self.limits.sizes.max_depth),
+                dtype=torch.int64,
+                device=mover.layers.device,
+            )
+            mover.move(
+                nothing, nothing[:, 0].clone(), nothing[:, 0].clone(), nothing.int()
+            )
+
     def level_reader(self, copier: BlockCopier) -> MaskLevelReader:
         """Read levels for a draft model, all nodes in one fork."""
         return MaskLevelReader(self.forks, copier, self.masks)

@@ -136,7 +136,8 @@ def build_draft(
     """
     torch.manual_seed(seed)
     draft = LlamaForCausalLM(draft_config(target.config, shape)).float()
-    head = target.get_output_embeddings().weight.detach()
+    # The statistics are on the CPU, whatever device the target is on.
+    head = target.get_output_embeddings().weight.detach().cpu()
     embedding = project_embedding(head, statistics, shape.hidden_size)
     scale = EMBEDDING_RMS / embedding.pow(2).mean().sqrt()
     with torch.no_grad():

@@ -204,9 +204,10 @@ def _run_target(
         hidden = output.last_hidden_state
         for layer in options.layers:
             states = hidden if layer == FINAL_LAYER else output.hidden_states[layer]
+            # Moved at once: a copy from the GPU waits for all that it has to do.
+            moved = states.bfloat16().cpu()
             for b, i in enumerate(batch):
-                kept = states[b, : lengths[i]].bfloat16().cpu()
-                states_of[layer][starts[i] : starts[i + 1]] = kept
+                states_of[layer][starts[i] : starts[i + 1]] = moved[b, : lengths[i]]
         wanted = [_supervised(rows[i].prompt_len, lengths[i]) for i in batch]
         states = torch.cat([hidden[b, idx] for b, idx in enumerate(wanted)])
         places = torch.cat(

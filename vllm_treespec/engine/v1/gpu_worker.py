@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
-from vllm_treespec.engine.v1.warm_up import warm_up_attention
+from vllm_treespec.engine.v1.warm_up import warm_up_attention, warm_up_commit
 from vllm_treespec.engine.v1.worker import TreeWorkerMixin
 
 TREE_ATTENTION = "vllm_treespec.engine.tree_attention.TreeAttentionBackend"
@@ -25,6 +25,7 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         return runner
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Compile tree attention, then what vLLM compiles and captures."""
+        """Compile tree attention and commit, then what vLLM compiles and captures."""
         warm_up_attention(self.model_runner)
+        warm_up_commit(self.model_runner.decoder.layout)
         return super().compile_or_warm_up_model()

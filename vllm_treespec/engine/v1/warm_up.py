@@ -1,4 +1,4 @@
-"""Runs tree attention once in all its forms, so that no request waits for a compiler.
+"""Runs tree attention in all its forms, and commit: no request waits for a compiler.
 
 The kernel's form follows from the layer, and from the batch: how many rows its longest
 request has, and whether contexts are split. Graphs compile only what they hold.
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_treespec.layouts.masks import MaskLayout
+
 if TYPE_CHECKING:
     from vllm_treespec.engine.tree_attention import TreeAttentionImpl
     from vllm_treespec.engine.v1.vllm_types import V1Runner
+    from vllm_treespec.layouts.base import TreeLayout
 
 # Rows of a prompt's chunk, more than one block of the kernel holds.
 PROMPT_ROWS = 256
@@ -48,6 +51,12 @@ def warm_up_attention(runner: V1Runner) -> None:
                 layer.impl.attend_under_masks(
                     layer, query, layer.kv_cache, metadata, torch.empty_like(query)
                 )
+
+
+def warm_up_commit(layout: TreeLayout) -> None:
+    """Commit nothing once; the layout has its KV caches."""
+    assert isinstance(layout, MaskLayout)
+    layout.warm_up()
 
 
 def form(impl: TreeAttentionImpl) -> tuple[int, bool, bool]:
