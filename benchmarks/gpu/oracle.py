@@ -114,15 +114,28 @@ class OracleDecoder(TreeDecoder):
     acceptance = 0.0
     # int64, the nodes of the path that coins are thrown for
     path: Tensor
+    # on the path's device
+    generator: torch.Generator
 
     def verify(
         self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
     ) -> ScorerOutput:
         """Run the rule, then let coins decide what is accepted."""
         scored = super().verify(index, tree, target, uniforms)
-        return accept_by_coins(
-            tree, self.path, self.acceptance, uniforms, scored.next_token_ids
+        # greedy steps bring no numbers
+        coins = torch.rand(
+            (len(tree.num_nodes), len(self.path)),
+            generator=self.generator,
+            device=self.path.device,
         )
+        return accept_by_coins(
+            tree, self.path, self.acceptance, coins, scored.next_token_ids
+        )
+
+    def throw_coins_for(self, path: list[int], device: torch.device) -> None:
+        """Take the path; the same coins are thrown in every run."""
+        self.path = torch.tensor(path, device=device)
+        self.generator = torch.Generator(device).manual_seed(0)
 
 
 class OracleDrafter(TreeDrafter):
@@ -143,8 +156,7 @@ class OracleDrafter(TreeDrafter):
         assert isinstance(decoder, OracleDecoder)
         (oracle,) = decoder.method.proposers
         assert isinstance(oracle, OracleProposer)
-        path = last_path(oracle.parents)
-        decoder.path = torch.tensor(path, device=decoder.limits.device)
+        decoder.throw_coins_for(last_path(oracle.parents), decoder.limits.device)
         return decoder
 
 

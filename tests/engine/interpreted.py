@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from tests.engine.compiler_watch import CompilerWatch
 from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
 from vllm_treespec.engine.tree_attention import (
     TreeAttentionBackend,
@@ -126,6 +127,7 @@ class InterpretedWorker(TreeCPUWorker):
 
     def init_device(self) -> None:
         """Make the runner; attention is chosen when models are loaded."""
+        self.watch = CompilerWatch()
         super().init_device()
         self.model_runner.__class__ = InterpretedRunner
         self.model_runner.init_trees()
@@ -146,9 +148,13 @@ class InterpretedWorker(TreeCPUWorker):
         warm_up_commit(runner.decoder.layout)
         for group in chain.from_iterable(runner.attn_groups):
             group.get_metadata_builder().captured.clear()
-        return super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
+        self.watch.serve()
+        return times
 
     def treespec_stats(self, reset: bool = False) -> dict[str, Any]:
-        """The worker's totals, and how often metadata were replayed."""
-        replays = {"replays": InterpretedBuilder.num_replays}
-        return super().treespec_stats(reset) | replays
+        """The worker's totals, how often metadata were replayed, late kernels."""
+        return super().treespec_stats(reset) | {
+            "replays": InterpretedBuilder.num_replays,
+            "late_kernels": self.watch.late,
+        }

@@ -87,7 +87,8 @@ def test_gpu_path_equals_plain_and_cpu_path(
 ) -> None:
     """Red when kernel, masks, moves or rules of the GPU path are wrong anywhere.
 
-    Or when a captured graph would see an earlier step's batch.
+    Or when a captured graph would see an earlier step's batch, or a request would wait
+    for the kernels' compiler.
 
     Greedy answers are plain vLLM's on its stock attention. Sampled ones with a seed
     are those of the CPU path, which draws the same numbers: branches and masks are one
@@ -111,6 +112,7 @@ def test_gpu_path_equals_plain_and_cpu_path(
     assert tokens_of(masks) == tokens_of(branches)
     for name in ("trees", "nodes", "accepted"):
         assert masks["stats"][name] == branches["stats"][name]
+    assert masks["stats"]["late_kernels"] == []
     accepted = set(masks["stats"]["accepted"])
     if parse_spec_config(spec).rule == "coupled_draw":
         # A head that equals its target is right at every level.

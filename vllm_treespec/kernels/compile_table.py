@@ -91,6 +91,7 @@ def specialise(launch: Launch) -> ASTSource:
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
         special = not parameter.do_not_specialize
+        aligned = special and not parameter.do_not_specialize_on_alignment
         kind = "constexpr"
         if isinstance(value, Tensor):
             kind = "*" + TYPE_NAMES[value.dtype]
@@ -101,7 +102,7 @@ def specialise(launch: Launch) -> ASTSource:
         signature[parameter.name] = kind
         if kind == "constexpr":
             constants[(index,)] = value
-        elif special and (kind.startswith("*") or (kind == "i32" and value % 16 == 0)):
+        elif aligned and (kind.startswith("*") or (kind == "i32" and value % 16 == 0)):
             attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, attributes)
 

@@ -15,7 +15,12 @@ MAX_BLOCK = 1024
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["path_stride", "table_stride"])
+@triton.jit(
+    do_not_specialize=["path_stride", "table_stride"],
+    do_not_specialize_on_alignment=[
+        *("path", "num_accepted", "tree_starts", "block_table"),
+    ],
+)
 def move_kernel(
     layers,  # int64 [num_layers], addresses of the layers' caches
     path,

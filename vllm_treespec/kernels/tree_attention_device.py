@@ -220,7 +220,13 @@ def _store(
         tl.store(block + rows[:, None] + dims[None, :], out, mask=places)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "window"])
+# Nothing is compiled anew for what differs between a target and what drafts for it.
+@triton.jit(
+    do_not_specialize=["num_reqs", "window", "table_stride"],
+    do_not_specialize_on_alignment=[
+        *("query_start_loc", "seq_lens", "block_table", "tree_starts"),
+    ],
+)
 def tree_attention_kernel(
     query, key_cache, value_cache, output, partials, partial_lse,
     query_start_loc, seq_lens, block_table, node_masks, tree_starts, sinks,
@@ -293,7 +299,10 @@ def tree_attention_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_splits"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_splits"],
+    do_not_specialize_on_alignment=["query_start_loc"],
+)
 def merge_kernel(
     partials, partial_lse, output, query_start_loc, num_reqs, num_splits,
     output_stride, output_head_stride,

@@ -68,8 +68,9 @@ def batches(
     max_reqs: int, max_tree_nodes: int, max_tokens: int
 ) -> Iterator[tuple[int, int]]:
     """Numbers of requests and of rows of each, one batch for every form."""
-    rows = [1 << exponent for exponent in range(max_tree_nodes.bit_length())]
-    for query_len in (*rows, max_tree_nodes, PROMPT_ROWS):
+    most = min(max(PROMPT_ROWS, max_tree_nodes), max_tokens)
+    rows = [1 << exponent for exponent in range(most.bit_length())]
+    for query_len in sorted({*rows, max_tree_nodes, most}):
         for num_reqs in (1, max_reqs):
             if num_reqs * query_len <= max_tokens:
                 yield num_reqs, query_len
