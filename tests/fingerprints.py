@@ -1,4 +1,6 @@
-"""Writes the fingerprints of the vLLM functions that we replace.
+"""Writes what a release of vLLM has of the seam table.
+
+That is fingerprints of the functions that we replace, and that all seams were found.
 
 For the sources of a release, installed or unpacked (nothing is imported or built)::
 
@@ -12,19 +14,30 @@ that differ have changed, and run ``make test`` with that vLLM, before a commit.
 from __future__ import annotations
 
 import argparse
+import hashlib
 from pathlib import Path
 
 from vllm_treespec.engine.seams import SEAMS, fingerprints
-from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS
+from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS, SEEN
 from vllm_treespec.engine.seams.source_files import SourceFiles
 
-HEADER = '''"""Fingerprints of the vLLM functions that we replace, by supported release.
+HEADER = '''"""What supported releases of vLLM were seen to have of the seam table.
 
 Written by ``python -m tests.fingerprints``.
 """
 
-# module -> function -> release -> fingerprint
-FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = '''
+# release -> hash of the names of all seams that were found in it
+SEEN: dict[str, str] = {seen!r}
+
+# of the functions that we replace: module -> function -> release -> fingerprint
+FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {table!r}
+'''
+
+
+def names_hash(release: str) -> str:
+    """Hash of the names of all seams that a release must have."""
+    names = sorted({seam.name for seam in SEAMS if seam.needed_in(release)})
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def with_release(
@@ -56,12 +69,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="in which the package vllm lies")
     arguments = parser.parse_args()
     sources = SourceFiles(arguments.folder)
-    for seam in SEAMS:
-        needed = seam.needed_in(arguments.release)
-        if needed and not sources.has(seam.module, seam.attribute):
-            print(f"vLLM {arguments.release} has no {seam.name}")
-    table = with_release(arguments.release, sources)
-    Path(fingerprints.__file__).write_text(f"{HEADER}{table!r}\n", encoding="utf-8")
+    release = arguments.release
+    table = with_release(release, sources)
+    missing = [
+        seam.name
+        for seam in SEAMS
+        if seam.needed_in(release) and not sources.has(seam.module, seam.attribute)
+    ]
+    for name in missing:
+        print(f"vLLM {release} has no {name}")
+    seen = {**SEEN, release: "" if missing else names_hash(release)}
+    text = HEADER.format(seen=seen, table=table)
+    Path(fingerprints.__file__).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

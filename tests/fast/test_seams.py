@@ -9,7 +9,7 @@ import pytest
 import vllm
 from rich.console import Console
 
-from tests.fingerprints import with_release
+from tests.fingerprints import names_hash, with_release
 from vllm_treespec.engine.seams import (
     BELOW_VLLM,
     MIN_VLLM,
@@ -20,7 +20,7 @@ from vllm_treespec.engine.seams import (
     doctor,
     supported,
 )
-from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS
+from vllm_treespec.engine.seams.fingerprints import FINGERPRINTS, SEEN
 from vllm_treespec.engine.seams.source_files import SourceFiles, fingerprint
 
 HERE = [seam for seam in SEAMS if seam.needed_in(vllm.__version__)]
@@ -89,7 +89,7 @@ def test_fingerprints_are_of_the_table() -> None:
         for known in functions.values()
         for release in known
     }
-    assert releases == {"0.32", "0.33"}
+    assert releases == {"0.32", "0.33"} == set(SEEN)
     assert all(supported(release) for release in releases)
     assert min(releases) == MIN_VLLM
     assert not supported(BELOW_VLLM)
@@ -100,6 +100,15 @@ def test_fingerprints_are_of_the_table() -> None:
         if set(known) == releases
     }
     assert listed == {seam.name for seam in REPLACED}
+
+
+@pytest.mark.parametrize("release", SEEN)
+def test_every_seam_was_looked_for(release: str) -> None:
+    """Red when a seam is new and nobody looked whether every supported vLLM has it.
+
+    ``python -m tests.fingerprints`` looks, with the sources of each release.
+    """
+    assert SEEN[release] == names_hash(release)
 
 
 def test_fingerprints_are_written_anew(installed: SourceFiles) -> None:

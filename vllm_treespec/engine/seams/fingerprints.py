@@ -1,9 +1,12 @@
-"""Fingerprints of the vLLM functions that we replace, by supported release.
+"""What supported releases of vLLM were seen to have of the seam table.
 
 Written by ``python -m tests.fingerprints``.
 """
 
-# module -> function -> release -> fingerprint
+# release -> hash of the names of all seams that were found in it
+SEEN: dict[str, str] = {"0.32": "c4a2b21c4b21d902", "0.33": "4fd3f028d50ca4f9"}
+
+# of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
     "vllm.engine.arg_utils": {
         "EngineArgs.create_engine_config": {
