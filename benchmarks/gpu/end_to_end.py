@@ -20,7 +20,7 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.refusals import GPU_ATTENTION
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.prompts import SHIPPED
-from vllm_treespec.tools.sides import PLAIN, Cell, Side
+from vllm_treespec.tools.sides import PLAIN, Cell, Side, with_model
 from vllm_treespec.tools.store import read_stored
 
 PARTS = ("lossless", "speed")
@@ -36,14 +36,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "lyanna": {"num_drafts": 15, "resample": "merge"},
     "hybrid": {"num_drafts": 15, "depth": 6},
 }
-# What drafts, where it is not the draft model.
-HEADS = {
-    "redrafter": "redrafter",
-    "medusa_tree": "medusa",
-    "eagle_tree": "eagle",
-    "lyanna": "lyanna",
-}
-WITHOUT_MODEL = ("suffix_tree",)
 EVERY_METHOD = ",".join(METHODS)
 # Triton multiplies float32 matrices in TF32 unless it is told otherwise; torch and
 # vLLM do not.
@@ -52,10 +44,6 @@ Only = Annotated[str, typer.Option(help="Some of lossless,speed.")]
 OfLossless = Annotated[str, typer.Option(help="Of lossless, comma-separated.")]
 Plain = Annotated[
     bool, typer.Option(help="Plain answers too, or have those in --out already.")
-]
-Heads = Annotated[
-    list[str] | None,
-    typer.Option("--head", help="Folder; repeatable. Default: the shipped heads."),
 ]
 
 
@@ -68,7 +56,7 @@ def gpu_end_to_end(
     num_prompts: options.NumPrompts = 8,
     target: options.Target = "",
     draft: options.Draft = "",
-    heads: Heads = None,
+    head: options.Heads = None,
     shapes: card.Shapes = "8b",
     nodes: card.Numbers = "32",
     batches: card.Numbers = "1,8,32",
@@ -101,8 +89,8 @@ def gpu_end_to_end(
         plans, parts = [], options.words(only, "--only", PARTS)
         if "lossless" in parts:
             names = options.words(methods, "--methods", list(METHODS))
-            kinds = list(HEADS.values())
-            chosen = models.find_models(target, draft, heads or [], kinds)
+            kinds = list(models.SHIPPED_HEADS)
+            chosen = models.find_models(target, draft, head or [], kinds)
             texts, _ = models.take_prompts(prompts, num_prompts)
             every = [
                 side
@@ -132,9 +120,8 @@ def lossless_sides(
     arguments: dict[str, dict[str, Any]] = {PLAIN: {"async_scheduling": False}}
     for name in methods:
         spec = {"method": name, "schedule": "fixed", **METHODS[name]}
-        if name not in WITHOUT_MODEL:
-            spec["model"] = model_of(name, folders)
-        arguments[name] = stock_arguments(parse_spec_config(spec), None, work.device)
+        whole = with_model(spec, folders.draft, folders.heads)
+        arguments[name] = stock_arguments(parse_spec_config(whole), None, work.device)
     attention = {"attention_backend": GPU_ATTENTION} if work.device == "cuda" else {}
     return [
         Side(
@@ -146,16 +133,6 @@ def lossless_sides(
         for dtype in dtypes
         for name, own in arguments.items()
     ]
-
-
-def model_of(method: str, folders: models.Models) -> str:
-    """Folder of what drafts for a method; ValueError when there is none."""
-    kind = HEADS.get(method)
-    model = folders.heads.get(kind) if kind else folders.draft
-    if model is None:
-        option = "--head" if kind else "--draft"
-        raise ValueError(f"{method} needs a model; name one with {option}")
-    return model
 
 
 def run_plans(plans: Sequence[plan.Plan], out: Path, origin: report.Content) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from triton import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 INT32_MAX = 2**31 - 1
@@ -38,9 +39,13 @@ class CompilerWatch:
         """Note the form of a launch."""
         given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
         del given["grid"], given["warmup"]
+        # what the compiler knows of the arguments; the interpreter does not
+        parameters = JITFunction(kernel.fn, **kernel.kwargs).params
         form = (
             kernel.__name__,
-            *(form_of(name, given[name], kernel.kwargs) for name in sorted(given)),
+            *(form_of(known, given.pop(known.name)) for known in parameters),
+            # warps and stages
+            *sorted(given.items()),
         )
         if form in self.forms:
             return
@@ -58,18 +63,15 @@ class CompilerWatch:
         return f"{form[0]}: {min(differences, key=len, default='never run')}"
 
 
-def form_of(
-    name: str, value: Any, kernel_options: dict[str, Any]
-) -> tuple[object, ...]:
+def form_of(parameter: Any, value: Any) -> object:
     """What of an argument decides for which form of a kernel the launch asks."""
+    if parameter.is_constexpr:
+        return parameter.name, value
+    aligned = not parameter.do_not_specialize_on_alignment
     if isinstance(value, torch.Tensor):
-        watched = name not in (kernel_options["do_not_specialize_on_alignment"] or ())
-        return name, value.dtype, watched and value.data_ptr() % 16 == 0
+        return parameter.name, value.dtype, aligned and value.data_ptr() % 16 == 0
     if isinstance(value, float) or value is None:
-        return name, type(value)
-    if name in (kernel_options["do_not_specialize"] or ()):
-        return name, value > INT32_MAX
-    # constants are written large; the others count by Triton's rules
-    if name.isupper() or isinstance(value, bool):
-        return name, value
-    return name, value == 1, value % 16 == 0, value > INT32_MAX
+        return parameter.name, type(value)
+    if parameter.do_not_specialize:
+        return parameter.name, value > INT32_MAX
+    return parameter.name, value == 1, aligned and value % 16 == 0, value > INT32_MAX

@@ -349,7 +349,8 @@ def test_lossless_sides() -> None:
         exact = side.engine["dtype"] == "float32"
         assert ("TRITON_F32_DEFAULT" in side.environment) == exact
         assert side.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    with pytest.raises(ValueError, match=r"redrafter needs a model; .* --head"):
+    said = r'{"method": "redrafter", .*} needs a model; name one with --head'
+    with pytest.raises(ValueError, match=said):
         lossless_sides(models, ["redrafter"], ["float32"], work)
 
 

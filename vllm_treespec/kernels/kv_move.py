@@ -18,7 +18,10 @@ NUM_WARPS = 4
 @triton.jit(
     do_not_specialize=["path_stride", "table_stride"],
     do_not_specialize_on_alignment=[
-        *("path", "num_accepted", "tree_starts", "block_table"),
+        "path",
+        "num_accepted",
+        "tree_starts",
+        "block_table",
     ],
 )
 def move_kernel(

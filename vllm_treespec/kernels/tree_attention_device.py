@@ -224,7 +224,10 @@ def _store(
 @triton.jit(
     do_not_specialize=["num_reqs", "window", "table_stride"],
     do_not_specialize_on_alignment=[
-        *("query_start_loc", "seq_lens", "block_table", "tree_starts"),
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+        "tree_starts",
     ],
 )
 def tree_attention_kernel(

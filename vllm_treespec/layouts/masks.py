@@ -64,14 +64,8 @@ class MaskLayout:
     def warm_up(self) -> None:
         """Commit nothing once, so that no request waits for the kernel's compiler."""
         for mover in self.movers.values():
-            nothing = torch.zeros(
-                (1, self.limits.sizes.max_depth),
-                dtype=torch.int64,
-                device=mover.layers.device,
-            )
-            mover.move(
-                nothing, nothing[:, 0].clone(), nothing[:, 0].clone(), nothing.int()
-            )
+            zero = torch.zeros((1, 1), dtype=torch.int64, device=mover.layers.device)
+            mover.move(zero, zero[0], zero[0], zero.int())
 
     def level_reader(self, copier: BlockCopier) -> MaskLevelReader:
         """Read levels for a draft model, all nodes in one fork."""
