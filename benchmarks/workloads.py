@@ -74,6 +74,7 @@ def workloads(
     batch_sizes: options.BatchSizes = "1,4,16",
     temperatures: options.Temperatures = "0,1",
     top_p: options.TopP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     spec: options.Specs = None,
     sides: options.Names = "",
     rounds: options.Rounds = 1,
@@ -116,13 +117,21 @@ def workloads(
         all_sides = sides_of(specs or usual_specs(models), models, stock_depth, modes)
         chosen = kinds.choose_sides(all_sides, options.words(sides))
         job = base_job(
-            models.target, [], max_tokens, workloads=found, dtype=dtype, top_p=top_p
+            models.target,
+            [],
+            max_tokens,
+            workloads=found,
+            dtype=dtype,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
         )
         side_engines = engines_of(chosen, cells, rounds)
         plan = make_plan(job, side_engines, out, models.named(), fresh)
     counts = ", ".join(f"{len(prompts)} {name}" for name, prompts in found.items())
     asked = f"{counts} of {data.name} ({settings_of(found)})"
     asked += f", top_p {top_p:g}" if top_p else ""
+    if repetition_penalty:
+        asked += f", repetition_penalty {repetition_penalty:g}"
     origin = provenance("workloads", models=models.named(), prompts=asked)
     measure = partial(execute_in_turns, together=together) if together > 1 else None
     contents = partial(comparison, cells)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.penalties import Penalties
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
@@ -22,16 +23,38 @@ class TargetLogits:
     # int64 [num_reqs], row of each request's root
     root_rows: Tensor
     sampling: SamplingTensors
+    # None when no request has any
+    penalties: Penalties | None = None
 
     def probs(self, reqs: Tensor, nodes: Tensor) -> Tensor:
         """Target distributions after the given nodes, float32 [n, vocab_size]."""
-        rows = self.logits[self.root_rows[reqs] + nodes]
-        return self.sampling.select(reqs).probs(rows)
+        return self.sampling.select(reqs).probs(self._after(reqs, nodes))
 
     def argmax(self, reqs: Tensor, nodes: Tensor) -> Tensor:
         """Most likely next tokens after the given nodes, int64 [n]."""
+        return self._after(reqs, nodes).to(torch.float32).argmax(dim=-1)
+
+    def _after(self, reqs: Tensor, nodes: Tensor) -> Tensor:
+        """Logits after the given nodes, with penalties, [n, vocab_size]."""
         rows = self.logits[self.root_rows[reqs] + nodes]
-        return rows.to(torch.float32).argmax(dim=-1)
+        if self.penalties is None:
+            return rows
+        return self.penalties.apply(rows, reqs, nodes)
+
+    def select(self, rows: Tensor, sampling: SamplingTensors) -> TargetLogits:
+        """Return the logits of the given requests.
+
+        Args:
+            rows: int64 [n], the requests.
+            sampling: of them.
+
+        """
+        return TargetLogits(
+            self.logits,
+            self.root_rows[rows],
+            sampling,
+            None if self.penalties is None else self.penalties.select(rows),
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,12 @@ from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.batched import node_numbers
-from vllm_treespec.scorers.follow_path import follow_path, follow_path_batched
+from vllm_treespec.scorers.follow_path import (
+    follow_draws,
+    follow_draws_batched,
+    follow_path,
+    follow_path_batched,
+)
 
 
 def greedy_matching(
@@ -28,6 +33,8 @@ def greedy_matching(
         uniforms: not used; part of every rule's signature.
 
     """
+    if target.penalties is not None:
+        return follow_draws(tree, target.argmax)
     roots = target.root_rows.tolist()
 
     def next_token(reqs: Sequence[int], nodes: Sequence[int]) -> list[int]:
@@ -49,6 +56,8 @@ def greedy_matching_batched(
         sizes: the trees' bounds; only the depth is used.
 
     """
+    if target.penalties is not None:
+        return follow_draws_batched(tree, target.argmax, sizes)
     best = target.logits.to(torch.float32).argmax(dim=-1)
     next_tokens = best[target.root_rows[:, None] + node_numbers(tree)]
     return follow_path_batched(tree, next_tokens, sizes)

@@ -84,7 +84,7 @@ def walk_mixed(
             all_greedy=is_greedy,
             all_random=not is_greedy,
         )
-        part = replace(target, root_rows=target.root_rows[rows], sampling=sampling)
+        part = target.select(rows, sampling)
         own_rule = GREEDY_MATCHING if is_greedy else rule
         scored = own_rule.walk(tree.select(rows), part, uniforms[rows])
         path[rows, : scored.path.shape[1]] = scored.path

@@ -27,6 +27,10 @@ TopP = Annotated[
     float | None,
     typer.Option(min=0, max=1, help="top_p of requests at temperatures above 0."),
 ]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="repetition_penalty of all requests; many models ask for one."),
+]
 Dtype = Annotated[
     str, typer.Option(help="Of weights and KV, as in vllm serve: bfloat16, float32.")
 ]

@@ -119,7 +119,7 @@ SAMPLING = (
     ),
     Row(
         "presence, frequency, repetition penalty",
-        PLAIN,
+        TREE,
         Same(
             (
                 {"presence_penalty": 0.8},

@@ -67,6 +67,18 @@ def jobs(tokenize: Callable[[str], list[int]]) -> dict[str, dict]:
             ],
         },
         "processors alone": {**three, "params": {**FREE, "extra_args": NO_REPEATS}},
+        "penalties": {
+            **six,
+            "params": [
+                {**FREE, "repetition_penalty": 1.1},
+                {**FREE, "temperature": 0.7, "repetition_penalty": 1.1},
+                {**FREE, "frequency_penalty": 0.4, "presence_penalty": -0.3},
+                {**FREE, "repetition_penalty": 0.8, "logprobs": 1},
+                {**FREE, "temperature": 0.9, "top_p": 0.8, "presence_penalty": 0.9},
+                {**FREE, "repetition_penalty": 1.5},
+            ],
+        },
+        "penalties alone": {**three, "params": {**FREE, "repetition_penalty": 1.1}},
         "embeds": {
             **six,
             "params": FREE,
@@ -140,6 +152,21 @@ def test_processed_logprobs(answers: dict, drafted: dict) -> None:
             assert found == pytest.approx(expected, abs=2e-3)
     assert plain[2]["logprobs"] != plain[0]["logprobs"]
     assert drafted["logprobs"][0] > 5, "requests without logprobs draft"
+
+
+def test_penalties(answers: dict, drafted: dict) -> None:
+    """Turns red when requests with penalties lose their trees, or answer otherwise."""
+    plain, trees = (token_ids(answers[m]["penalties"]) for m in (None, METHOD))
+    greedy = (0, 2, 3, 5)
+    assert [trees[i] for i in greedy] == [plain[i] for i in greedy]
+    assert {len(tokens) for tokens in trees} == {30}
+    whole = token_ids(answers[None]["whole"])
+    assert all(plain[i] != whole[i % 3] for i in greedy), "they changed nothing"
+    alone = (token_ids(answers[m]["penalties alone"]) for m in (None, METHOD))
+    assert next(alone) == next(alone)
+    num_trees, nodes = drafted["penalties alone"]
+    assert nodes == DRAFTS * num_trees > 0
+    assert num_trees < 3 * 30 - 3, "none of their drafts is accepted"
 
 
 def test_custom_logits_processors(answers: dict, drafted: dict) -> None:

@@ -26,6 +26,7 @@ from tests.fast.toy_models import (
     after,
     hidden_state,
     kv_slots,
+    penalised,
     seen_slots,
     texts_so_far,
 )
@@ -253,6 +254,9 @@ class FakeEngine:
 
     def _draw(self, request: Request, logits: Tensor) -> int:
         """Sample plainly, with numbers of the request and its length alone."""
+        prompt = request.token_ids[: request.num_prompt]
+        output = request.token_ids[request.num_prompt :]
+        logits = penalised(logits, prompt, output, request.penalties)
         if request.temperature == 0:
             return int(logits.argmax())
         sampling = SamplingTensors(torch.tensor([request.temperature]))

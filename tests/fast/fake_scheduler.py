@@ -24,6 +24,8 @@ class Request:
     drafts: bool = True
     # draft tokens that a tree of it may have
     max_drafts: int = 63
+    # for repetition, frequency and presence; 1, 0 and 0 change nothing
+    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
     num_computed: int = field(default=0, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
     # the last tree that was drawn for it, without the root, and in which step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_models import BLOCK_SIZE, kv_slots
+from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.views import (
     BlockTables,
     EmittedBatch,
@@ -119,7 +120,12 @@ class Step:
         """Sampling parameters of the batch."""
         host = np.array([r.temperature for r in self.requests], dtype=np.float32)
         temperature = torch.from_numpy(host) if host.any() else None
-        return SamplingView(host, temperature, top_k=None, top_p=None)
+        penalties = penalty_view(
+            [r.token_ids for r in self.requests],
+            [r.num_prompt for r in self.requests],
+            [r.penalties for r in self.requests],
+        )
+        return SamplingView(host, temperature, None, None, penalties)
 
     def emitted_batch(
         self,
@@ -162,6 +168,23 @@ def blocks_in(group: int, request: Request, habits: Habits) -> list[int]:
 def first_seen(group: int, length: int) -> int:
     """First token that the last one of so many sees in a group."""
     return 0 if group == 0 else max(0, length - WINDOW)
+
+
+def penalty_view(
+    texts: list[list[int]],
+    num_prompt: Sequence[int],
+    strengths: Sequence[Sequence[float]],
+) -> PenaltyView:
+    """Penalties for repetition, frequency and presence, and the texts so far."""
+    repetition, frequency, presence = np.array(strengths, dtype=np.float32).T
+    return PenaltyView(
+        repetition,
+        frequency,
+        presence,
+        token_ids=padded_rows(texts, max(map(len, texts))),
+        num_prompt_tokens=ints(num_prompt),
+        num_tokens=ints(map(len, texts)),
+    )
 
 
 def padded_rows(rows: list[list[int]], width: int) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,41 +117,6 @@ def test_configs_name_our_check(tmp_path: Any) -> None:
             logits_processors=custom,
         ).create_engine_config()
         assert config.model_config.logits_processors == found
-
-
-@pytest.mark.parametrize(
-    ("defaults", "warned"),
-    [({"repetition_penalty": 1.1, "top_p": 0.8}, True), ({"top_p": 0.8}, False)],
-)
-def test_penalties_of_a_model_are_warned_of(
-    defaults: dict[str, float],
-    warned: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Red when all requests lose their trees, and nobody says why."""
-    pytest.importorskip("vllm", reason="needs vLLM")
-    from vllm.config import ModelConfig
-
-    from tests.fast.small_engine import model_config
-    from vllm_treespec.engine import request_check
-
-    model_config().save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
-    lines: list[str] = []
-    monkeypatch.setattr(
-        request_check.logger,
-        "warning",
-        lambda text, *values: lines.append(text % values),
-    )
-    request_check.warn_of_penalties(
-        ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32")
-    )
-    assert bool(lines) == warned
-    if warned:
-        assert (
-            "--override-generation-config '{\"repetition_penalty\": 1.0}'" in lines[0]
-        )
 
 
 def test_workers_keep_processors_from_the_stock_runner() -> None:

@@ -6,6 +6,7 @@ written, or that belongs to another path of a tree, shows at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -65,6 +66,28 @@ class Language:
 def after(table: Tensor, text: Sequence[int]) -> Tensor:
     """Logits after a text, [V]."""
     return table[len(text) % PERIOD, text[-2] if len(text) > 1 else 0, text[-1]]
+
+
+def penalised(
+    logits: Tensor, prompt: Sequence[int], output: Sequence[int], strength: Sequence
+) -> Tensor:
+    """Penalise one row token by token, float32 [vocab_size].
+
+    Args:
+        logits: [vocab_size].
+        prompt: of the request.
+        output: of the request, so far.
+        strength: penalties for repetition, frequency and presence.
+
+    """
+    repetition, frequency, presence = np.asarray(strength, dtype=np.float32)
+    row, counts = logits.float().clone(), Counter(output)
+    for token in {*prompt, *output}:
+        value = row[token]
+        value *= 1 / repetition if value > 0 else repetition
+        value -= frequency * counts[token]
+        value -= presence * bool(counts[token])
+    return row
 
 
 class KvCache:

@@ -84,7 +84,7 @@ def accepts_inverse_ratio(
     return recursive_rejection(tree, target, uniforms)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DraftAtLeaves(TargetLogits):
     """Gives the draft distribution in the leaves' place of the target's."""
 
@@ -103,7 +103,7 @@ def bonus_from_draft(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
     """Draws the bonus token from a draft distribution."""
-    leaves = DraftAtLeaves(target.logits, target.root_rows, target.sampling, tree)
+    leaves = DraftAtLeaves(target.logits, target.root_rows, target.sampling, tree=tree)
     return recursive_rejection(tree, leaves, uniforms)
 
 

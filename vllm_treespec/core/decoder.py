@@ -20,6 +20,7 @@ from vllm_treespec.core.matching import (
     scored_parts,
 )
 from vllm_treespec.core.method import EngineLimits, Method
+from vllm_treespec.core.penalties import PenalisedTexts
 from vllm_treespec.core.plain_draw import draw_plainly
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.shares import count_parts
@@ -75,6 +76,7 @@ class TreeDecoder:
         self.slots = RequestSlots()
         self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
         self.uniforms = UniformSource(limits.seed)
+        self.penalised_texts = PenalisedTexts()
         self.drafter = TreeDrafter(
             method, sources, self.slots, self.uniforms, limits, stats
         )
@@ -100,6 +102,7 @@ class TreeDecoder:
         """Forget the requests that ended, by their released slots, int64 [n]."""
         self.discard_trees(slots)
         self.chooser.forget(slots)
+        self.penalised_texts.finish_requests(slots)
         for source in self.sources:
             source.finish_requests(slots)
         if self.method.shares is not None:
@@ -150,7 +153,12 @@ class TreeDecoder:
         if trees is None:
             return None
         of_trees = sampling.select(trees.host_reqs, trees.reqs)
-        target = TargetLogits(logits, trees.root_rows, of_trees)
+        penalties = self.penalised_texts.penalties(
+            sampling.penalties, trees.host_reqs, trees.slots, self.limits.device
+        )
+        if penalties is not None:
+            penalties = penalties.below(trees.tree, self._max_depth(trees))
+        target = TargetLogits(logits, trees.root_rows, of_trees, penalties)
         uniforms = trees.tree.keys
         if uniforms is None:
             count = 0 if of_trees.all_greedy else 1 + self.max_draws
@@ -191,9 +199,23 @@ class TreeDecoder:
         of_reqs = sampling.select(host_reqs, reqs)
         count = 0 if of_reqs.all_greedy else 1
         uniforms = self.uniforms.draw_shared(len(host_reqs), count)
+        rows = self.root_rows[reqs]
+        penalties = self.penalised_texts.penalties(
+            sampling.penalties, host_reqs, batch.slots[host_reqs], self.limits.device
+        )
+        if penalties is not None:
+            every = torch.arange(len(rows))
+            logits = penalties.apply(logits[rows], every, torch.zeros_like(every))
+            rows = every
         tokens = torch.full((len(drawn_for),), -1)
-        tokens[reqs] = draw_plainly(logits, self.root_rows[reqs], of_reqs, uniforms)
+        tokens[reqs] = draw_plainly(logits, rows, of_reqs, uniforms)
         return tokens
+
+    def _max_depth(self, trees: RunningTrees) -> int:
+        """Levels of the deepest tree, or more where the host would have to wait."""
+        if self.method.batched:
+            return self.method.proposers[trees.tree_index].sizes.max_depth
+        return int(trees.tree.depths.max())
 
     def verify(
         self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.sampling import SamplingTensors
 
 GREEDY_BELOW = 1e-5
@@ -119,6 +120,8 @@ class SamplingView:
     top_k: Tensor | None
     # float32 [num_reqs], or None when no request limits it
     top_p: Tensor | None
+    # None when no request has any
+    penalties: PenaltyView | None = None
 
     def select(self, host_reqs: np.ndarray, reqs: Tensor) -> SamplingTensors:
         """Return the parameters of some requests.

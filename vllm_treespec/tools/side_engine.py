@@ -69,6 +69,7 @@ class SideEngine:
         return SamplingParams(
             temperature=temperature,
             top_p=self.job.top_p or 1.0,
+            repetition_penalty=self.job.repetition_penalty or 1.0,
             max_tokens=max_tokens,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

@@ -113,6 +113,8 @@ class Job(BaseModel):
     dtype: str = "bfloat16"
     # of requests at temperatures above 0; None: all tokens may be drawn
     top_p: float | None = Field(default=None, exclude_if=_is_unset)
+    # of all requests; None: no penalty
+    repetition_penalty: float | None = Field(default=None, exclude_if=_is_unset)
     max_model_len: int = 2048
     # after the cells, stream the greedy answer to this prompt
     stream: str | None = None

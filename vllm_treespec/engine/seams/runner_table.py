@@ -88,6 +88,11 @@ BATCH = (
         "the tokens of the requests",
     ),
     *_BATCH.reads("temperature_cpu sampling_metadata", "how requests are sampled"),
+    *_BATCH.reads(
+        "repetition_penalties_cpu frequency_penalties_cpu presence_penalties_cpu "
+        "num_prompt_tokens",
+        "penalties after every node of a tree",
+    ),
     *_BATCH.writes("generators", "those of incomplete prompts are set aside: contents"),
     *_BATCH.writes(
         "logitsprocs logitsprocs_need_output_token_ids",
@@ -127,8 +132,7 @@ STEP = (
         "resumed_req_ids", "which requests were preempted"
     ),
     *Owner("vllm.sampling_params:SamplingParams").reads(
-        "presence_penalty frequency_penalty repetition_penalty min_p min_tokens "
-        "logit_bias bad_words allowed_token_ids logprob_token_ids "
+        "min_p min_tokens logit_bias bad_words allowed_token_ids logprob_token_ids "
         "thinking_token_budget structured_outputs logprobs extra_args",
         "which requests draft trees",
     ),
@@ -148,6 +152,7 @@ SAMPLING = (
     ),
     *Owner("vllm.utils.torch_utils").reads("PIN_MEMORY", "custom logits processors"),
     *_METADATA.reads("temperature top_k top_p", "how requests are sampled"),
+    *_METADATA.reads("no_penalties", "whether requests have penalties"),
     *_METADATA.writes(
         "generators max_num_logprobs", "requests without a tree are sampled apart"
     ),

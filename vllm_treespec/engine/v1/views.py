@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
+from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.views import (
     BlockTables,
@@ -37,9 +38,8 @@ def may_draft_trees(
 ) -> bool:
     """Whether a request drafts trees; otherwise it decodes plainly.
 
-    vLLM computes penalties and most masks for the last token only; a tree needs them
-    for every node. A grammar's masks are the exception: our scheduler fills them for
-    every node.
+    vLLM computes most masks for the last token only; a tree needs them for every node.
+    A grammar's masks are the exception: our scheduler fills them for every node.
 
     Args:
         params: of the request.
@@ -50,10 +50,7 @@ def may_draft_trees(
 
     """
     return not (
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_p
+        params.min_p
         or params.min_tokens
         or params.logit_bias
         or params.bad_words
@@ -153,6 +150,19 @@ def sampling_view(batch: InputBatch) -> SamplingView:
         temperature=metadata.temperature,
         top_k=metadata.top_k,
         top_p=metadata.top_p,
+        penalties=None if metadata.no_penalties else penalty_view(batch),
+    )
+
+
+def penalty_view(batch: InputBatch) -> PenaltyView:
+    """Penalties of the requests, and their texts."""
+    return PenaltyView(
+        repetition=batch.repetition_penalties_cpu,
+        frequency=batch.frequency_penalties_cpu,
+        presence=batch.presence_penalties_cpu,
+        token_ids=batch.token_ids_cpu,
+        num_prompt_tokens=batch.num_prompt_tokens,
+        num_tokens=batch.num_tokens_no_spec,
     )
 
 

@@ -62,6 +62,10 @@ class InputBatch:
     num_tokens_no_spec: np.ndarray
     token_ids_cpu: np.ndarray
     temperature_cpu: np.ndarray
+    repetition_penalties_cpu: np.ndarray
+    frequency_penalties_cpu: np.ndarray
+    presence_penalties_cpu: np.ndarray
+    num_prompt_tokens: np.ndarray
     sampling_metadata: SamplingMetadata
     block_table: Sequence[BlockTable]
     generators: dict[int, torch.Generator]

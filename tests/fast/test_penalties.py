@@ -1,0 +1,271 @@
+"""Penalties after every node of a tree: values, laws, texts, whole steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.enumeration import LawMeter, Scorer, Weighted, propose, token_uniforms
+from tests.fast.fake_scheduler import Request
+from tests.fast.fake_views import penalty_view
+from tests.fast.interpreted import interpreted
+from tests.fast.languages import NUM_TOKENS, Language, naive_probs, random_tables
+from tests.fast.random_trees import random_trees
+from tests.fast.toy_models import after, penalised
+from tests.fast.toy_workloads import HABITS, make_engine, workload
+from vllm_treespec.core import decoder
+from vllm_treespec.core.penalties import (
+    PenalisedTexts,
+    Penalties,
+    PenaltyView,
+    SeenTokens,
+)
+from vllm_treespec.core.plain_draw import draw_plainly
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.kernels import kv_move
+from vllm_treespec.proposers import RsdC
+from vllm_treespec.scorers import ScorerOutput, TargetLogits, recursive_rejection
+from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
+
+CPU = torch.device("cpu")
+# repetition, frequency, presence
+STRENGTHS = ((1.3, 0.0, 0.0), (1.0, 0.6, 0.0), (0.8, -0.2, 0.7), (1.0, 0.0, 0.0))
+FLOAT32 = 4e-6
+NOTICEABLE = 1e-3
+
+
+def penalties_of(view: PenaltyView) -> Penalties:
+    """Penalties of all requests, seen for the first time."""
+    reqs = np.arange(len(view.num_tokens))
+    penalties = PenalisedTexts().penalties(view, reqs, reqs, CPU)
+    assert penalties is not None
+    return penalties
+
+
+def path_to(tree: TreeBatch, req: int, node: int) -> list[int]:
+    """Drafts from below the root to a node."""
+    path = []
+    while node > 0:
+        path.append(int(tree.token_ids[req, node]))
+        node = int(tree.parents[req, node])
+    return path[::-1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("vocab_size", [4, 30])
+def test_every_node_has_vllms_penalties(vocab_size: int, seed: int) -> None:
+    """Red when a count, an order or a path is another one than vLLM's."""
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm.v1.sample.ops.penalties import apply_all_penalties
+
+    generator = torch.Generator().manual_seed(seed)
+    num_reqs = len(STRENGTHS)
+    tree = random_trees(num_reqs, 9, vocab_size, generator)
+    texts = torch.randint(vocab_size, (num_reqs, 12), generator=generator).tolist()
+    texts = [text[: 6 + req] for req, text in enumerate(texts)]
+    num_prompt = [4, 5, 1, 3]
+    for req, text in enumerate(texts):
+        tree.token_ids[req, 0] = text[-1]
+    penalties = penalties_of(penalty_view(texts, num_prompt, STRENGTHS))
+    penalties = penalties.below(tree, int(tree.depths.max()))
+    reqs, nodes = tree.is_node().nonzero().unbind(1)
+    logits = 5 * torch.randn((len(reqs), vocab_size), generator=generator)
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
+    outputs = [
+        texts[req][num_prompt[req] :] + path_to(tree, req, node)
+        for req, node in zip(reqs.tolist(), nodes.tolist(), strict=True)
+    ]
+    prompts = torch.full((num_reqs, 5), vocab_size)
+    for req, length in enumerate(num_prompt):
+        prompts[req, :length] = torch.tensor(texts[req][:length])
+    repetition, frequency, presence = torch.tensor(STRENGTHS).T[:, reqs]
+    expected = apply_all_penalties(
+        logits.clone(), prompts[reqs], presence, frequency, repetition, outputs
+    )
+    assert penalties.apply(logits.clone(), reqs, nodes).equal(expected)
+    kept = reqs == 1
+    alone = penalties.select(torch.tensor([1]))
+    none = torch.zeros_like(reqs[kept])
+    found = alone.apply(logits[kept].bfloat16(), none, nodes[kept])
+    rounded = [
+        penalised(row, texts[1][:5], outputs[place], STRENGTHS[1])
+        for row, place in zip(
+            logits[kept].bfloat16(), kept.nonzero()[:, 0].tolist(), strict=True
+        )
+    ]
+    assert found.equal(torch.stack(rounded))
+
+
+def test_requests_without_penalties_cost_nothing() -> None:
+    """Red when texts of requests without a penalty are counted."""
+    view = penalty_view([[1, 2], [3, 4]], [1, 1], [STRENGTHS[0], STRENGTHS[3]])
+    texts, one, both = PenalisedTexts(), np.array([1]), np.arange(2)
+    assert texts.penalties(None, both, both, CPU) is None
+    assert texts.penalties(view, one, one, CPU) is None
+    with patch.object(SeenTokens, "note") as note:
+        assert texts.penalties(view, both, both, CPU) is not None
+    note.assert_called_once()
+
+
+def test_texts_are_counted_as_they_grow() -> None:
+    """Red when a token is counted twice, or a slot's next request finds old counts."""
+    text = torch.randint(9, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    texts, slot = PenalisedTexts(), np.array([5])
+
+    def found(length: int, num_prompt: int, text: list[int] = text) -> Counter:
+        view = penalty_view([text[:length]], [num_prompt], STRENGTHS[:1])
+        penalties = texts.penalties(view, np.array([0]), slot, CPU)
+        assert penalties is not None
+        pairs = zip(penalties.tokens[0].tolist(), penalties.counts[0], strict=True)
+        return Counter({token: int(count) for token, count in pairs})
+
+    for length in (6, 6, 7, 12, 40):
+        expected = Counter(dict.fromkeys(text[:length], 0))
+        expected.update(text[6:length])
+        assert found(length, 6) == expected
+    expected = Counter(dict.fromkeys(text[:20], 0))
+    assert found(20, 20) == expected, "a session: what was output is prompt now"
+    texts.finish_requests(slot)
+    assert found(3, 3, [1, 1, 2]) == {1: 0, 2: 0}
+
+
+@dataclass(frozen=True)
+class PenalisedLanguage(Language):
+    """A language of logits under one request's penalties; ``table`` has them.
+
+    ``below``: whether nodes have the penalties of their paths, as they should.
+    """
+
+    # float32 [num_prefixes, vocab_size], without penalties
+    raw: Tensor
+    text: tuple[int, ...]
+    below: bool
+
+    def target_logits(self, tree: TreeBatch, sampling: SamplingTensors) -> TargetLogits:
+        count, depth = tree.num_reqs, int(tree.depths.max())
+        view = penalty_view(
+            [list(self.text)] * count, [2] * count, [STRENGTHS[2]] * count
+        )
+        penalties = penalties_of(view)
+        plain = Language(self.raw).target_logits(tree, sampling)
+        if self.below:
+            penalties = penalties.below(tree, depth)
+        return replace(plain, penalties=penalties)
+
+
+def penalised_language(
+    raw: Tensor, text: tuple[int, ...], below: bool
+) -> PenalisedLanguage:
+    """Penalise the logits of every prefix by its own tokens."""
+    vocab_size = raw.shape[1]
+    rows = []
+    for prefix, row in enumerate(raw):
+        path, number = [], prefix
+        while number:
+            path.append((number - 1) % vocab_size)
+            number = (number - 1) // vocab_size
+        rows.append(penalised(row, text[:2], [*text[2:], *path], STRENGTHS[2]))
+    return PenalisedLanguage(torch.stack(rows), raw, text, below)
+
+
+def batched(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
+    """The rule's form for GPUs."""
+    sizes = TreeSizes(max_nodes=7, max_depth=2, max_width=4, max_leaves=4)
+    return recursive_rejection_batched(tree, target, uniforms, sizes)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "below"),
+    [(recursive_rejection, True), (batched, True), (recursive_rejection, False)],
+    ids=["walk", "batched", "control"],
+)
+def test_law_under_penalties(scorer: Scorer, below: bool) -> None:
+    """Red when a node's penalties leave out its path; the control must be noticed."""
+    draft, target = (side.table.log().float() for side in random_tables("random", 3, 2))
+    language = penalised_language(target, (0, 0, 2, 1), below)
+
+    def sampling(num_reqs: int) -> SamplingTensors:
+        return SamplingTensors(torch.full((num_reqs,), 0.7), all_random=True)
+
+    proposer = RsdC((2, 2))
+    drawn_from = Language(naive_probs(draft.double() / 0.7, None, None))
+    uniforms, weights = token_uniforms(drawn_from, proposer.branching_factors)
+    tree = propose(proposer, Language(draft), sampling(len(weights)), uniforms)
+    tree.token_ids[:, 0] = language.text[-1]
+    drawn = Weighted(tree, weights)
+    meter = LawMeter(scorer, drawn, language, sampling, FLOAT32 / 4)
+    expected = Language(naive_probs(language.table.double() / 0.7, None, None))
+    error = (meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)).abs().max()
+    assert (float(error) < FLOAT32) == below
+    assert below or float(error) > NOTICEABLE
+
+
+def with_penalties(requests: list[Request]) -> list[Request]:
+    """Give requests the penalties of ``STRENGTHS``, one after another."""
+    for number, request in enumerate(requests):
+        request.penalties = STRENGTHS[number % len(STRENGTHS)]
+    return requests
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["walk", "batched"])
+@pytest.mark.parametrize("habits", ["whole", "all"])
+@pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "hybrid"])
+def test_greedy_answers_are_those_of_plain_decoding(
+    name: str, habits: str, masks: bool
+) -> None:
+    """Red when a step with trees emits other tokens than plain decoding would."""
+    engine = make_engine(name, HABITS[habits], masks=masks)
+    requests = with_penalties(workload(0))
+    prompts = [list(r.token_ids) for r in requests]
+    with interpreted(kv_move):
+        answers = engine.run(*requests)
+    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
+        output: list[int] = []
+        for _ in range(request.max_tokens):
+            row = after(engine.language.target, prompt + output)
+            row = penalised(row, prompt, output, request.penalties)
+            output.append(int(row.argmax()))
+        assert answer == output
+    assert sum(engine.accepted[count] for count in engine.accepted if count) > 10
+
+
+def test_plain_draws_have_penalties() -> None:
+    """Red when a request without a tree is drawn from logits without its penalties."""
+    engine = make_engine("suffix_tree", HABITS["whole"])
+    requests = [
+        Request(f"r{number}", [number, 3, 3], 12, temperature=0.9)
+        for number in range(4)
+    ]
+    rows_seen = 0
+
+    def noting(
+        logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
+    ) -> Tensor:
+        nonlocal rows_seen
+        in_tree = engine.decoder.trees
+        left = set(range(len(engine.now.requests)))
+        left -= set() if in_tree is None else set(in_tree.host_reqs.tolist())
+        for row, place in zip(rows.tolist(), sorted(left), strict=True):
+            request = engine.now.requests[place]
+            text, length = request.token_ids, request.num_prompt
+            expected = penalised(
+                after(engine.language.target, text),
+                text[:length],
+                text[length:],
+                request.penalties,
+            )
+            assert logits[row].equal(expected)
+            rows_seen += 1
+        return draw_plainly(logits, rows, sampling, uniforms)
+
+    with patch.object(decoder, "draw_plainly", side_effect=noting):
+        engine.run(*with_penalties(requests))
+    assert rows_seen > 10
