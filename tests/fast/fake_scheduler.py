@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from tests.fast.toy_models import BLOCK_SIZE, texts_so_far
 
+# Penalties for repetition, frequency and presence that change nothing.
+NO_PENALTY = (1.0, 0.0, 0.0)
+
 
 @dataclass(eq=False)
 class Request:
@@ -24,8 +27,8 @@ class Request:
     drafts: bool = True
     # draft tokens that a tree of it may have
     max_drafts: int = 63
-    # for repetition, frequency and presence; 1, 0 and 0 change nothing
-    penalties: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    # for repetition, frequency and presence
+    penalties: tuple[float, float, float] = NO_PENALTY
     num_computed: int = field(default=0, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
     # the last tree that was drawn for it, without the root, and in which step

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.fake_scheduler import NO_PENALTY, Habits, Request
 from tests.fast.toy_models import BLOCK_SIZE, kv_slots
 from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.views import (
@@ -120,11 +120,14 @@ class Step:
         """Sampling parameters of the batch."""
         host = np.array([r.temperature for r in self.requests], dtype=np.float32)
         temperature = torch.from_numpy(host) if host.any() else None
-        penalties = penalty_view(
-            [r.token_ids for r in self.requests],
-            [r.num_prompt for r in self.requests],
-            [r.penalties for r in self.requests],
-        )
+        strengths = [r.penalties for r in self.requests]
+        penalties = None
+        if any(strength != NO_PENALTY for strength in strengths):
+            penalties = penalty_view(
+                [r.token_ids for r in self.requests],
+                [r.num_prompt for r in self.requests],
+                strengths,
+            )
         return SamplingView(host, temperature, None, None, penalties)
 
     def emitted_batch(

@@ -31,13 +31,14 @@ class Serving:
         self.repeats = 0.0
         # of asking
         self.slowness = 1.0
+        self.sampled = False
         self.asked: list[bool] = []
         self.tokens = self.seconds = 0.0
         self.slots = list(range(NUM_REQS))
 
     def step(self) -> None:
         """Run a step; drafts are worth their price where the text repeats."""
-        index, drawn = self.schedule.choose(running(self.slots))
+        index, drawn = self.schedule.choose(running(self.slots, self.sampled))
         prices = None if index is None else self.schedule.prices(drawn)
         found = [self.random.random() < self.repeats for _ in drawn]
         drafts = [8 * (is_found and prices is not None) for is_found in found]
@@ -102,6 +103,31 @@ def test_a_text_that_begins_to_repeat_is_noticed(num_before: int) -> None:
         asked.append(sum(serving.asked[-64:]) / 64)
     assert sum(speeds) / 8 > 1.2
     assert sum(asked) / 8 > 0.8
+
+
+def test_a_text_that_repeats_no_longer_is_noticed() -> None:
+    """Red when what an index found long ago decides for long that it is asked."""
+    for seed in range(8):
+        serving = Serving(seed)
+        serving.repeats = 0.1
+        serving.speed(600)
+        serving.repeats = 0.0
+        serving.speed(300)
+        assert sum(serving.asked[-100:]) / 100 < 0.4
+
+
+def test_sampled_requests_are_judged_apart() -> None:
+    """Red when what an index brings greedy requests decides for sampled ones."""
+    for seed in range(8):
+        serving = Serving(seed)
+        serving.repeats = 0.3
+        serving.speed(600)
+        serving.repeats, serving.sampled = 0.0, True
+        serving.speed(200)
+        assert sum(serving.asked[-100:]) / 100 < 0.4
+        serving.repeats, serving.sampled = 0.3, False
+        assert serving.speed(40) > 1.3
+        assert all(serving.asked[-40:]), "it was forgotten that it pays"
 
 
 def test_a_new_batch_size_is_asked() -> None:

@@ -237,11 +237,12 @@ def test_greedy_answers_are_those_of_plain_decoding(
     assert sum(engine.accepted[count] for count in engine.accepted if count) > 10
 
 
-def test_plain_draws_have_penalties() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_plain_draws_have_penalties(temperature: float) -> None:
     """Red when a request without a tree is drawn from logits without its penalties."""
     engine = make_engine("suffix_tree", HABITS["whole"])
     requests = [
-        Request(f"r{number}", [number, 3, 3], 12, temperature=0.9)
+        Request(f"r{number}", [number, 3, 3], 12, temperature=temperature)
         for number in range(4)
     ]
     rows_seen = 0

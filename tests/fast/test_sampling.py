@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import product
 from unittest.mock import patch
@@ -56,31 +57,41 @@ LIMITS = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", LIMITS)
-def test_few_tokens_are_found_without_sorting_all(name: str, tied: bool) -> None:
-    """Red when a CPU sorts a vocabulary for a few tokens, or finds others."""
-    logits = 4 * torch.randn((3, 1001), generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0, 12.0])
+def test_tokens_are_found_without_sorting_all(
+    name: str, tied: bool, scale: float
+) -> None:
+    """Red when a CPU sorts a vocabulary for its likeliest tokens, or finds others."""
+    random = torch.Generator().manual_seed(1)
+    logits = scale * torch.randn((3, 1001), generator=random)
     if tied and name == "top-k":
         logits = logits.round()
-    found = sampling._restrict_to_few(logits, *LIMITS[name])
+    found = sampling._restrict_unsorted(logits, *LIMITS[name])
     assert found is not None
-    with patch.object(sampling, "_restrict_to_few", return_value=None):
+    with patch.object(sampling, "_restrict_unsorted", return_value=None):
         assert found.equal(sampling._restrict(logits, *LIMITS[name]))
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "logit"),
-    [(None, 0.9, 0.0), (700, None, 0.0), (None, 0.9, torch.nan), (9, 0.9, -torch.inf)],
-)
-def test_many_tokens_are_sorted(
-    top_k: int | None, top_p: float | None, logit: float
+@pytest.mark.parametrize("top_p", [1e-6, 0.25, 0.5, 0.9, 1 - 1e-6])
+def test_as_many_of_equal_tokens_are_found(top_p: float) -> None:
+    """Red when a flat distribution is cut, or not cut where its sum is reached."""
+    vocab_size, limit = 1024, torch.tensor([top_p])
+    found = sampling._restrict_unsorted(torch.zeros(1, vocab_size), None, limit)
+    assert found is not None
+    assert int(found.isfinite().sum()) == math.ceil(top_p * vocab_size)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.9), (9, 0.9)])
+@pytest.mark.parametrize("logit", [torch.nan, -torch.inf, torch.inf])
+def test_logits_without_a_softmax_are_left_alone(
+    top_k: int | None, top_p: float, logit: float
 ) -> None:
-    """Red when a flat distribution is cut, or logits without a softmax change."""
-    logits = torch.full((1, 1001), logit)
-    limits = (
-        None if top_k is None else torch.tensor([top_k]),
-        None if top_p is None else torch.tensor([top_p]),
-    )
-    assert sampling._restrict_to_few(logits, *limits) is None
+    """Red when logits without a softmax are cut as if they had one."""
+    logits = torch.zeros((2, 1001))
+    logits[1] = logit
+    top_ks = None if top_k is None else torch.tensor([top_k, top_k])
+    limits = torch.tensor([top_p, top_p])
+    assert sampling._restrict_unsorted(logits, top_ks, limits) is None
 
 
 def test_probs_take_two_or_three_dimensions() -> None:

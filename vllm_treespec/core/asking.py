@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
 
-from vllm_treespec.core.learned import FadingMean
+from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean
 
 # Tokens a request that an index is thought to bring in a step, and steps that this
 # guess counts for.
 GUESSED_GAIN, GUESSED_STEPS = 0.1, 8.0
-# Steps after which a third of what was gained lately still counts; and steps that count
-# for nothing gained.
-LATELY, NOTHING_STEPS = 16, 1.0
+# Steps after which a third of what was gained still counts: a text may begin to repeat,
+# or end to. The middle one of these means decides.
+MEMORIES = (16, 64, MEMORY_STEPS)
+# Steps that count for nothing gained, or no time taken.
+NOTHING_STEPS = 1.0
 # Steps that count for no other work than the index's own.
 EXTRA_STEPS = 64.0
 # An index that rests is asked in one of so many rounds.
@@ -23,10 +26,10 @@ REST_ROUNDS = 4
 class Asked:
     """What steps brought, and took, in which an index was asked."""
 
-    # accepted tokens of a step less what its drafts cost
-    gain: FadingMean = field(default_factory=FadingMean)
-    # the same of the last few steps: a text may begin to repeat
-    late_gain: FadingMean = field(default_factory=lambda: FadingMean(LATELY))
+    # accepted tokens of a step less what its drafts cost, by memory
+    gains: list[FadingMean] = field(
+        default_factory=lambda: [FadingMean(memory) for memory in MEMORIES]
+    )
     # from the choice of the index to its drafts
     seconds: FadingMean = field(default_factory=FadingMean)
     # how much longer than a plain step one took in which nothing was found
@@ -45,7 +48,7 @@ class Asking:
     def gained(self, batch_size: int, tokens: float) -> None:
         """Add what a step brought, less what its drafts cost."""
         asked = self.asked.setdefault(batch_size, Asked())
-        for gain in (asked.gain, asked.late_gain):
+        for gain in asked.gains:
             gain.add(self.steps_at[batch_size], 1.0, tokens)
 
     def took(self, batch_size: int, seconds: float) -> None:
@@ -71,8 +74,12 @@ class Asking:
         asked, step = self.asked.get(batch_size), self.steps_at[batch_size]
         if asked is None:
             return True
-        gain = max(
-            asked.gain.mean(step, GUESSED_GAIN * batch_size, GUESSED_STEPS),
-            asked.late_gain.mean(step, 0.0, NOTHING_STEPS),
+        guess = GUESSED_GAIN * batch_size
+        late, *longer = asked.gains
+        gain = median(
+            [
+                late.mean(step, 0.0, NOTHING_STEPS),
+                *(mean.mean(step, guess, GUESSED_STEPS) for mean in longer),
+            ]
         )
         return gain * plain_seconds > self.seconds(batch_size) * batch_size

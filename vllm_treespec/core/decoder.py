@@ -181,11 +181,11 @@ class TreeDecoder:
 
         Returns:
             int64 [num_reqs], -1 where nothing was drawn; None if nothing was. The
-            engine's sampler is as fast on a GPU, and where all requests are greedy.
+            engine's sampler is as fast on a GPU, and where all requests are greedy
+            without penalties.
 
         """
-        all_greedy = self.trees is None and sampling.temperature is None
-        if self.method.batched or all_greedy:
+        if self.method.batched or (self.trees is None and sampling.likeliest_only):
             return None
         batch = self.batch
         drawn_for = self.slots.may_draft(batch.slots)

@@ -119,8 +119,7 @@ class MeasuredSchedule(Schedule):
         self.acceptance = Acceptance(self.options, self.free, self.steps_at)
         # of trees whose proposers weigh drafts, and of a model's part beside an index
         self.promises, self.model_promises = Promises(), Promises()
-        self.asking = Asking(self.steps_at)
-        self.times = TimedSteps(self.options, self.asking, share)
+        self.times = TimedSteps(self.options, share)
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
         # steps that requests had
@@ -153,6 +152,11 @@ class MeasuredSchedule(Schedule):
     def costs(self) -> StepCosts:
         """Times of steps such as the running round's."""
         return self.times.costs_by_kind[self.is_sampled]
+
+    @property
+    def asking(self) -> Asking:
+        """What asking an index brings and takes in steps such as the round's."""
+        return self.times.asking_by_kind[self.is_sampled]
 
     def _begin_round(
         self, batch_size: int, is_sampled: bool, requests: RunningRequests

@@ -19,8 +19,9 @@ THIN = 1e-6
 # sum. With this bound no quotient is denormal. Such a number has few exact bits, and is
 # 0 on some GPUs.
 SMALLEST = 1e-37
-# Tokens that are looked at first where top-k or top-p leave few.
-FEW_TOKENS = 256
+# Probabilities of 32 bits are grouped by their leading bits, sign and exponent and
+# four bits more: 2048 groups hold all of [0, 1].
+DROPPED_BITS, NUM_GROUPS = 19, 2048
 # The bits of infinity, of numbers of 16 bits.
 INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -115,9 +116,9 @@ def _per_row(values: Tensor, logits: Tensor) -> Tensor:
 def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Set logits outside top-k, then outside the top-p nucleus, to -inf."""
     if logits.device.type == "cpu":
-        few = _restrict_to_few(logits, top_k, top_p)
-        if few is not None:
-            return few
+        found = _restrict_unsorted(logits, top_k, top_p)
+        if found is not None:
+            return found
     ordered, index = logits.sort(dim=-1, descending=False)
     vocab_size = logits.shape[-1]
     if top_k is not None:
@@ -132,41 +133,63 @@ def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     return torch.empty_like(logits).scatter_(-1, index, ordered)
 
 
-def _restrict_to_few(
+def _restrict_unsorted(
     logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
 ) -> Tensor | None:
     """Do what ``_restrict`` does without sorting all tokens, which takes a CPU long.
 
     Returns:
-        None where more than ``FEW_TOKENS`` may be left of a row, or logits have no
-        softmax.
+        None where logits have no softmax.
 
     """
     vocab_size = logits.shape[-1]
-    values, index = logits.topk(min(FEW_TOKENS, vocab_size), dim=-1)
-    if top_k is not None:
-        limited = top_k < vocab_size
-        if bool((limited & (top_k > values.shape[-1])).any()):
-            return None
-        place = _per_row(top_k.clamp(1, values.shape[-1]) - 1, logits)
-        least = values.gather(-1, place.expand(*values.shape[:-1], 1))
+    limited = None if top_k is None else top_k < vocab_size
+    if top_k is not None and limited is not None and bool(limited.any()):
+        most = int(top_k[limited].max())
+        place = _per_row(top_k.clamp(1, most) - 1, logits)
+        place = place.expand(*logits.shape[:-1], 1)
+        least = logits.topk(most, dim=-1).values.gather(-1, place)
         least = least.masked_fill(~_per_row(limited, logits), -torch.inf)
         logits = logits.masked_fill(logits < least, -torch.inf)
-        values = values.masked_fill(values < least, -torch.inf)
     if top_p is None:
         return logits
-    limit = _per_row(top_p, logits)
-    mass = (values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-    reached = mass.cumsum(dim=-1)
-    is_whole = limit >= 1
-    if not bool(((reached[..., -1:] >= limit) | is_whole).all()):
+    probs = logits.softmax(dim=-1).view(-1, vocab_size)
+    if bool(probs[:, 0].isnan().any()):
         return None
-    outside = reached - mass >= limit
-    outside[..., 0] = False
-    nucleus = torch.full_like(logits, -torch.inf).scatter_(
-        -1, index, values.masked_fill(outside, -torch.inf)
-    )
-    return torch.where(is_whole, logits, nucleus) if bool(is_whole.any()) else nucleus
+    limits = _per_row(top_p, logits).expand(*logits.shape[:-1], 1)
+    outside = _outside_nucleus(probs, limits.reshape(-1))
+    return logits.masked_fill(outside.view_as(logits), -torch.inf)
+
+
+def _outside_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens are not among the likeliest ones that together reach ``top_p``.
+
+    Tokens are grouped by the leading bits of their probabilities, which order them.
+    Only one group holds tokens inside and outside, and is sorted.
+
+    Args:
+        probs: float32 [rows, vocab_size].
+        top_p: float32 [rows].
+
+    Returns:
+        bool [rows, vocab_size].
+
+    """
+    groups = probs.view(torch.int32) >> DROPPED_BITS
+    mass = probs.new_zeros((len(probs), NUM_GROUPS))
+    mass = mass.scatter_add_(1, groups.long(), probs).double()
+    likelier = mass.flip(1).cumsum(1).flip(1) - mass
+    is_whole = (top_p >= 1)[:, None]
+    split = (likelier >= top_p[:, None]).sum(dim=1, keepdim=True)
+    split = split.masked_fill_(is_whole, 0)
+    outside = groups < split
+    in_split = (groups == split).masked_fill_(is_whole, False)
+    for row in range(len(probs)):
+        tokens = torch.nonzero(in_split[row])[:, 0]
+        ordered, order = probs[row, tokens].sort(descending=True)
+        before = likelier[row, split[row]] + ordered.double().cumsum(0) - ordered
+        outside[row, tokens[order]] = before >= top_p[row]
+    return outside
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -38,23 +38,26 @@ class TimedSteps:
     def __init__(
         self,
         options: Sequence[Option],
-        asking: Asking,
         share: Callable[[list[float]], list[float]],
     ) -> None:
         """Begin with nothing measured.
 
         Args:
             options: one of them is plain.
-            asking: is told what asking an index takes, if an option is free.
             share: hands out rank 0's times.
 
         """
         self.has_index = any(option.is_free for option in options)
-        self.asking = asking
         self.share = share
         # whether some request is sampled -> times
         self.costs_by_kind = {
             is_sampled: StepCosts(options) for is_sampled in (False, True)
+        }
+        # what asking an index takes, and brings; an index that pays for greedy requests
+        # may not for sampled ones
+        self.asking_by_kind = {
+            is_sampled: Asking(costs.steps_at)
+            for is_sampled, costs in self.costs_by_kind.items()
         }
         self.new_steps: list[TimedStep] = []
         # of each of them, and after it what its drafting took
@@ -75,6 +78,7 @@ class TimedSteps:
         ):
             size, option = timed.batch_size, timed.option
             costs = self.costs_by_kind[timed.is_sampled]
+            asking = self.asking_by_kind[timed.is_sampled]
             if option.weighs_drafts:
                 rest = self._without_asking(timed, seconds, drafting)
                 costs.add_drafts(size, timed.counts, rest)
@@ -83,7 +87,7 @@ class TimedSteps:
                 usual = costs.without_catching_up(size, caught_up, seconds)
                 costs.add(size, option.index, timed.share, usual)
             if option.is_free:
-                self.asking.took(size, drafting)
+                asking.took(size, drafting)
         self.new_steps, self.new_seconds = [], []
 
     def _without_asking(
@@ -94,12 +98,12 @@ class TimedSteps:
         So asking is no part of the price of drafts, nor of a plain step, as which one
         counts that had no drafts.
         """
-        size = timed.batch_size
+        size, asking = timed.batch_size, self.asking_by_kind[timed.is_sampled]
         if not self.has_index:
             return seconds
         if any(timed.counts):
-            return seconds - self.asking.seconds(size)
+            return seconds - asking.seconds(size)
         plain = self.costs_by_kind[timed.is_sampled].plain(size)
         if plain is not None:
-            self.asking.found_nothing(size, seconds - plain.seconds)
+            asking.found_nothing(size, seconds - plain.seconds)
         return seconds - drafting

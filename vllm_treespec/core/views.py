@@ -123,6 +123,11 @@ class SamplingView:
     # None when no request has any
     penalties: PenaltyView | None = None
 
+    @property
+    def likeliest_only(self) -> bool:
+        """Whether every request takes the target's own likeliest token."""
+        return self.temperature is None and self.penalties is None
+
     def select(self, host_reqs: np.ndarray, reqs: Tensor) -> SamplingTensors:
         """Return the parameters of some requests.
 

@@ -203,9 +203,9 @@ class TreeRunnerMixin(V1Runner):
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        """Score the trees; on a CPU also draw for requests without one, if any draw."""
+        """Score the trees; on a CPU also draw for requests without one."""
         decoder, sampling = self.decoder, sampling_view(self.input_batch)
-        draws = sampling.temperature is not None and not self.batched_rules
+        draws = not (sampling.likeliest_only or self.batched_rules)
         if logits is None or (spec_decode_metadata is None and not draws):
             return super()._sample(logits, spec_decode_metadata)
         forward_seconds = time.perf_counter() - self._forward_start
