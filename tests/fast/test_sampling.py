@@ -81,6 +81,19 @@ def test_as_many_of_equal_tokens_are_found(top_p: float) -> None:
     assert int(found.isfinite().sum()) == math.ceil(top_p * vocab_size)
 
 
+def test_equal_tokens_are_found_alike_in_any_batch() -> None:
+    """Red when it depends on other requests which of equal tokens are cut."""
+    random = torch.Generator().manual_seed(2)
+    logits = (3 * torch.randn((16, 4001), generator=random)).bfloat16().float()
+    limits = torch.rand(16, generator=random)
+    together = sampling._restrict_unsorted(logits, None, limits)
+    assert together is not None
+    for row in range(16):
+        alone = sampling._restrict_unsorted(logits[[row]], None, limits[[row]])
+        assert alone is not None
+        assert together[row].equal(alone[0])
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.9), (9, 0.9)])
 @pytest.mark.parametrize("logit", [torch.nan, -torch.inf, torch.inf])
 def test_logits_without_a_softmax_are_left_alone(

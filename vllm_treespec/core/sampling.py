@@ -184,11 +184,17 @@ def _outside_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
     split = split.masked_fill_(is_whole, 0)
     outside = groups < split
     in_split = (groups == split).masked_fill_(is_whole, False)
-    for row in range(len(probs)):
-        tokens = torch.nonzero(in_split[row])[:, 0]
-        ordered, order = probs[row, tokens].sort(descending=True)
-        before = likelier[row, split[row]] + ordered.double().cumsum(0) - ordered
-        outside[row, tokens[order]] = before >= top_p[row]
+    rows, tokens = in_split.nonzero(as_tuple=True)
+    order = probs[rows, tokens].argsort(descending=True, stable=True)
+    order = order[rows[order].argsort(stable=True)]
+    rows, tokens = rows[order], tokens[order]
+    mass = probs[rows, tokens].double()
+    # of likelier tokens in this group, and in groups of rows before
+    before = mass.cumsum(0) - mass
+    first = before.new_full((len(probs),), torch.inf)
+    first = first.scatter_reduce_(0, rows, before, "amin")
+    before += (likelier.gather(1, split)[:, 0] - first)[rows]
+    outside[rows, tokens] = before >= top_p[rows]
     return outside
 
 
