@@ -25,27 +25,32 @@ from vllm_treespec.core.penalties import (
     Penalties,
     PenaltyView,
     SeenTokens,
+    no_drafts,
 )
 from vllm_treespec.core.plain_draw import draw_plainly
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree import TreeBatch, ancestor_bits
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.proposers import RsdC
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, recursive_rejection
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
 
-CPU = torch.device("cpu")
 # repetition, frequency, presence
 STRENGTHS = ((1.3, 0.0, 0.0), (1.0, 0.6, 0.0), (0.8, -0.2, 0.7), (1.0, 0.0, 0.0))
 FLOAT32 = 4e-6
 NOTICEABLE = 1e-3
 
 
-def penalties_of(view: PenaltyView) -> Penalties:
-    """Penalties of all requests, seen for the first time."""
+def penalties_of(view: PenaltyView, tree: TreeBatch, below: bool = True) -> Penalties:
+    """Penalties of all requests, seen for the first time, after every node.
+
+    ``below``: whether nodes have the penalties of their paths, as they should.
+    """
     reqs = np.arange(len(view.num_tokens))
-    penalties = PenalisedTexts().penalties(view, reqs, reqs, CPU)
+    drafts, roots = tree.token_ids[:, 1:].numpy(), torch.ones_like(tree.token_ids)
+    ancestors = ancestor_bits(tree, int(tree.depths.max())) if below else roots
+    penalties = PenalisedTexts().penalties(view, reqs, reqs, drafts, ancestors)
     assert penalties is not None
     return penalties
 
@@ -74,8 +79,7 @@ def test_every_node_has_vllms_penalties(vocab_size: int, seed: int) -> None:
     num_prompt = [4, 5, 1, 3]
     for req, text in enumerate(texts):
         tree.token_ids[req, 0] = text[-1]
-    penalties = penalties_of(penalty_view(texts, num_prompt, STRENGTHS))
-    penalties = penalties.below(tree, int(tree.depths.max()))
+    penalties = penalties_of(penalty_view(texts, num_prompt, STRENGTHS), tree)
     reqs, nodes = tree.is_node().nonzero().unbind(1)
     logits = 5 * torch.randn((len(reqs), vocab_size), generator=generator)
     logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
@@ -108,10 +112,11 @@ def test_requests_without_penalties_cost_nothing() -> None:
     """Red when texts of requests without a penalty are counted."""
     view = penalty_view([[1, 2], [3, 4]], [1, 1], [STRENGTHS[0], STRENGTHS[3]])
     texts, one, both = PenalisedTexts(), np.array([1]), np.arange(2)
-    assert texts.penalties(None, both, both, CPU) is None
-    assert texts.penalties(view, one, one, CPU) is None
+    nothing = no_drafts(torch.arange(1)), no_drafts(torch.arange(2))
+    assert texts.penalties(None, both, both, *nothing[1]) is None
+    assert texts.penalties(view, one, one, *nothing[0]) is None
     with patch.object(SeenTokens, "note") as note:
-        assert texts.penalties(view, both, both, CPU) is not None
+        assert texts.penalties(view, both, both, *nothing[1]) is not None
     note.assert_called_once()
 
 
@@ -122,7 +127,8 @@ def test_texts_are_counted_as_they_grow() -> None:
 
     def found(length: int, num_prompt: int, text: list[int] = text) -> Counter:
         view = penalty_view([text[:length]], [num_prompt], STRENGTHS[:1])
-        penalties = texts.penalties(view, np.array([0]), slot, CPU)
+        nothing = no_drafts(torch.arange(1))
+        penalties = texts.penalties(view, np.array([0]), slot, *nothing)
         assert penalties is not None
         pairs = zip(penalties.tokens[0].tolist(), penalties.counts[0], strict=True)
         return Counter({token: int(count) for token, count in pairs})
@@ -150,14 +156,11 @@ class PenalisedLanguage(Language):
     below: bool
 
     def target_logits(self, tree: TreeBatch, sampling: SamplingTensors) -> TargetLogits:
-        count, depth = tree.num_reqs, int(tree.depths.max())
-        view = penalty_view(
-            [list(self.text)] * count, [2] * count, [STRENGTHS[2]] * count
-        )
-        penalties = penalties_of(view)
+        count = tree.num_reqs
+        texts, num_prompt = [list(self.text)] * count, [2] * count
+        view = penalty_view(texts, num_prompt, [STRENGTHS[2]] * count)
         plain = Language(self.raw).target_logits(tree, sampling)
-        if self.below:
-            penalties = penalties.below(tree, depth)
+        penalties = penalties_of(view, tree, self.below)
         return replace(plain, penalties=penalties)
 
 

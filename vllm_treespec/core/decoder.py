@@ -20,13 +20,13 @@ from vllm_treespec.core.matching import (
     scored_parts,
 )
 from vllm_treespec.core.method import EngineLimits, Method
-from vllm_treespec.core.penalties import PenalisedTexts
+from vllm_treespec.core.penalties import PenalisedTexts, Penalties, no_drafts
 from vllm_treespec.core.plain_draw import draw_plainly
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.shares import count_parts
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import SECOND_PART, TreeBatch
+from vllm_treespec.core.tree import SECOND_PART, TreeBatch, ancestor_bits
 from vllm_treespec.core.uniforms import SCORING, UniformSource
 from vllm_treespec.core.views import (
     EmittedBatch,
@@ -153,11 +153,7 @@ class TreeDecoder:
         if trees is None:
             return None
         of_trees = sampling.select(trees.host_reqs, trees.reqs)
-        penalties = self.penalised_texts.penalties(
-            sampling.penalties, trees.host_reqs, trees.slots, self.limits.device
-        )
-        if penalties is not None:
-            penalties = penalties.below(trees.tree, self._max_depth(trees))
+        penalties = self._penalties(trees, sampling)
         target = TargetLogits(logits, trees.root_rows, of_trees, penalties)
         uniforms = trees.tree.keys
         if uniforms is None:
@@ -201,7 +197,7 @@ class TreeDecoder:
         uniforms = self.uniforms.draw_shared(len(host_reqs), count)
         rows = self.root_rows[reqs]
         penalties = self.penalised_texts.penalties(
-            sampling.penalties, host_reqs, batch.slots[host_reqs], self.limits.device
+            sampling.penalties, host_reqs, batch.slots[host_reqs], *no_drafts(reqs)
         )
         if penalties is not None:
             every = torch.arange(len(rows))
@@ -211,11 +207,22 @@ class TreeDecoder:
         tokens[reqs] = draw_plainly(logits, rows, of_reqs, uniforms)
         return tokens
 
-    def _max_depth(self, trees: RunningTrees) -> int:
-        """Levels of the deepest tree, or more where the host would have to wait."""
-        if self.method.batched:
-            return self.method.proposers[trees.tree_index].sizes.max_depth
-        return int(trees.tree.depths.max())
+    def _penalties(
+        self, trees: RunningTrees, sampling: SamplingView
+    ) -> Penalties | None:
+        """Penalties after every node of the trees; None if no request has any."""
+        if sampling.penalties is None:
+            return None
+        assert self.proposal is not None
+        drafts = self.proposal.token_ids[trees.proposal_rows]
+        max_depth = self.method.proposers[trees.tree_index].sizes.max_depth
+        return self.penalised_texts.penalties(
+            sampling.penalties,
+            trees.host_reqs,
+            trees.slots,
+            drafts[:, : trees.tree.max_nodes - 1],
+            ancestor_bits(trees.tree, max_depth),
+        )
 
     def verify(
         self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor

@@ -7,13 +7,11 @@ on the node's path. So siblings may have different penalties.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from vllm_treespec.core.tree import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,11 @@ class SeenTokens:
             self._counts[place] += 1
         self.num_noted = len(text)
 
+    def count(self, token: int) -> int:
+        """How often the output holds a token."""
+        place = self._places.get(token)
+        return 0 if place is None else int(self._counts[place])
+
     @property
     def tokens(self) -> np.ndarray:
         """Tokens of the text, each once, int64 [n]."""
@@ -83,36 +86,16 @@ class Penalties:
     tokens: Tensor
     # int64 [num_reqs, max_seen], how often the output holds each
     counts: Tensor
-    # int64 [num_reqs, max_nodes, max_depth], drafts on the path to each node, and the
-    # root's token behind them
-    paths: Tensor
-    # bool, same shape: which ones are drafts
-    is_draft: Tensor
+    # int64 [num_reqs, max_nodes], the tokens of each tree's nodes, and how often the
+    # output holds each; the root alone without trees
+    node_tokens: Tensor
+    node_counts: Tensor
+    # int64 [num_reqs, max_nodes], see ``ancestor_bits``
+    ancestors: Tensor
 
     def select(self, rows: Tensor) -> Penalties:
         """Return the penalties of the given requests, ``rows`` int64 [n]."""
         return Penalties(*(value[rows] for value in vars(self).values()))
-
-    def below(self, tree: TreeBatch, max_depth: int) -> Penalties:
-        """Return the penalties after every node of these requests' trees.
-
-        Args:
-            tree: of these requests.
-            max_depth: levels below the root, or more.
-
-        """
-        node = torch.arange(tree.max_nodes, device=tree.parents.device)
-        node = node.expand_as(tree.parents)
-        tokens, is_draft = [], []
-        for _ in range(max_depth):
-            tokens.append(tree.token_ids.gather(1, node))
-            is_draft.append(node > 0)
-            node = tree.parents.gather(1, node).clamp(min=0)
-        if not tokens:
-            return self
-        return replace(
-            self, paths=torch.stack(tokens, -1), is_draft=torch.stack(is_draft, -1)
-        )
 
     def apply(self, logits: Tensor, reqs: Tensor, nodes: Tensor) -> Tensor:
         """Penalise logits as vLLM does, in its order, in float32.
@@ -128,14 +111,27 @@ class Penalties:
         """
         logits, of_rows = logits.to(torch.float32), self.select(reqs)
         tokens, counts = of_rows.tokens, of_rows.counts
-        every = torch.arange(len(reqs), device=reqs.device)
-        path, is_draft = of_rows.paths[every, nodes], of_rows.is_draft[every, nodes]
-        same = path[:, :, None] == tokens[:, None]
-        in_text = torch.where(same, counts[:, None], 0).amax(dim=2)
-        same = (path[:, :, None] == path[:, None]) & is_draft[:, None]
-        of_path = of_rows.penalise(logits.gather(1, path), in_text + same.sum(dim=2))
+        path, path_counts = of_rows.paths(nodes)
+        of_path = of_rows.penalise(logits.gather(1, path), path_counts)
         logits.scatter_(1, tokens, of_rows.penalise(logits.gather(1, tokens), counts))
         return logits.scatter_(1, path, of_path)
+
+    def paths(self, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens on the paths to one node of each request, int64 [num_reqs].
+
+        Returns:
+            int64 [num_reqs, max_nodes] both: a token for each node, that of the root
+            where a node is not a draft on the path; and how often output and path
+            hold that token.
+
+        """
+        columns = torch.arange(self.node_tokens.shape[1], device=nodes.device)
+        bits = self.ancestors.gather(1, nodes[:, None])
+        is_draft = ((bits >> columns) & 1).bool() & (columns > 0)
+        path = torch.where(is_draft, self.node_tokens, self.node_tokens[:, :1])
+        in_text = torch.where(is_draft, self.node_counts, self.node_counts[:, :1])
+        same = (path[:, :, None] == path[:, None]) & is_draft[:, None]
+        return path, in_text + same.sum(dim=2)
 
     def penalise(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Penalise logits of tokens that the text holds.
@@ -168,34 +164,42 @@ class PenalisedTexts:
         view: PenaltyView | None,
         reqs: np.ndarray,
         slots: np.ndarray,
-        device: torch.device,
+        drafts: np.ndarray,
+        ancestors: Tensor,
     ) -> Penalties | None:
-        """Penalties of some requests after their last token; None if they have none.
+        """Penalties of some requests after every node; None if they have none.
 
         Args:
             view: of the batch; None: no request has any.
             reqs: int64 [n], places in the batch.
             slots: int64 [n], slots of the same requests.
-            device: where the penalties are needed.
+            drafts: int64 [n, max_nodes - 1], tokens of the nodes below the roots.
+            ancestors: int64 [n, max_nodes] on the device, see ``ancestor_bits``.
 
         """
         if view is None or not any(map(view.penalised, reqs.tolist())):
             return None
         pairs = zip(reqs.tolist(), slots.tolist(), strict=True)
         seen = [self._note(view, req, slot) for req, slot in pairs]
-        repetition, frequency, presence = (
-            torch.from_numpy(values[reqs]).to(device)
-            for values in (view.repetition, view.frequency, view.presence)
-        )
-        none = torch.zeros((len(reqs), 1, 0), dtype=torch.int64, device=device)
+        roots = view.token_ids[reqs, view.num_tokens[reqs] - 1]
+        nodes = np.column_stack([roots, drafts]).astype(np.int64)
+        node_counts = [
+            [text.count(token) for token in row]
+            for text, row in zip(seen, nodes.tolist(), strict=True)
+        ]
+
+        def on_device(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(ancestors.device)
+
         return Penalties(
-            repetition,
-            frequency,
-            presence,
-            tokens=torch.from_numpy(padded([s.tokens for s in seen])).to(device),
-            counts=torch.from_numpy(padded([s.counts for s in seen])).to(device),
-            paths=none,
-            is_draft=none.bool(),
+            repetition=on_device(view.repetition[reqs]),
+            frequency=on_device(view.frequency[reqs]),
+            presence=on_device(view.presence[reqs]),
+            tokens=on_device(padded([text.tokens for text in seen])),
+            counts=on_device(padded([text.counts for text in seen])),
+            node_tokens=on_device(nodes),
+            node_counts=on_device(np.array(node_counts)),
+            ancestors=ancestors,
         )
 
     def _note(self, view: PenaltyView, req: int, slot: int) -> SeenTokens:
@@ -209,6 +213,12 @@ class PenalisedTexts:
             seen = self._seen[slot] = SeenTokens(text[:num_prompt_tokens])
         seen.note(text)
         return seen
+
+
+def no_drafts(reqs: Tensor) -> tuple[np.ndarray, Tensor]:
+    """Drafts and ancestors of requests without trees, int64 [n], see ``penalties``."""
+    drafts = np.empty((len(reqs), 0), dtype=np.int64)
+    return drafts, torch.ones_like(reqs)[:, None]
 
 
 def padded(rows: Sequence[np.ndarray]) -> np.ndarray:
