@@ -101,13 +101,17 @@ def test_gpu_path_equals_plain_and_cpu_path(
         [(7 * i + 13 * j) % VOCAB_SIZE for i in range(length)]
         for j, length in enumerate(LENGTHS)
     ]
-    job = {"prompts": prompts, "params": [GREEDY, SAMPLED, GREEDY], "max_in_flight": 3}
+    job = {
+        "prompts": [*prompts, prompts[1][::-1]],
+        "params": [GREEDY, SAMPLED, GREEDY, {**GREEDY, "repetition_penalty": 1.3}],
+        "max_in_flight": 4,
+    }
     spec = {**SPECS[method], "model": draft, "schedule": "fixed"}
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
     plain = run_engine(None, [job], model=target, **ENGINE)
     branches = run_engine(None, [job], model=target, **{**ENGINE, **arguments})
     masks = interpreted([job], arguments, model=target)
-    for i in (0, 2):
+    for i in (0, 2, 3):
         assert tokens_of(masks)[i] == tokens_of(plain)[i]
     assert tokens_of(masks) == tokens_of(branches)
     for name in ("trees", "nodes", "accepted"):
