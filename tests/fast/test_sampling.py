@@ -84,8 +84,10 @@ def test_as_many_of_equal_tokens_are_found(top_p: float) -> None:
 def test_equal_tokens_are_found_alike_in_any_batch() -> None:
     """Red when it depends on other requests which of equal tokens are cut."""
     random = torch.Generator().manual_seed(2)
-    logits = (3 * torch.randn((16, 4001), generator=random)).bfloat16().float()
+    logits = (3 * torch.randn((16, 4096), generator=random)).bfloat16().float()
+    logits[::4] = 0.0
     limits = torch.rand(16, generator=random)
+    limits[::4] = torch.tensor([0.25, 0.5, 0.75, 0.125])
     together = sampling._restrict_unsorted(logits, None, limits)
     assert together is not None
     for row in range(16):

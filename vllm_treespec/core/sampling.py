@@ -22,6 +22,8 @@ SMALLEST = 1e-37
 # Probabilities of 32 bits are grouped by their leading bits, sign and exponent and
 # four bits more: 2048 groups hold all of [0, 1].
 DROPPED_BITS, NUM_GROUPS = 19, 2048
+# Whole numbers that stand for probability 1: sums of thousands of rows are exact.
+UNITS = 2.0**48
 # The bits of infinity, of numbers of 16 bits.
 INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -143,8 +145,8 @@ def _restrict_unsorted(
 
     """
     vocab_size = logits.shape[-1]
-    limited = None if top_k is None else top_k < vocab_size
-    if top_k is not None and limited is not None and bool(limited.any()):
+    if top_k is not None and bool((top_k < vocab_size).any()):
+        limited = top_k < vocab_size
         most = int(top_k[limited].max())
         place = _per_row(top_k.clamp(1, most) - 1, logits)
         place = place.expand(*logits.shape[:-1], 1)
@@ -188,13 +190,13 @@ def _outside_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
     order = probs[rows, tokens].argsort(descending=True, stable=True)
     order = order[rows[order].argsort(stable=True)]
     rows, tokens = rows[order], tokens[order]
-    mass = probs[rows, tokens].double()
-    # of likelier tokens in this group, and in groups of rows before
-    before = mass.cumsum(0) - mass
-    first = before.new_full((len(probs),), torch.inf)
-    first = first.scatter_reduce_(0, rows, before, "amin")
-    before += (likelier.gather(1, split)[:, 0] - first)[rows]
-    outside[rows, tokens] = before >= top_p[rows]
+    # Sums of whole numbers are exact: it does not matter which rows come before.
+    units = (probs[rows, tokens].double() * UNITS).long()
+    before = units.cumsum(0) - units
+    first = torch.full((len(probs),), torch.iinfo(before.dtype).max)
+    before -= first.scatter_reduce_(0, rows, before, "amin")[rows]
+    reached = likelier.gather(1, split)[rows, 0] + before / UNITS
+    outside[rows, tokens] = reached >= top_p[rows]
     return outside
 
 
