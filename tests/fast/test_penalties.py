@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.batched_rules import sizes_of
 from tests.fast.enumeration import LawMeter, Scorer, Weighted, propose, token_uniforms
 from tests.fast.fake_scheduler import Request
 from tests.fast.fake_views import penalty_view
 from tests.fast.interpreted import interpreted
 from tests.fast.languages import NUM_TOKENS, Language, naive_probs, random_tables
 from tests.fast.random_trees import random_trees
+from tests.fast.test_batched_rules import batch
 from tests.fast.toy_models import after, penalised
 from tests.fast.toy_workloads import HABITS, make_engine, workload
+from tests.fast.wrong_scorers import draws_of
 from vllm_treespec.core import decoder
 from vllm_treespec.core.penalties import (
     PenalisedTexts,
@@ -33,7 +36,13 @@ from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import TreeBatch, ancestor_bits
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.proposers import RsdC
-from vllm_treespec.scorers import ScorerOutput, TargetLogits, recursive_rejection
+from vllm_treespec.scorers import (
+    RULES,
+    ScorerOutput,
+    TargetLogits,
+    recursive_rejection,
+    score,
+)
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
 
 # repetition, frequency, presence
@@ -209,6 +218,36 @@ def test_law_under_penalties(scorer: Scorer, below: bool) -> None:
     error = (meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)).abs().max()
     assert (float(error) < FLOAT32) == below
     assert below or float(error) > NOTICEABLE
+
+
+@pytest.mark.parametrize("walks", [True, False], ids=["walk", "batched"])
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_sees_penalised_logits(name: str, walks: bool) -> None:
+    """Red when a rule, or a choice of requests, leaves the penalties out."""
+    tree, target, uniforms = batch(29, 6, 9, "mixed", 3)
+    draws = draws_of(tree)
+    if name == "k_seq":
+        alone = torch.zeros_like(draws.without_replacement)
+        tree = replace(tree, draws=replace(draws, without_replacement=alone))
+    texts = [[*range(0, 29, 2), root] for root in tree.token_ids[:, 0].tolist()]
+    strengths = [(3.0, 0.0, 0.0), (1.0, 3.0, 0.0), (0.5, 0.0, -4.0)] * 2
+    penalties = penalties_of(penalty_view(texts, [5] * 6, strengths), tree)
+    reqs, nodes = tree.is_node().nonzero().unbind(1)
+    rows = target.root_rows[reqs] + nodes
+    logits = target.logits.clone()
+    logits[rows] = penalties.apply(target.logits[rows], reqs, nodes)
+    sizes = None if walks else sizes_of(tree)
+    found, expected, plain = (
+        score(tree, of_target, uniforms, RULES[name], sizes)
+        for of_target in (
+            replace(target, penalties=penalties),
+            replace(target, logits=logits),
+            target,
+        )
+    )
+    assert found.path.equal(expected.path)
+    assert found.next_token_ids.equal(expected.next_token_ids)
+    assert not found.next_token_ids.equal(plain.next_token_ids), "they changed nothing"
 
 
 def with_penalties(requests: list[Request]) -> list[Request]:
