@@ -214,3 +214,22 @@ def test_the_command_prints_and_writes(
     done = CliRunner().invoke(app, ["tune", "t", "--head", str(tmp_path / "none")])
     assert done.exit_code == 1
     assert "treespec tune: " in done.output
+
+
+@pytest.mark.parametrize("named", [None, 0.5])
+def test_requests_are_sampled_as_the_target_asks(named: float | None) -> None:
+    """Red when tune measures other requests than ``vllm serve`` would answer."""
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm_treespec.tools.side_engine import SideEngine
+
+    engine = SideEngine.__new__(SideEngine)
+    side = Side(name="", family="", engine={})
+    engine.job = Job(side=side, target="t", prompts=[], cells=[], max_tokens=8)
+    engine.job.top_p = named
+    engine.defaults = {"top_p": 0.8, "repetition_penalty": 1.1, "temperature": 0.7}
+    params = engine.params(0.3, 5)
+    assert (params.temperature, params.max_tokens) == (0.3, 5)
+    assert (params.top_p, params.repetition_penalty) == (named or 0.8, 1.1)
+    engine.defaults, engine.job.repetition_penalty = {}, 1.2
+    params = engine.params(0.3, 5)
+    assert (params.top_p, params.repetition_penalty) == (named or 1.0, 1.2)

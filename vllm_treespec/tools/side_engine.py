@@ -45,6 +45,9 @@ class SideEngine:
             **job.side.engine,
         }
         self.llm = LLM(**engine)
+        self.defaults: dict[str, Any] = {}
+        if job.model_defaults:
+            self.defaults = self.llm.model_config.get_diff_sampling_param()
         self.prompts = [self.tokenise(prompt) for prompt in job.prompts]
         self.workloads = {
             name: [self.tokenise(prompt) for prompt in prompts]
@@ -66,13 +69,17 @@ class SideEngine:
 
     def params(self, temperature: float, max_tokens: int) -> SamplingParams:
         """Sampling as in every cell; outputs come when they are finished."""
-        return SamplingParams(
-            temperature=temperature,
-            top_p=self.job.top_p or 1.0,
-            repetition_penalty=self.job.repetition_penalty or 1.0,
-            max_tokens=max_tokens,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        given = {
+            "top_p": self.job.top_p,
+            "repetition_penalty": self.job.repetition_penalty,
+        }
+        of_cell = {
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        named = {name: value for name, value in given.items() if value}
+        return SamplingParams(**{**self.defaults, **named, **of_cell})
 
     def new_id(self) -> str:
         """Name a request."""

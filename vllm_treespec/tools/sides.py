@@ -111,6 +111,9 @@ class Job(BaseModel):
     max_tokens: int
     seed: int = 0
     dtype: str = "bfloat16"
+    # whether requests are sampled as the target's generation_config.json says, as by
+    # vllm serve; cells have their own temperatures and lengths
+    model_defaults: bool = Field(default=False, exclude_if=_is_unset)
     # of requests at temperatures above 0; None: all tokens may be drawn
     top_p: float | None = Field(default=None, exclude_if=_is_unset)
     # of all requests; None: no penalty

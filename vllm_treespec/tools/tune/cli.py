@@ -83,6 +83,7 @@ def tune(
             max_tokens=max_tokens,
             dtype=dtype,
             max_model_len=max_model_len,
+            model_defaults=True,
         )
         with bar_of(console, minutes) as show:
             search = Search(
