@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,11 +49,12 @@ class TargetLogits:
             sampling: of them.
 
         """
-        return TargetLogits(
-            self.logits,
-            self.root_rows[rows],
-            sampling,
-            None if self.penalties is None else self.penalties.select(rows),
+        penalties = self.penalties
+        return replace(
+            self,
+            root_rows=self.root_rows[rows],
+            sampling=sampling,
+            penalties=None if penalties is None else penalties.select(rows),
         )
 
 

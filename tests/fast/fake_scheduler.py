@@ -7,10 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.fast.toy_models import BLOCK_SIZE, texts_so_far
-
-# Penalties for repetition, frequency and presence that change nothing.
-NO_PENALTY = (1.0, 0.0, 0.0)
+from tests.fast.toy_models import BLOCK_SIZE, NO_PENALTY, texts_so_far
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.fast.fake_scheduler import NO_PENALTY, Habits, Request
-from tests.fast.toy_models import BLOCK_SIZE, kv_slots
+from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_models import BLOCK_SIZE, NO_PENALTY, kv_slots
 from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.views import (
     BlockTables,

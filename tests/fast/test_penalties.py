@@ -20,7 +20,7 @@ from tests.fast.languages import NUM_TOKENS, Language, naive_probs, random_table
 from tests.fast.random_trees import random_trees
 from tests.fast.test_batched_rules import batch
 from tests.fast.toy_models import after, penalised
-from tests.fast.toy_workloads import HABITS, make_engine, workload
+from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
 from tests.fast.wrong_scorers import draws_of
 from vllm_treespec.core import decoder
 from vllm_treespec.core.penalties import (
@@ -265,17 +265,8 @@ def test_greedy_answers_are_those_of_plain_decoding(
 ) -> None:
     """Red when a step with trees emits other tokens than plain decoding would."""
     engine = make_engine(name, HABITS[habits], masks=masks)
-    requests = with_penalties(workload(0))
-    prompts = [list(r.token_ids) for r in requests]
     with interpreted(kv_move):
-        answers = engine.run(*requests)
-    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
-        output: list[int] = []
-        for _ in range(request.max_tokens):
-            row = after(engine.language.target, prompt + output)
-            row = penalised(row, prompt, output, request.penalties)
-            output.append(int(row.argmax()))
-        assert answer == output
+        check_greedy(engine, with_penalties(workload(0)))
     assert sum(engine.accepted[count] for count in engine.accepted if count) > 10
 
 

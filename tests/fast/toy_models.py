@@ -22,6 +22,8 @@ from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 VOCAB_SIZE = 7
 PERIOD = 5
 BLOCK_SIZE = 4
+# Penalties for repetition, frequency and presence that change nothing.
+NO_PENALTY = (1.0, 0.0, 0.0)
 
 
 def texts_so_far(token_ids: Sequence[int]) -> np.ndarray:
@@ -55,12 +57,19 @@ class Language:
         target, other = 2 * torch.randn(shape, generator=generator)
         self.target, self.draft = target, target + noise * other
 
-    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """What plain greedy decoding answers, token by token."""
-        text = list(prompt)
+    def greedy(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        penalties: Sequence[float] = NO_PENALTY,
+    ) -> list[int]:
+        """What plain greedy decoding answers, token by token; see ``penalised``."""
+        output: list[int] = []
         for _ in range(num_tokens):
-            text.append(int(after(self.target, text).argmax()))
-        return text[len(prompt) :]
+            logits = after(self.target, [*prompt, *output])
+            logits = penalised(logits, prompt, output, penalties)
+            output.append(int(logits.argmax()))
+        return output
 
 
 def after(table: Tensor, text: Sequence[int]) -> Tensor:
@@ -73,6 +82,8 @@ def penalised(
 ) -> Tensor:
     """Penalise one row token by token, float32 [vocab_size].
 
+    Without a penalty it is left as it is.
+
     Args:
         logits: [vocab_size].
         prompt: of the request.
@@ -80,6 +91,8 @@ def penalised(
         strength: penalties for repetition, frequency and presence.
 
     """
+    if tuple(strength) == NO_PENALTY:
+        return logits
     repetition, frequency, presence = np.asarray(strength, dtype=np.float32)
     row, counts = logits.float().clone(), Counter(output)
     for token in {*prompt, *output}:
