@@ -68,7 +68,7 @@ def test_the_sampler_draws_for_the_others() -> None:
 
 
 def test_without_draws_a_step_is_the_samplers() -> None:
-    """Red when a plain step of a GPU is no longer vLLM's own."""
+    """Red when a plain step of a GPU is no longer vLLM's own, copies included."""
     sampler = CountingSampler()
     assert emitted(None, sampler) == [[70], [71], [72]]
     assert sampler.generators == [{0, 1, 2}]

@@ -54,7 +54,9 @@ def sampler_output(
         emitted = scored.emitted(trees.tree)
         width = emitted.shape[1]
     if len(left) == num_reqs:
-        return sampler(logits=logits[root_rows], sampling_metadata=metadata)
+        # Without drafts all rows are roots. To copy them takes as long as to sample.
+        rows = logits if len(logits) == num_reqs else logits[root_rows]
+        return sampler(logits=rows, sampling_metadata=metadata)
     processed, logprobs = has_processed_logprobs(sampler), None
     tokens = root_rows.new_full((num_reqs, width), -1)
     if left:
