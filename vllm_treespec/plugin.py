@@ -101,8 +101,9 @@ def with_trees(
     vllm_config = make(expanded)
     refuse_models(config, vllm_config, device)
     choose_groups(args.disable_hybrid_kv_cache_manager, config, vllm_config)
-    from vllm_treespec.engine.request_check import REQUEST_CHECK
+    from vllm_treespec.engine.request_check import REQUEST_CHECK, warn_of_min_p
 
+    warn_of_min_p(vllm_config.model_config)
     custom = vllm_config.model_config.logits_processors or []
     vllm_config.model_config.logits_processors = [*custom, REQUEST_CHECK]
     # A target that hands out other hidden states is compiled to another graph: vLLM's

@@ -114,7 +114,7 @@ SAMPLING = (
     ),
     Row(
         "min_tokens",
-        PLAIN,
+        TREE,
         Same(({"min_tokens": 12}, {"min_tokens": 5}, {}), (SUM, CHAT, SUM)),
     ),
     Row(
@@ -132,12 +132,12 @@ SAMPLING = (
     ),
     Row(
         "bad_words",
-        PLAIN,
+        TREE,
         Same(({"bad_words": ["Paris", " Paris"]}, {"bad_words": ["return"]}, {})),
     ),
     Row(
         "allowed_token_ids",
-        PLAIN,
+        TREE,
         Same(({"allowed_token_ids": list(range(200, 900))}, {}, {})),
     ),
     Row(

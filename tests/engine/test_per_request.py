@@ -18,6 +18,9 @@ ENGINE = {
 FREE = {**BASE, "ignore_eos": True, "max_tokens": 30}
 OFF = {"treespec": {"enabled": False}}
 NO_REPEATS = {"no_repeats": True}
+WORDS = [" Paris", " the", " of"]
+SOME = list(range(200, 9000))
+STOPS = [28, 30, 198, 216, 253, 260, 314]
 WRONG = (
     ({"treespec": {"max_draft": 2}}, "'max_draft' is not one of its keys"),
     ({"treespec": '{"enabled": 1}'}, "'enabled' is 1"),
@@ -79,6 +82,22 @@ def jobs(tokenize: Callable[[str], list[int]]) -> dict[str, dict]:
             ],
         },
         "penalties alone": {**three, "params": {**FREE, "repetition_penalty": 1.1}},
+        "forbidden": {
+            **six,
+            "params": [
+                {**FREE, "bad_words": WORDS},
+                {**FREE, "temperature": 0.7, "allowed_token_ids": SOME},
+                {**FREE, "stop_token_ids": STOPS, "min_tokens": 25},
+                {**FREE, "allowed_token_ids": SOME, "repetition_penalty": 1.3},
+                {**FREE, "temperature": 0.9, "top_p": 0.8, "bad_words": WORDS},
+                {**FREE, "stop_token_ids": STOPS, "min_tokens": 6, "logprobs": 1},
+            ],
+        },
+        "forbidden alone": {
+            **three,
+            "params": {**FREE, "bad_words": WORDS, "stop_token_ids": STOPS}
+            | {"min_tokens": 30},
+        },
         "embeds": {
             **six,
             "params": FREE,
@@ -165,6 +184,23 @@ def test_penalties(answers: dict, drafted: dict) -> None:
     alone = (token_ids(answers[m]["penalties alone"]) for m in (None, METHOD))
     assert next(alone) == next(alone)
     num_trees, nodes = drafted["penalties alone"]
+    assert nodes == DRAFTS * num_trees > 0
+    assert num_trees < 3 * 30 - 3, "none of their drafts is accepted"
+
+
+def test_forbidden_tokens(answers: dict, drafted: dict) -> None:
+    """Turns red when what is forbidden costs trees, changes answers, or comes."""
+    plain, trees = (token_ids(answers[m]["forbidden"]) for m in (None, METHOD))
+    greedy = (0, 2, 3, 5)
+    assert [trees[i] for i in greedy] == [plain[i] for i in greedy]
+    whole = token_ids(answers[None]["whole"])
+    free = [i for i in greedy if plain[i] == whole[i % 3]]
+    assert not free, f"nothing was forbidden: {[whole[i % 3] for i in free]}"
+    assert {*trees[1], *trees[3]} <= set(SOME)
+    assert not {*trees[2][:24], *trees[5][:5]} & set(STOPS)
+    alone = (token_ids(answers[m]["forbidden alone"]) for m in (None, METHOD))
+    assert next(alone) == next(alone)
+    num_trees, nodes = drafted["forbidden alone"]
     assert nodes == DRAFTS * num_trees > 0
     assert num_trees < 3 * 30 - 3, "none of their drafts is accepted"
 

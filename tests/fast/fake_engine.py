@@ -27,6 +27,7 @@ from tests.fast.toy_models import (
     hidden_state,
     kv_slots,
     penalised,
+    permitted,
     seen_slots,
     texts_so_far,
 )
@@ -137,7 +138,13 @@ class FakeEngine:
         slots = self.decoder.slots
         self.decoder.finish_requests(slots.release([r.name for r in plan.finished]))
         for request in plan.new:
-            slots.add(request.name, request.drafts, request.seed, request.max_drafts)
+            slots.add(
+                request.name,
+                request.drafts,
+                request.seed,
+                request.max_drafts,
+                request.forbidden,
+            )
         self.decoder.discard_trees(slots.lookup([r.name for r in plan.resumed]))
 
     def _check_trees(self) -> None:
@@ -257,6 +264,7 @@ class FakeEngine:
         prompt = request.token_ids[: request.num_prompt]
         output = request.token_ids[request.num_prompt :]
         logits = penalised(logits, prompt, output, request.penalties)
+        logits = permitted(logits, output, request.forbidden)
         if request.temperature == 0:
             return int(logits.argmax())
         sampling = SamplingTensors(torch.tensor([request.temperature]))

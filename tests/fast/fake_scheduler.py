@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.fast.toy_models import BLOCK_SIZE, NO_PENALTY, texts_so_far
+from vllm_treespec.core.forbidden import Forbidden
 
 
 @dataclass(eq=False)
@@ -26,6 +27,8 @@ class Request:
     max_drafts: int = 63
     # for repetition, frequency and presence
     penalties: tuple[float, float, float] = NO_PENALTY
+    # what it must not emit
+    forbidden: Forbidden | None = None
     num_computed: int = field(default=0, init=False)
     blocks: list[int] = field(default_factory=list, init=False)
     # the last tree that was drawn for it, without the root, and in which step

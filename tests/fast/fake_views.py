@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_models import BLOCK_SIZE, NO_PENALTY, kv_slots
 from vllm_treespec.core.penalties import PenaltyView
+from vllm_treespec.core.texts import TextView
 from vllm_treespec.core.views import (
     BlockTables,
     EmittedBatch,
@@ -128,7 +129,10 @@ class Step:
                 [r.num_prompt for r in self.requests],
                 strengths,
             )
-        return SamplingView(host, temperature, None, None, penalties)
+        texts = text_view(
+            [r.token_ids for r in self.requests], [r.num_prompt for r in self.requests]
+        )
+        return SamplingView(host, temperature, None, None, texts, penalties)
 
     def emitted_batch(
         self,
@@ -180,10 +184,12 @@ def penalty_view(
 ) -> PenaltyView:
     """Penalties for repetition, frequency and presence, and the texts so far."""
     repetition, frequency, presence = np.array(strengths, dtype=np.float32).T
-    return PenaltyView(
-        repetition,
-        frequency,
-        presence,
+    return PenaltyView(repetition, frequency, presence, text_view(texts, num_prompt))
+
+
+def text_view(texts: list[list[int]], num_prompt: Sequence[int]) -> TextView:
+    """Texts so far, and how long their prompts are."""
+    return TextView(
         token_ids=padded_rows(texts, max(map(len, texts))),
         num_prompt_tokens=ints(num_prompt),
         num_tokens=ints(map(len, texts)),

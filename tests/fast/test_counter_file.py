@@ -30,6 +30,7 @@ from tests.fast.counting import (
 from tests.fast.small_engine import MODEL_NAME
 from vllm_treespec import metrics, plugin
 from vllm_treespec.core.stats import StepStats
+from vllm_treespec.engine import request_check
 from vllm_treespec.metrics import registered_collector, show_counters
 
 
@@ -255,6 +256,7 @@ def test_unused_or_unwanted_shows_nothing(
     monkeypatch.setattr(plugin, "refuse_arguments", lambda args: "cpu")
     monkeypatch.setattr(plugin, "refuse_models", lambda *args: None)
     monkeypatch.setattr(plugin, "refuse_short_chunks", lambda *args: None)
+    monkeypatch.setattr(request_check, "warn_of_min_p", lambda model_config: None)
     plugin.register.__wrapped__()
     args = EngineArgs(model="nowhere", speculative_config=spec)
     args.disable_log_stats = disable_log_stats

@@ -56,7 +56,7 @@ def penalties_of(view: PenaltyView, tree: TreeBatch, below: bool = True) -> Pena
 
     ``below``: whether nodes have the penalties of their paths, as they should.
     """
-    reqs = np.arange(len(view.num_tokens))
+    reqs = np.arange(len(view.texts.num_tokens))
     drafts, roots = tree.token_ids[:, 1:].numpy(), torch.ones_like(tree.token_ids)
     ancestors = ancestor_bits(tree, int(tree.depths.max())) if below else roots
     penalties = PenalisedTexts().penalties(view, reqs, reqs, drafts, ancestors)

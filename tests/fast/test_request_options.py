@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_treespec.config.request_options import (
     RequestOptionsError,
@@ -153,3 +156,58 @@ def test_which_requests_draft() -> None:
         assert may_draft_trees(params)
         assert not may_draft_trees(params, processed_logprobs=True)
     assert may_draft_trees(SamplingParams(), processed_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "warned"), [({"min_p": 0.05, "top_p": 0.8}, True), ({}, False)]
+)
+def test_min_p_of_a_model_is_warned_of(
+    defaults: dict[str, float],
+    warned: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Red when vLLM refuses all requests, and nobody says so at the start."""
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm.config import ModelConfig
+
+    from tests.fast.small_engine import model_config
+    from vllm_treespec.engine.request_check import logger, warn_of_min_p
+
+    model_config().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    target = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32")
+    logger.addHandler(caplog.handler)
+    try:
+        warn_of_min_p(target)
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [record.getMessage() for record in caplog.records]
+    found = [line for line in lines if "--override-generation-config" in line]
+    assert bool(found) == warned
+
+
+def test_what_a_request_must_not_emit() -> None:
+    """Red when a limit of a request is left out, or made where there is none."""
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm_treespec.engine.v1.views import forbidden_of, may_draft_trees
+
+    def found(**limits: Any) -> Any:
+        params = SamplingParams(**limits)
+        assert may_draft_trees(params)
+        return forbidden_of(params, 6, torch.device("cpu"))
+
+    assert found() is None
+    assert found(stop_token_ids=[3]) is None
+    assert found(min_tokens=4) is None, "nothing ends it"
+    stops = found(min_tokens=4, stop_token_ids=[3, 1])
+    assert (stops.stop_tokens, stops.min_tokens) == ([1, 3], 4)
+    assert stops.not_allowed is None
+    allowed = found(allowed_token_ids=[0, 4]).not_allowed
+    assert allowed.tolist() == [False, True, True, True, False, True]
+    grammar = StructuredOutputsParams(regex="a+")
+    params = SamplingParams(min_tokens=4, structured_outputs=grammar)
+    assert not may_draft_trees(params)

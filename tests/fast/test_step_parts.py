@@ -22,6 +22,7 @@ from vllm_treespec.core.matching import (
 )
 from vllm_treespec.core.reading import plan_reading
 from vllm_treespec.core.requests import RequestSlots
+from vllm_treespec.core.texts import TextView
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.core.views import (
     BlockTables,
@@ -243,7 +244,9 @@ def after_step(
         num_emitted=emitted,
         num_tokens=num_tokens,
         token_ids=empty,
-        sampling=SamplingView(empty, None, None, None),
+        sampling=SamplingView(
+            empty, None, None, None, TextView(empty, emitted, num_tokens)
+        ),
         blocks=BlockTables(empty, torch.from_numpy(empty), empty),
         hidden=HiddenStates(none, {}),
     )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.forbidden import Forbidden
 from vllm_treespec.layouts.base import RootBlocks, TreeLayout
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout
@@ -62,13 +63,17 @@ class Language:
         prompt: Sequence[int],
         num_tokens: int,
         penalties: Sequence[float] = NO_PENALTY,
+        forbidden: Forbidden | None = None,
     ) -> list[int]:
-        """What plain greedy decoding answers, token by token; see ``penalised``."""
+        """What plain greedy decoding answers, token by token.
+
+        See ``penalised`` and ``permitted``.
+        """
         output: list[int] = []
         for _ in range(num_tokens):
             logits = after(self.target, [*prompt, *output])
             logits = penalised(logits, prompt, output, penalties)
-            output.append(int(logits.argmax()))
+            output.append(int(permitted(logits, output, forbidden).argmax()))
         return output
 
 
@@ -100,6 +105,32 @@ def penalised(
         value *= 1 / repetition if value > 0 else repetition
         value -= frequency * counts[token]
         value -= presence * bool(counts[token])
+    return row
+
+
+def permitted(
+    logits: Tensor, output: Sequence[int], forbidden: Forbidden | None
+) -> Tensor:
+    """Take out what a request must not emit, by looking at each output that may follow.
+
+    Without limits the row is left as it is.
+
+    Args:
+        logits: [vocab_size].
+        output: of the request, so far.
+        forbidden: what it must not emit.
+
+    """
+    if forbidden is None:
+        return logits
+    row = logits.clone()
+    for token in range(len(row)):
+        following = [*output, token]
+        bad = any(following[-len(word) :] == [*word] for word in forbidden.bad_words)
+        early = token in forbidden.stop_tokens and len(output) < forbidden.min_tokens
+        never = forbidden.not_allowed is not None and forbidden.not_allowed[token]
+        if bad or early or never:
+            row[token] = -torch.inf
     return row
 
 

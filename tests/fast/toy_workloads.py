@@ -196,5 +196,7 @@ def check_greedy(engine: FakeEngine, requests: list[Request]) -> None:
     prompts = [list(r.token_ids) for r in requests]
     answers = engine.run(*requests)
     for prompt, request, answer in zip(prompts, requests, answers, strict=True):
-        num_tokens, penalties = request.max_tokens, request.penalties
-        assert answer == engine.language.greedy(prompt, num_tokens, penalties)
+        expected = engine.language.greedy(
+            prompt, request.max_tokens, request.penalties, request.forbidden
+        )
+        assert answer == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from vllm_treespec.core.choosing import Chooser
 from vllm_treespec.core.committed import CommittedReader, committed_rows
 from vllm_treespec.core.drafting import StepEnd, TreeDrafter
+from vllm_treespec.core.forbidden import leaving_out, limited_rows
 from vllm_treespec.core.matching import (
     Proposal,
     RunningTrees,
@@ -162,7 +164,8 @@ class TreeDecoder:
             uniforms = self.uniforms.draw(
                 seeds, trees.root_positions.tolist(), count, SCORING
             ).to(self.limits.device)
-        self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
+        with self._leaving_out(logits, sampling, trees.host_reqs, trees):
+            self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
         return self.scored
 
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> Tensor | None:
@@ -199,13 +202,40 @@ class TreeDecoder:
         penalties = self.penalised_texts.penalties(
             sampling.penalties, host_reqs, batch.slots[host_reqs], *no_drafts(reqs)
         )
-        if penalties is not None:
-            every = torch.arange(len(rows))
-            logits = penalties.apply(logits[rows], every, torch.zeros_like(every))
-            rows = every
         tokens = torch.full((len(drawn_for),), -1)
-        tokens[reqs] = draw_plainly(logits, rows, of_reqs, uniforms)
+        with self._leaving_out(logits, sampling, host_reqs):
+            if penalties is not None:
+                every = torch.arange(len(rows))
+                logits = penalties.apply(logits[rows], every, torch.zeros_like(every))
+                rows = every
+            tokens[reqs] = draw_plainly(logits, rows, of_reqs, uniforms)
         return tokens
+
+    def _leaving_out(
+        self,
+        logits: Tensor,
+        sampling: SamplingView,
+        reqs: np.ndarray,
+        trees: RunningTrees | None = None,
+    ) -> AbstractContextManager[None]:
+        """Leave out what these requests must not emit; see ``leaving_out``.
+
+        Args:
+            logits: [num_rows, vocab_size].
+            sampling: of the requests of the batch.
+            reqs: int64 [n], places in the batch.
+            trees: of these requests; None: they have none.
+
+        """
+        limited = limited_rows(
+            self.slots.forbidden(self.batch.slots[reqs]),
+            reqs,
+            self.batch.root_rows[reqs],
+            sampling.texts,
+            trees,
+            self.proposal,
+        )
+        return leaving_out(logits, limited, sampling.texts)
 
     def _penalties(
         self, trees: RunningTrees, sampling: SamplingView

@@ -146,6 +146,11 @@ class Proposal:
             path.append(int(is_child.argmax()))
         return path
 
+    def nodes(self, row: int, num_nodes: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a tree's draft nodes, of its first ``num_nodes``."""
+        drafts = slice(num_nodes - 1)
+        return self.token_ids[row, drafts].tolist(), self.parents[row, drafts].tolist()
+
     def drafts(self) -> list[list[int]]:
         """Tokens of every tree's draft nodes."""
         return cut_rows(self.token_ids, self.num_drafts.tolist())

@@ -13,21 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.texts import TextView
+
 
 @dataclass(frozen=True)
 class PenaltyView:
-    """Penalties of the requests of a batch, and their texts, all on the host."""
+    """Penalties of the requests of a batch, and their texts, on the host."""
 
     # float32 [num_reqs]; 1 changes nothing
     repetition: np.ndarray
     # float32 [num_reqs] each; 0 changes nothing
     frequency: np.ndarray
     presence: np.ndarray
-    # int [num_reqs, max_len], committed tokens by position
-    token_ids: np.ndarray
-    # int [num_reqs], how many of them are the prompt, and how many there are
-    num_prompt_tokens: np.ndarray
-    num_tokens: np.ndarray
+    texts: TextView
 
     def penalised(self, req: int) -> bool:
         """Whether a request has any penalty."""
@@ -181,7 +179,7 @@ class PenalisedTexts:
             return None
         pairs = zip(reqs.tolist(), slots.tolist(), strict=True)
         seen = [self._note(view, req, slot) for req, slot in pairs]
-        roots = view.token_ids[reqs, view.num_tokens[reqs] - 1]
+        roots = view.texts.token_ids[reqs, view.texts.num_tokens[reqs] - 1]
         nodes = np.column_stack([roots, drafts]).astype(np.int64)
         node_counts = [
             [text.count(token) for token in row]
@@ -206,8 +204,11 @@ class PenalisedTexts:
         """Bring what was seen of a text up to date; nothing without penalties."""
         if not view.penalised(req):
             return NOTHING_SEEN
-        text = view.token_ids[req, : view.num_tokens[req]]
-        num_prompt_tokens, seen = view.num_prompt_tokens[req], self._seen.get(slot)
+        text, num_prompt_tokens = (
+            view.texts.text(req),
+            view.texts.num_prompt_tokens[req],
+        )
+        seen = self._seen.get(slot)
         # A session's next prompt holds the output before it.
         if seen is None or seen.num_prompt_tokens != num_prompt_tokens:
             seen = self._seen[slot] = SeenTokens(text[:num_prompt_tokens])

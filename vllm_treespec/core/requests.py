@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from vllm_treespec.core.forbidden import Forbidden
 from vllm_treespec.core.tree import MAX_NODES
 
 
@@ -25,6 +26,7 @@ class RequestSlots:
         self._may_draft = np.zeros(0, dtype=bool)
         self._max_drafts = np.zeros(0, dtype=np.int64)
         self._seeds: list[int | None] = []
+        self._forbidden: list[Forbidden | None] = []
 
     def add(
         self,
@@ -32,6 +34,7 @@ class RequestSlots:
         may_draft: bool,
         seed: int | None,
         max_drafts: int = MAX_NODES - 1,
+        forbidden: Forbidden | None = None,
     ) -> int:
         """Give a request a slot; one that has a slot keeps it, with new parameters.
 
@@ -40,6 +43,7 @@ class RequestSlots:
             may_draft: whether it may have draft trees.
             seed: of its random numbers, if any.
             max_drafts: draft tokens that a tree of it may have.
+            forbidden: what it must not emit; None: it may emit everything.
 
         """
         slot = self._slots.get(req_id)
@@ -50,6 +54,7 @@ class RequestSlots:
         self._may_draft[slot] = may_draft
         self._max_drafts[slot] = max_drafts
         self._seeds[slot] = seed
+        self._forbidden[slot] = forbidden
         return slot
 
     def release(self, req_ids: Iterable[str]) -> np.ndarray:
@@ -89,10 +94,15 @@ class RequestSlots:
         """The requests' seeds."""
         return [self._seeds[slot] for slot in slots.tolist()]
 
+    def forbidden(self, slots: np.ndarray) -> list[Forbidden | None]:
+        """What the requests must not emit."""
+        return [self._forbidden[slot] for slot in slots.tolist()]
+
     def _grow(self) -> int:
         """Make one more slot."""
         self._names.append("")
         self._seeds.append(None)
+        self._forbidden.append(None)
         self._may_draft = np.append(self._may_draft, False)
         self._max_drafts = np.append(self._max_drafts, 0)
         return len(self._names) - 1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.core.texts import TextView
 
 GREEDY_BELOW = 1e-5
 
@@ -120,6 +121,7 @@ class SamplingView:
     top_k: Tensor | None
     # float32 [num_reqs], or None when no request limits it
     top_p: Tensor | None
+    texts: TextView
     # None when no request has any
     penalties: PenaltyView | None = None
 

@@ -1,11 +1,17 @@
-"""The check of what requests say."""
+"""The check of what requests say, and what a model's own defaults say for them."""
 
 from __future__ import annotations
 
+import logging
+
+from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from vllm_treespec.config.request_options import request_options
+
+# vLLM prints the lines of loggers below "vllm".
+logger = logging.getLogger("vllm.treespec")
 
 
 class RequestCheck(LogitsProcessor):
@@ -19,6 +25,19 @@ class RequestCheck(LogitsProcessor):
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ``RequestOptionsError`` if ``extra_args`` are wrong."""
         request_options(sampling_params.extra_args)
+
+
+def warn_of_min_p(model_config: ModelConfig) -> None:
+    """Say so if vLLM will refuse all requests that leave a model's defaults alone."""
+    min_p = model_config.get_diff_sampling_param().get("min_p")
+    if min_p:
+        logger.warning(
+            "The model's generation_config.json gives requests a min_p of %s, and vLLM "
+            "refuses requests with min_p under any speculative decoding. Start without "
+            "speculative_config, or draw without min_p: "
+            "--override-generation-config '{\"min_p\": 0}'",
+            min_p,
+        )
 
 
 # as vLLM names such a class

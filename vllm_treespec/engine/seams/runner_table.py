@@ -139,6 +139,9 @@ STEP = (
     *Owner("vllm.sampling_params:SamplingParams").reads(
         "seed", "random numbers of a request"
     ),
+    *Owner("vllm.sampling_params:SamplingParams").reads(
+        "all_stop_token_ids bad_words_token_ids", "what a request must not emit"
+    ),
 )
 _PROCESSORS = "vllm.v1.sample.logits_processor"
 SAMPLING = (

@@ -89,6 +89,9 @@ ARGUMENTS = (
     *Owner("vllm.transformers_utils.config").calls(
         "get_config", "the sizes of a draft model"
     ),
+    *_MODEL_CONFIG.calls(
+        "get_diff_sampling_param", "whether the model's defaults hold min_p"
+    ),
     *_MODEL_CONFIG.writes(
         "logits_processors", "our check of requests: they may say 'treespec'"
     ),

@@ -32,6 +32,7 @@ from vllm_treespec.engine.v1.sampler_output import (
 from vllm_treespec.engine.v1.views import (
     drafters_can_read,
     emitted_batch,
+    forbidden_of,
     may_draft_trees,
     sampling_view,
     scheduled_batch,
@@ -163,7 +164,10 @@ class TreeRunnerMixin(V1Runner):
             params = self.requests[new.req_id].sampling_params
             limit = request_options(params.extra_args).limit
             drafts = limit > 0 and self._may_draft(new.req_id)
-            decoder.slots.add(new.req_id, drafts, params.seed, limit)
+            forbidden = forbidden_of(
+                params, self.model_config.get_vocab_size(), self.device
+            )
+            decoder.slots.add(new.req_id, drafts, params.seed, limit, forbidden)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         decoder.discard_trees(decoder.slots.lookup(sorted(resumed)))
         return updated

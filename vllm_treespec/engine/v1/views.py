@@ -7,11 +7,14 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
+from vllm_treespec.core.forbidden import Forbidden
 from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.requests import RequestSlots
+from vllm_treespec.core.texts import TextView
 from vllm_treespec.core.views import (
     BlockTables,
     EmittedBatch,
@@ -39,7 +42,9 @@ def may_draft_trees(
     """Whether a request drafts trees; otherwise it decodes plainly.
 
     vLLM computes most masks for the last token only; a tree needs them for every node.
-    A grammar's masks are the exception: our scheduler fills them for every node.
+    Some are computed for every node: a grammar's by our scheduler, penalties and what
+    is forbidden by the decoder. vLLM lifts ``min_tokens`` where a grammar allows
+    nothing but the end; that is not done here.
 
     Args:
         params: of the request.
@@ -51,14 +56,32 @@ def may_draft_trees(
     """
     return not (
         params.min_p
-        or params.min_tokens
         or params.logit_bias
-        or params.bad_words
-        or params.allowed_token_ids
         or params.logprob_token_ids
+        or (params.min_tokens and params.structured_outputs)
         or params.thinking_token_budget is not None
         or (grammar_after_reasoning and params.structured_outputs)
         or (processed_logprobs and params.logprobs is not None)
+    )
+
+
+def forbidden_of(
+    params: SamplingParams, vocab_size: int, device: torch.device
+) -> Forbidden | None:
+    """What a request must not emit; None: it may emit everything."""
+    stops = sorted(params.all_stop_token_ids) if params.min_tokens else []
+    if not (stops or params.bad_words or params.allowed_token_ids):
+        return None
+    not_allowed = None
+    if params.allowed_token_ids:
+        not_allowed = torch.ones(vocab_size, dtype=torch.bool)
+        not_allowed[params.allowed_token_ids] = False
+        not_allowed = not_allowed.to(device)
+    return Forbidden(
+        not_allowed,
+        bad_words=params.bad_words_token_ids or (),
+        stop_tokens=stops,
+        min_tokens=params.min_tokens,
     )
 
 
@@ -145,24 +168,24 @@ def target_inputs(
 def sampling_view(batch: InputBatch) -> SamplingView:
     """Sampling parameters of the requests; the batch's metadata are up to date."""
     metadata = batch.sampling_metadata
+    texts = TextView(
+        batch.token_ids_cpu, batch.num_prompt_tokens, batch.num_tokens_no_spec
+    )
+    penalties = None
+    if not metadata.no_penalties:
+        penalties = PenaltyView(
+            repetition=batch.repetition_penalties_cpu,
+            frequency=batch.frequency_penalties_cpu,
+            presence=batch.presence_penalties_cpu,
+            texts=texts,
+        )
     return SamplingView(
         host_temperature=batch.temperature_cpu,
         temperature=metadata.temperature,
         top_k=metadata.top_k,
         top_p=metadata.top_p,
-        penalties=None if metadata.no_penalties else penalty_view(batch),
-    )
-
-
-def penalty_view(batch: InputBatch) -> PenaltyView:
-    """Penalties of the requests, and their texts."""
-    return PenaltyView(
-        repetition=batch.repetition_penalties_cpu,
-        frequency=batch.frequency_penalties_cpu,
-        presence=batch.presence_penalties_cpu,
-        token_ids=batch.token_ids_cpu,
-        num_prompt_tokens=batch.num_prompt_tokens,
-        num_tokens=batch.num_tokens_no_spec,
+        texts=texts,
+        penalties=penalties,
     )
 
 
