@@ -176,6 +176,22 @@ def test_a_model_reads_one_prompt_before_all() -> None:
     assert chat.num_asked == 1
 
 
+def test_a_new_batch_size_has_one_prompt_read_first() -> None:
+    """Red when a batch size at which a model was not timed has all prompts read.
+
+    With one request the model pays. With 8 its step takes five times as long.
+    """
+    chat = Chat(0, model_accepted=2.5, model_seconds=1.7)
+    chat.token_seconds = 0.01
+    for slot in range(4):
+        chat.answer(slot, 64, prompt=20)
+    asked_before = chat.num_asked
+    assert chat.chosen[BOTH] > 0.6 * chat.chosen.total()
+    chat.seconds = 8.0
+    chat.answer(100, 16, batch_size=8, prompt=250)
+    assert chat.num_asked == asked_before + 1
+
+
 def test_hope_alone_does_not_make_a_model_read_prompts() -> None:
     """Red when each new request has its prompt read, as it may be better than others.
 

@@ -184,11 +184,15 @@ class StepCosts:
         """Whether an option was not timed at any batch size."""
         return not any(index in known for known in self.times.values())
 
+    def is_timed(self, batch_size: int, index: int | None) -> bool:
+        """Whether an option was timed at a batch size, not too long ago."""
+        return index in self._known(batch_size)
+
     def is_fruitless(self, batch_size: int, index: int | None) -> bool:
         """Whether an option is not known, and could not be timed in several rounds."""
-        if index in self._known(batch_size):
-            return False
-        return self._had_no_times(batch_size, index)
+        return not self.is_timed(batch_size, index) and self._had_no_times(
+            batch_size, index
+        )
 
     def is_unchecked(self, batch_size: int) -> bool:
         """Whether the time of plain steps is an earlier start's, and can be checked."""

@@ -36,8 +36,8 @@ MANY_TOKENS = 16
 # Rounds of a batch size in which plain steps are timed again, where a model drafts: the
 # first times may be those of a cold machine, and trees are judged by them.
 CHECKED_ROUNDS = (6, 24)
-# Requests for which a draft model is asked that was never timed, and must read their
-# prompts first.
+# Requests for which a draft model is asked that was not timed at this batch size, and
+# must read their prompts first.
 FIRST_TRIED = 1
 
 
@@ -315,6 +315,7 @@ class MeasuredSchedule(Schedule):
             extra = self.costs.extra_seconds(batch_size, option.index, plain.seconds)
             gains = self._gains(batch_size, option, requests)
             is_new = self.costs.is_new(option.index)
+            is_timed = self.costs.is_timed(batch_size, option.index)
             tokens: float = requests.num_reqs
             num_trees = behind = 0.0
             for count, gain in enumerate(gains[: self.max_trees], start=1):
@@ -326,7 +327,7 @@ class MeasuredSchedule(Schedule):
                 rate = tokens / (plain.seconds + extra * share + behind)
                 if rate > best_rate:
                     best, best_rate = option, rate
-                    num_drawn = FIRST_TRIED if is_new and behind else count
+                    num_drawn = count if is_timed or not behind else FIRST_TRIED
                     left_out = frozenset(left.slot for left in gains[num_drawn:])
             if is_new:
                 # Larger trees wait for what this one will show.
