@@ -28,6 +28,15 @@ KINDS = [
 ]
 
 
+def prefix_tokens(prefix: int, vocab_size: int) -> list[int]:
+    """The tokens of a prefix, by its number."""
+    tokens: list[int] = []
+    while prefix:
+        prefix, token = divmod(prefix - 1, vocab_size)
+        tokens.insert(0, token)
+    return tokens
+
+
 class PlainSampling(SamplingTensors):
     """Takes "logits" that are probabilities already, in whatever dtype they have."""
 

@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import LawMeter, Scorer, Weighted, propose, token_uniforms
+from tests.fast.enumeration import Scorer
 from tests.fast.fake_scheduler import Request
 from tests.fast.fake_views import text_view
 from tests.fast.interpreted import interpreted
-from tests.fast.languages import NUM_TOKENS, Language, naive_probs, random_tables
+from tests.fast.languages import Language, prefix_tokens, random_tables
 from tests.fast.random_trees import random_trees
-from tests.fast.test_penalties import batched, path_to
-from tests.fast.toy_models import VOCAB_SIZE, after, permitted
+from tests.fast.test_penalties import (
+    FLOAT32,
+    NOTICEABLE,
+    batched,
+    law_error,
+    path_to,
+    plain_rows,
+)
+from tests.fast.toy_models import VOCAB_SIZE, permitted
 from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
-from vllm_treespec.core import decoder
 from vllm_treespec.core.forbidden import (
     Forbidden,
     RequestRows,
     leaving_out,
     limited_rows,
 )
-from vllm_treespec.core.plain_draw import draw_plainly
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.kernels import kv_move
-from vllm_treespec.proposers import RsdC
 from vllm_treespec.scorers import TargetLogits, recursive_rejection
-
-FLOAT32 = 4e-6
-NOTICEABLE = 1e-3
 
 
 def all_but(allowed: set[int], vocab_size: int = VOCAB_SIZE) -> Tensor:
@@ -160,13 +160,10 @@ class LimitedLanguage(Language):
 
 def limited_language(raw: Tensor, below: bool) -> LimitedLanguage:
     """Take out of the logits of every prefix what must not follow it."""
-    rows = []
-    for prefix, row in enumerate(raw):
-        path, number = [], prefix
-        while number:
-            path.append((number - 1) % 4)
-            number = (number - 1) // 4
-        rows.append(permitted(row, [*TEXT[NUM_PROMPT:], *path[::-1]], OF_LAW))
+    rows = [
+        permitted(row, [*TEXT[NUM_PROMPT:], *prefix_tokens(prefix, 4)], OF_LAW)
+        for prefix, row in enumerate(raw)
+    ]
     return LimitedLanguage(torch.stack(rows), raw, below)
 
 
@@ -178,21 +175,9 @@ def limited_language(raw: Tensor, below: bool) -> LimitedLanguage:
 def test_law_under_limits(scorer: Scorer, below: bool) -> None:
     """Red when a node's limits leave out its path; the control must be noticed."""
     draft, target = (side.table.log().float() for side in random_tables("random", 4, 2))
-    language = limited_language(target, below)
-
-    def sampling(num_reqs: int) -> SamplingTensors:
-        return SamplingTensors(torch.full((num_reqs,), 0.7), all_random=True)
-
-    proposer = RsdC((2, 2))
-    drawn_from = Language(naive_probs(draft.double() / 0.7, None, None))
-    uniforms, weights = token_uniforms(drawn_from, proposer.branching_factors)
-    tree = propose(proposer, Language(draft), sampling(len(weights)), uniforms)
-    tree.token_ids[:, 0] = TEXT[-1]
-    meter = LawMeter(scorer, Weighted(tree, weights), language, sampling, FLOAT32 / 4)
-    expected = Language(naive_probs(language.table.double() / 0.7, None, None))
-    error = (meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)).abs().max()
-    assert (float(error) < FLOAT32) == below
-    assert below or float(error) > NOTICEABLE
+    error = law_error(scorer, draft, limited_language(target, below), TEXT[-1])
+    assert (error < FLOAT32) == below
+    assert below or error > NOTICEABLE
 
 
 def with_limits(requests: list[Request]) -> list[Request]:
@@ -226,30 +211,12 @@ def test_greedy_answers_are_those_of_plain_decoding(
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_plain_draws_have_limits(temperature: float) -> None:
     """Red when a request without a tree is drawn from what it must not emit."""
-    engine = make_engine("suffix_tree", HABITS["whole"])
+
+    def expected(request: Request, logits: Tensor) -> Tensor:
+        return permitted(logits, request.token_ids[3:], request.forbidden)
+
     requests = [
         Request(f"r{number}", [number, 3, 3], 12, temperature=temperature)
         for number in range(5)
     ]
-    rows_seen = 0
-
-    def noting(
-        logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
-    ) -> Tensor:
-        nonlocal rows_seen
-        in_tree = engine.decoder.trees
-        left = set(range(len(engine.now.requests)))
-        left -= set() if in_tree is None else set(in_tree.host_reqs.tolist())
-        for row, place in zip(rows.tolist(), sorted(left), strict=True):
-            request = engine.now.requests[place]
-            text, length = request.token_ids, request.num_prompt
-            expected = permitted(
-                after(engine.language.target, text), text[length:], request.forbidden
-            )
-            assert logits[row].equal(expected)
-            rows_seen += 1
-        return draw_plainly(logits, rows, sampling, uniforms)
-
-    with patch.object(decoder, "draw_plainly", side_effect=noting):
-        engine.run(*with_limits(requests))
-    assert rows_seen > 10
+    assert plain_rows(with_limits(requests), expected) > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -16,7 +17,13 @@ from tests.fast.enumeration import LawMeter, Scorer, Weighted, propose, token_un
 from tests.fast.fake_scheduler import Request
 from tests.fast.fake_views import penalty_view
 from tests.fast.interpreted import interpreted
-from tests.fast.languages import NUM_TOKENS, Language, naive_probs, random_tables
+from tests.fast.languages import (
+    NUM_TOKENS,
+    Language,
+    naive_probs,
+    prefix_tokens,
+    random_tables,
+)
 from tests.fast.random_trees import random_trees
 from tests.fast.test_batched_rules import batch
 from tests.fast.toy_models import after, penalised
@@ -177,14 +184,15 @@ def penalised_language(
     raw: Tensor, text: tuple[int, ...], below: bool
 ) -> PenalisedLanguage:
     """Penalise the logits of every prefix by its own tokens."""
-    vocab_size = raw.shape[1]
-    rows = []
-    for prefix, row in enumerate(raw):
-        path, number = [], prefix
-        while number:
-            path.append((number - 1) % vocab_size)
-            number = (number - 1) // vocab_size
-        rows.append(penalised(row, text[:2], [*text[2:], *path], STRENGTHS[2]))
+    rows = [
+        penalised(
+            row,
+            text[:2],
+            [*text[2:], *prefix_tokens(prefix, raw.shape[1])],
+            STRENGTHS[2],
+        )
+        for prefix, row in enumerate(raw)
+    ]
     return PenalisedLanguage(torch.stack(rows), raw, text, below)
 
 
@@ -203,6 +211,21 @@ def test_law_under_penalties(scorer: Scorer, below: bool) -> None:
     """Red when a node's penalties leave out its path; the control must be noticed."""
     draft, target = (side.table.log().float() for side in random_tables("random", 3, 2))
     language = penalised_language(target, (0, 0, 2, 1), below)
+    error = law_error(scorer, draft, language, language.text[-1])
+    assert (error < FLOAT32) == below
+    assert below or error > NOTICEABLE
+
+
+def law_error(scorer: Scorer, draft: Tensor, language: Language, root: int) -> float:
+    """How far emitted tokens are from the law of a table of logits, at temperature 0.7.
+
+    Args:
+        scorer: the rule.
+        draft: float32 [num_prefixes, vocab_size], logits that drafts are drawn from.
+        language: whose ``table`` has the logits that tokens should follow.
+        root: the token of the roots.
+
+    """
 
     def sampling(num_reqs: int) -> SamplingTensors:
         return SamplingTensors(torch.full((num_reqs,), 0.7), all_random=True)
@@ -211,13 +234,11 @@ def test_law_under_penalties(scorer: Scorer, below: bool) -> None:
     drawn_from = Language(naive_probs(draft.double() / 0.7, None, None))
     uniforms, weights = token_uniforms(drawn_from, proposer.branching_factors)
     tree = propose(proposer, Language(draft), sampling(len(weights)), uniforms)
-    tree.token_ids[:, 0] = language.text[-1]
-    drawn = Weighted(tree, weights)
-    meter = LawMeter(scorer, drawn, language, sampling, FLOAT32 / 4)
+    tree.token_ids[:, 0] = root
+    meter = LawMeter(scorer, Weighted(tree, weights), language, sampling, FLOAT32 / 4)
     expected = Language(naive_probs(language.table.double() / 0.7, None, None))
-    error = (meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)).abs().max()
-    assert (float(error) < FLOAT32) == below
-    assert below or float(error) > NOTICEABLE
+    law = meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)
+    return float(law.abs().max())
 
 
 @pytest.mark.parametrize("walks", [True, False], ids=["walk", "batched"])
@@ -273,11 +294,32 @@ def test_greedy_answers_are_those_of_plain_decoding(
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_plain_draws_have_penalties(temperature: float) -> None:
     """Red when a request without a tree is drawn from logits without its penalties."""
-    engine = make_engine("suffix_tree", HABITS["whole"])
+
+    def expected(request: Request, logits: Tensor) -> Tensor:
+        text, length = request.token_ids, request.num_prompt
+        return penalised(logits, text[:length], text[length:], request.penalties)
+
     requests = [
         Request(f"r{number}", [number, 3, 3], 12, temperature=temperature)
         for number in range(4)
     ]
+    assert plain_rows(with_penalties(requests), expected) > 10
+
+
+def plain_rows(
+    requests: list[Request], expected: Callable[[Request, Tensor], Tensor]
+) -> int:
+    """Run requests; check what tokens of requests without trees are drawn of.
+
+    Args:
+        requests: to run.
+        expected: from a request and the target's logits to what it should be drawn of.
+
+    Returns:
+        how many tokens were drawn so.
+
+    """
+    engine = make_engine("suffix_tree", HABITS["whole"])
     rows_seen = 0
 
     def noting(
@@ -289,17 +331,11 @@ def test_plain_draws_have_penalties(temperature: float) -> None:
         left -= set() if in_tree is None else set(in_tree.host_reqs.tolist())
         for row, place in zip(rows.tolist(), sorted(left), strict=True):
             request = engine.now.requests[place]
-            text, length = request.token_ids, request.num_prompt
-            expected = penalised(
-                after(engine.language.target, text),
-                text[:length],
-                text[length:],
-                request.penalties,
-            )
-            assert logits[row].equal(expected)
+            of_target = after(engine.language.target, request.token_ids)
+            assert logits[row].equal(expected(request, of_target))
             rows_seen += 1
         return draw_plainly(logits, rows, sampling, uniforms)
 
     with patch.object(decoder, "draw_plainly", side_effect=noting):
-        engine.run(*with_penalties(requests))
-    assert rows_seen > 10
+        engine.run(*requests)
+    return rows_seen
