@@ -95,8 +95,12 @@ def jobs(tokenize: Callable[[str], list[int]]) -> dict[str, dict]:
         },
         "forbidden alone": {
             **three,
-            "params": {**FREE, "bad_words": WORDS, "stop_token_ids": STOPS}
-            | {"min_tokens": 30},
+            "params": {
+                **FREE,
+                "bad_words": WORDS,
+                "stop_token_ids": STOPS,
+                "min_tokens": 30,
+            },
         },
         "embeds": {
             **six,

@@ -121,18 +121,15 @@ class Step:
         """Sampling parameters of the batch."""
         host = np.array([r.temperature for r in self.requests], dtype=np.float32)
         temperature = torch.from_numpy(host) if host.any() else None
+        texts = [r.token_ids for r in self.requests]
+        num_prompt = [r.num_prompt for r in self.requests]
         strengths = [r.penalties for r in self.requests]
         penalties = None
         if any(strength != NO_PENALTY for strength in strengths):
-            penalties = penalty_view(
-                [r.token_ids for r in self.requests],
-                [r.num_prompt for r in self.requests],
-                strengths,
-            )
-        texts = text_view(
-            [r.token_ids for r in self.requests], [r.num_prompt for r in self.requests]
+            penalties = penalty_view(texts, num_prompt, strengths)
+        return SamplingView(
+            host, temperature, None, None, text_view(texts, num_prompt), penalties
         )
-        return SamplingView(host, temperature, None, None, texts, penalties)
 
     def emitted_batch(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import numpy as np
@@ -227,8 +227,11 @@ class TreeDecoder:
             trees: of these requests; None: they have none.
 
         """
+        forbidden = self.slots.forbidden(self.batch.slots[reqs])
+        if not any(forbidden):
+            return nullcontext()
         limited = limited_rows(
-            self.slots.forbidden(self.batch.slots[reqs]),
+            forbidden,
             reqs,
             self.batch.root_rows[reqs],
             sampling.texts,

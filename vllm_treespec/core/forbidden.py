@@ -54,7 +54,6 @@ class Forbidden:
             word[-1]
             for word in self.bad_words
             if [*last[len(last) - len(word) + 1 :]] == [*word[:-1]]
-            and len(word) <= len(last) + 1
         ]
         return [*stops, *ends]
 

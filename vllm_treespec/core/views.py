@@ -38,7 +38,7 @@ class ScheduledBatch:
     # int64 [num_reqs], tokens that the scheduler had room for (``scheduler_room``)
     room: np.ndarray
 
-    @property
+    @cached_property
     def root_rows(self) -> np.ndarray:
         """Row of each request's root among the logits, int64 [num_reqs]."""
         num_rows = 1 + self.num_drafts
