@@ -189,6 +189,8 @@ class SharedCounters:
             name = PREFIX + counter
             key = mmap_key(name, f"{name}_total", [*labels], [*labels.values()], text)
             self._keys[counter, value] = key
+        elif not amount:
+            return
         self._values[key] += amount
         self._file.write_value(key, self._values[key], 0.0)
 

@@ -87,6 +87,8 @@ class FakeEngine:
         self.slots: set[int] = set()
         # trees by how many of their drafts were accepted
         self.accepted: Counter[int] = Counter()
+        # steps after which nothing was drafted as plain ones held
+        self.num_rested = 0
         # of every step, how many trees came back
         self.num_trees: list[int] = []
         # and its size with the tree of the schedule that was drawn, if any
@@ -122,7 +124,7 @@ class FakeEngine:
         slots = self.decoder.slots.lookup([r.name for r in now.requests])
         scheduled = now.scheduled_batch(slots, self.habits)
         inputs = now.target_inputs(-(-max_len // BLOCK_SIZE), self.habits)
-        self.decoder.begin_step(scheduled, inputs)
+        self.decoder.begin_step(scheduled, lambda: inputs)
         self._check_trees()
         self._name_rows(scheduled, inputs)
         hidden, logits = self._run_target(inputs)
@@ -296,7 +298,9 @@ class FakeEngine:
         """Draw the next trees, and hand them to the scheduler."""
         for request in self.now.requests:
             request.proposed = []
-        proposal = self.decoder.draft(batch)
+        rests = self.decoder.rests(batch.num_emitted.tolist())
+        proposal = None if rests else self.decoder.draft(batch)
+        self.num_rested += rests
         index = None if proposal is None else proposal.tree_index
         self.drawn.append((batch.num_reqs, index))
         self.slots.update(batch.slots.tolist())

@@ -53,7 +53,7 @@ def found_by(
     rule = RULES["recursive_rejection"]
     method = Method(make_schedule(trees), proposers, rule, False, 16)
     engine = engine_class(language, method, [ToyDraftModel(language)], HABIT, 0)
-    engine.decoder.chooser.clock = random_clock()
+    engine.decoder.chooser.clock = random_clock(engine)
     request = Request("", [1, 2], max_tokens=MAX_TOKENS, temperature=1.0)
     many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(1008)]
     for i, one in enumerate(many):
@@ -66,11 +66,17 @@ def found_by(
     return engine, (torch.tensor(answers)[:, :2] * places).sum(1)
 
 
-def random_clock() -> Callable[[], float]:
-    """A clock by which all options take about as long."""
+def random_clock(engine: FakeEngine) -> Callable[[], float]:
+    """A clock by which steps of all options take about as long."""
     source = random.Random(0)
-    steps = itertools.accumulate(source.uniform(0.5, 1.5) for _ in itertools.count())
-    return lambda: next(steps)
+    ends = [0.0]
+
+    def now() -> float:
+        while len(ends) <= engine.decoder.step:
+            ends.append(ends[-1] + source.uniform(0.5, 1.5))
+        return ends[engine.decoder.step]
+
+    return now
 
 
 def law(language: Language) -> Tensor:

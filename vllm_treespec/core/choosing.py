@@ -16,7 +16,6 @@ from vllm_treespec.core.views import GREEDY_BELOW, EmittedBatch, ScheduledBatch
 
 # What a step drafts with that draws no tree, in statistics.
 PLAIN = "plain"
-NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
 def with_guesses(
@@ -46,8 +45,8 @@ class Choice:
     index: int | None
     # name of the tree, or "plain"
     mode: str
-    # int64 [num_reqs], the requests that ran
-    slots: np.ndarray
+    # of the requests that ran
+    slots: frozenset[int]
     # whether the step at whose end it was made only decoded, so that draft models had
     # no prompt to read after it
     only_decoded: bool
@@ -73,10 +72,28 @@ class Chooser:
         self.clock = clock
         # of trees, by their index: to make a name takes longer than to choose
         self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
-        self.last = Choice(None, PLAIN, NO_SLOTS, False, 0.0)
+        self.last = Choice(None, PLAIN, frozenset(), False, 0.0)
         self.only_decoded = False
         # from the last choice to the drafts
         self.drafting_seconds = 0.0
+        # steps since the last choice for which it held, too
+        self.num_rested = 0
+
+    def rests(self, scheduled: ScheduledBatch) -> bool:
+        """Whether the last choice, a plain one, holds for the next step, too.
+
+        If not, ``observe`` and ``choose`` come next.
+
+        Args:
+            scheduled: a step without trees, in which every request emitted a token.
+
+        """
+        holds = self.last.only_decoded and self.num_rested < self.schedule.rest_steps
+        if not (holds and self._goes_on(scheduled)):
+            return False
+        self.num_rested += 1
+        self.stats.count_step(PLAIN)
+        return True
 
     def choose(
         self,
@@ -112,8 +129,10 @@ class Chooser:
                 num_behind[emitted].tolist(),
             )
         )
+        self.num_rested = 0
         mode = PLAIN if index is None else self.modes[index]
-        self.last = Choice(index, mode, batch.slots, self.only_decoded, self.clock())
+        ran = frozenset(batch.slots.tolist())
+        self.last = Choice(index, mode, ran, self.only_decoded, self.clock())
         self.stats.count_step(mode)
         drawn = set(drawn_for)
         return index, np.array([slot in drawn for slot in slots], dtype=bool)
@@ -138,9 +157,7 @@ class Chooser:
                 draft, int64 [num_reqs, 2].
 
         """
-        self.only_decoded = bool(
-            (scheduled.num_scheduled == 1 + scheduled.num_drafts).all()
-        )
+        self.only_decoded = scheduled.only_decodes
         outcome = self._outcome(batch, proposal, accepted, by_part)
         num_drawn = 0 if proposal is None else len(proposal.slots)
         as_chosen = (num_drawn > 0) == (outcome.index is not None)
@@ -149,7 +166,9 @@ class Chooser:
             seconds = self._seconds(scheduled, outcome.num_caught_up)
         if seconds is not None:
             num_tokens = int(batch.num_emitted.sum())
+            num_tokens += self.num_rested * batch.num_reqs
             self.stats.count_timed(self.last.mode, seconds, num_tokens)
+            seconds /= outcome.num_steps
         self.schedule.observe(replace(outcome, seconds=seconds))
 
     def _outcome(
@@ -164,6 +183,7 @@ class Chooser:
             self.last.index,
             len(self.last.slots),
             drafting_seconds=self.drafting_seconds,
+            num_steps=1 + self.num_rested,
         )
         if proposal is None:
             return outcome
@@ -204,10 +224,14 @@ class Chooser:
         That draft models read a prompt before they draft is such work, unless it is
         known how many tokens they caught up on.
         """
-        same = set(scheduled.slots.tolist()) == set(self.last.slots.tolist())
         reading_is_known = self.last.only_decoded or num_caught_up > 0
-        pure = same and self.only_decoded and reading_is_known
+        pure = reading_is_known and self._goes_on(scheduled)
         return self.clock() - self.last.time if pure else None
+
+    def _goes_on(self, scheduled: ScheduledBatch) -> bool:
+        """Whether a step only decoded, for the requests of the last choice."""
+        slots = set(scheduled.slots.tolist())
+        return scheduled.only_decodes and self.last.slots == slots
 
     def forget(self, slots: np.ndarray) -> None:
         """Forget the requests that ended, by their slots, int64 [n].
@@ -216,4 +240,4 @@ class Chooser:
         """
         if len(slots):
             self.schedule.forget(slots.tolist())
-            self.last = replace(self.last, slots=NO_SLOTS)
+            self.last = replace(self.last, slots=frozenset())

@@ -58,12 +58,21 @@ class CommittedReader:
         """Take the size of the KV cache."""
         self.marks = ReadMarks(num_blocks, block_size)
 
-    def note(self, batch: EmittedBatch, rows: Tensor | slice | None) -> None:
+    @property
+    def reads_every_step(self) -> bool:
+        """Whether some source must be handed what each step computed."""
+        return bool(self.step_sources or self.features)
+
+    def note(
+        self, batch: EmittedBatch, rows: Tensor | slice | None, num_rested: int = 0
+    ) -> None:
         """Note what the target computed in a step, before sources read.
 
         Args:
             batch: after the step.
             rows: query rows of the step's committed tokens, for features.
+            num_rested: plain steps before it that were not noted. Fewer than a block
+                has tokens, so no block was filled in them alone, and then cached.
 
         """
         if self.keepers:
@@ -73,9 +82,8 @@ class CommittedReader:
             for keeper in self.keepers:
                 keeper.keep(slots, features)
         if self.late_sources:
-            self.marks.mark_written(
-                batch.blocks.host_table, batch.num_computed, batch.end
-            )
+            first = (batch.num_computed - num_rested).clip(min=0)
+            self.marks.mark_written(batch.blocks.host_table, first, batch.end)
 
     def num_behind(self, batch: EmittedBatch, reqs: np.ndarray) -> np.ndarray:
         """Tokens of earlier steps that sources must read to draft, int64 [n].

@@ -62,7 +62,12 @@ class StepCosts:
             rounds.add(self.steps_at[batch_size], 1.0, 0.0)
 
     def add(
-        self, batch_size: int, index: int | None, share: float, seconds: float
+        self,
+        batch_size: int,
+        index: int | None,
+        share: float,
+        seconds: float,
+        num_steps: int = 1,
     ) -> None:
         """Add a timed step.
 
@@ -71,6 +76,7 @@ class StepCosts:
             index: of its option.
             share: of the requests that had a whole tree. More than 0, or plain.
             seconds: what it took.
+            num_steps: that took so long each.
 
         """
         known = self.times.setdefault(batch_size, {})
@@ -80,7 +86,7 @@ class StepCosts:
             plain = known[None].seconds
             seconds = plain + (seconds - plain) * math.sqrt(1 / share)
         times = known.setdefault(index, StepTimes())
-        times.add(self.steps_at[batch_size], seconds)
+        times.add(self.steps_at[batch_size], seconds, num_steps)
         self._check_recalled(batch_size, index)
 
     def add_drafts(self, batch_size: int, counts: DraftParts, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -53,8 +53,9 @@ class TreeDecoder:
     """Decides everything of a step that has to do with draft trees.
 
     An engine's adapter calls ``begin_step`` before the target's forward, ``score``
-    with its logits, ``commit`` when tokens are emitted, and ``draft`` at the end. It
-    reports requests through ``slots``, ``discard_trees`` and ``finish_requests``.
+    with its logits, ``commit`` when tokens are emitted, and at the end ``draft``, if it
+    does not ``rest``. It reports requests through ``slots``, ``discard_trees`` and
+    ``finish_requests``.
 
     A *tree* comes back when the scheduler sends the drafts that were proposed for its
     request in the step before, or the first ones of them. Other drafts are read as a
@@ -110,8 +111,14 @@ class TreeDecoder:
         if self.method.shares is not None:
             self.method.shares.finish_requests(slots)
 
-    def begin_step(self, batch: ScheduledBatch, inputs: TargetInputs) -> None:
+    def begin_step(
+        self, batch: ScheduledBatch, inputs: Callable[[], TargetInputs]
+    ) -> None:
         """Match the trees that come back, and lay out their nodes.
+
+        Args:
+            batch: the step.
+            inputs: gives the target's inputs, which trees that branch change.
 
         Raises:
             RanksDiffer: this rank drew other drafts than those that came back.
@@ -126,7 +133,7 @@ class TreeDecoder:
             self.trees = self._match(batch)
             # Chains are laid out by the engine.
             if self.trees is not None and self.trees.branching:
-                self.layout.prepare_inputs(self.trees, inputs)
+                self.layout.prepare_inputs(self.trees, inputs())
 
     def _match(self, batch: ScheduledBatch) -> RunningTrees | None:
         """Find the trees that come back, cut to what was scheduled."""
@@ -283,16 +290,31 @@ class TreeDecoder:
                     self.node_rows = self.layout.query_rows(self.trees)
         self.layout.clear()
 
+    def rests(self, num_emitted: Iterable[int]) -> bool:
+        """Whether the step needs no ``draft``: the next one is as plain as it.
+
+        So it is for some steps where trees do not pay. Draft models note later what the
+        target wrote in them; heads that read every step's hidden states never rest.
+
+        Args:
+            num_emitted: tokens of each request.
+
+        """
+        if self.trees is not None or self.committed_reader.reads_every_step:
+            return False
+        return all(num_emitted) and self.chooser.rests(self.batch)
+
     def draft(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
+            num_rested = self.chooser.num_rested
             accepted = self._accepted(batch)
             by_part = self._count(batch, accepted)
             self.chooser.observe(self.batch, batch, self.proposal, accepted, by_part)
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
             rows = self._committed_rows(batch)
-            self.committed_reader.note(batch, rows)
+            self.committed_reader.note(batch, rows, num_rested)
             index, drawn_for = self.chooser.choose(
                 batch,
                 reqs,

@@ -164,8 +164,8 @@ class StepTimes:
     seconds: float = 0.0
     count: FadingMean = field(default_factory=FadingMean)
 
-    def add(self, step: int, seconds: float) -> None:
-        """Add the time of a step."""
+    def add(self, step: int, seconds: float, num_steps: int = 1) -> None:
+        """Add the time of a step, or of each of some steps."""
         if not self.is_known(step):
             self.latest.clear()
         self.latest.append(seconds)
@@ -174,7 +174,7 @@ class StepTimes:
             steady.pop()
         most = LONGEST * median(steady)
         self.seconds = sum(min(time, most) for time in steady) / len(steady)
-        self.count.add(step, 1.0, 0.0)
+        self.count.add(step, num_steps, 0.0)
 
     def is_known(self, step: int) -> bool:
         """Whether times are left that are not too old."""

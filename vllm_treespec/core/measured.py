@@ -158,6 +158,12 @@ class MeasuredSchedule(Schedule):
         """What asking an index brings and takes in steps such as the round's."""
         return self.times.asking_by_kind[self.is_sampled]
 
+    @property
+    def rest_steps(self) -> int:
+        """The other steps of a plain round, unless its first one is not timed."""
+        rests = self.chosen is self.plain and self.settled
+        return self.steps_left - 1 if rests and self.forced_index is None else 0
+
     def _begin_round(
         self, batch_size: int, is_sampled: bool, requests: RunningRequests
     ) -> None:
@@ -178,7 +184,7 @@ class MeasuredSchedule(Schedule):
         self.steps_left -= 1
         self.settled = True
         batch_size = measured_together(requests.num_reqs)
-        self.steps_at.update((ANY_SIZE, batch_size))
+        self._count_steps(batch_size, 1)
         for slot in requests.slots:
             self.begun.setdefault(slot, self.step)
         kind = batch_size, any(requests.sampled)
@@ -191,6 +197,11 @@ class MeasuredSchedule(Schedule):
         if self.chosen is self.plain or not slots:
             return None, ()
         return self.chosen.index, slots
+
+    def _count_steps(self, batch_size: int, num_steps: int) -> None:
+        """Count steps of a batch size."""
+        self.steps_at[ANY_SIZE] += num_steps
+        self.steps_at[batch_size] += num_steps
 
     def _prices(self, slots: Sequence[int]) -> Prices | None:
         """By measured times, if the chosen tree's proposer weighs its drafts."""
@@ -229,6 +240,10 @@ class MeasuredSchedule(Schedule):
     def observe(self, outcome: StepOutcome) -> None:
         """Learn the time of a step, and what was accepted of its trees."""
         forced = self.forced_index is not None
+        num_rested = outcome.num_steps - 1
+        self.steps_left -= num_rested
+        self._count_steps(self.batch_size, num_rested)
+        self.costs.steps_at[self.batch_size] += num_rested
         option = self.by_index[outcome.index]
         share = 0.0
         if option is not self.plain:
@@ -256,7 +271,13 @@ class MeasuredSchedule(Schedule):
                 outcome.num_levels, sum(outcome.num_drafts), outcome.num_caught_up
             )
             step = TimedStep(
-                self.batch_size, self.is_sampled, option, share, counts, settled
+                self.batch_size,
+                self.is_sampled,
+                option,
+                share,
+                counts,
+                settled,
+                outcome.num_steps,
             )
             self.times.add(step, outcome.seconds, outcome.drafting_seconds)
             self.is_timed |= settled

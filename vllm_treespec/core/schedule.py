@@ -15,6 +15,8 @@ MIN_TREES = 64
 WINDOW_TREES = 512
 # Steps for which a tree that was given up is left out.
 PAUSE_STEPS = 2048
+# Plain steps that follow a chosen one.
+REST_STEPS = 3
 
 
 class ScheduledTree(Protocol):
@@ -83,8 +85,8 @@ class StepOutcome:
     # accepted tokens that their trees promised, of an index's part if a model drafts
     # beside one; 0: nothing was promised
     promised: Sequence[float] = ()
-    # from the choice of this tree to the next choice; None where the step did other
-    # work, too, such as reading a prompt
+    # of a step, from the choice of this tree to the next choice; None where it did
+    # other work, too, such as reading a prompt
     seconds: float | None = None
     # that draft models read for these trees
     num_levels: int = 0
@@ -100,6 +102,8 @@ class StepOutcome:
     # that were accepted
     model_promised: Sequence[float] = ()
     model_kept: Sequence[int] = ()
+    # steps that it was, all like this one: more than one where plain ones rested
+    num_steps: int = 1
 
 
 class Schedule(ABC):
@@ -113,6 +117,14 @@ class Schedule(ABC):
         """Take the schedule's trees in their order."""
         self.trees = trees
         self.forced_index: int | None = None
+
+    @property
+    def rest_steps(self) -> int:
+        """Plain steps that follow the chosen one, if the same requests go on decoding.
+
+        It is not asked about them. It is told of all of them at once, after the last.
+        """
+        return 0
 
     def choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Choose for a step of these requests.
@@ -195,6 +207,12 @@ class ListedSchedule(Schedule):
         super().__init__(trees)
         self.measured = [TreeMeasurement() for _ in trees]
         self.step = 0
+        self.is_plain = False
+
+    @property
+    def rest_steps(self) -> int:
+        """A few, after a plain step."""
+        return REST_STEPS if self.is_plain and self.forced_index is None else 0
 
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Take the first tree that fits and was not given up, for all requests."""
@@ -204,7 +222,9 @@ class ListedSchedule(Schedule):
                 requests.num_reqs <= tree.batch_size
                 and self.step >= self.measured[index].paused_until
             ):
+                self.is_plain = False
                 return index, requests.slots
+        self.is_plain = True
         return None, ()
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -212,6 +232,7 @@ class ListedSchedule(Schedule):
 
         Trees that requests made smaller tell nothing of it.
         """
+        self.step += outcome.num_steps - 1
         if outcome.index is None:
             return
         num_whole = self.trees[outcome.index].sizes.max_nodes - 1

@@ -26,6 +26,8 @@ class TimedStep:
     # whether the step before was of the same option, batch size and kind, and draft
     # models were not far behind; else it tells only what catching up takes
     settled: bool
+    # that were all like it, and took so long each
+    num_steps: int = 1
 
 
 class TimedSteps:
@@ -85,7 +87,7 @@ class TimedSteps:
             if timed.settled:
                 caught_up = timed.counts.caught_up
                 usual = costs.without_catching_up(size, caught_up, seconds)
-                costs.add(size, option.index, timed.share, usual)
+                costs.add(size, option.index, timed.share, usual, timed.num_steps)
             if option.is_free:
                 asking.took(size, drafting)
         self.new_steps, self.new_seconds = [], []

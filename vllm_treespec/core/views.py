@@ -44,6 +44,12 @@ class ScheduledBatch:
         num_rows = 1 + self.num_drafts
         return np.cumsum(num_rows) - num_rows
 
+    @cached_property
+    def only_decodes(self) -> bool:
+        """Whether no request reads more than its last token and drafts."""
+        num_decoded = len(self.slots) + len(self.draft_token_ids)
+        return int(self.num_scheduled.sum()) == num_decoded
+
 
 @dataclass(frozen=True)
 class GroupBlocks:

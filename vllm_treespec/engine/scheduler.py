@@ -55,11 +55,13 @@ class TreeScheduler(Scheduler):
         self._counters = open_counters(self.vllm_config) if self.log_stats else None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take in the next drafts."""
+        """Take in the next drafts; those of the step before were sent, and are gone."""
         if isinstance(draft_token_ids, TreeDraftTokenIds):
             self._parents |= draft_token_ids.parents
             if self._counters is not None:
                 self._counters.add(draft_token_ids.counts)
+        if not any(draft_token_ids.draft_token_ids):
+            return
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
         stock = DraftTokenIds([], [])
         for req_id, drafts in zip(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -199,7 +200,7 @@ class TreeRunnerMixin(V1Runner):
         slots = self.decoder.slots
         self.decoder.begin_step(
             scheduled_batch(self, slots, scheduler_output, num_scheduled_tokens),
-            target_inputs(self, logits_indices, self.group_order),
+            partial(target_inputs, self, logits_indices, self.group_order),
         )
         self._forward_start = time.perf_counter()
         return prepared
@@ -210,11 +211,13 @@ class TreeRunnerMixin(V1Runner):
         """Score the trees; on a CPU also draw for requests without one."""
         decoder, sampling = self.decoder, sampling_view(self.input_batch)
         draws = not (sampling.likeliest_only or self.batched_rules)
-        if logits is None or (spec_decode_metadata is None and not draws):
+        if logits is None:
             return super()._sample(logits, spec_decode_metadata)
         forward_seconds = time.perf_counter() - self._forward_start
         decoder.stats.add_seconds("forward", forward_seconds)
         with decoder.stats.stage("score"):
+            if not (draws or len(decoder.batch.draft_token_ids)):
+                return super()._sample(logits, None)
             scored = decoder.score(logits, sampling)
             return sampler_output(
                 self.sampler,
@@ -244,6 +247,9 @@ class TreeRunnerMixin(V1Runner):
         *_: object,
     ) -> list[list[int]]:
         """Draw the next tree of every request that may have one."""
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self.decoder.rests(map(len, sampled_token_ids)):
+            return drafts
         layers = zip(self._aux_layers, aux_hidden_states or (), strict=True)
         hidden = HiddenStates(
             sampled=sample_hidden_states,
@@ -255,7 +261,6 @@ class TreeRunnerMixin(V1Runner):
                 self, scheduled, sampled_token_ids, hidden, self.group_order[0]
             )
         )
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if proposal is not None:
             for req, row in zip(proposal.reqs, proposal.drafts(), strict=True):
                 drafts[req] = row
