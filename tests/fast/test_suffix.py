@@ -32,7 +32,6 @@ from vllm_treespec.sources.suffix_index import (
     MAX_OCCURRENCES,
     OutputCache,
     SuffixIndex,
-    occurrences,
 )
 
 SENTENCE = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -213,8 +212,8 @@ def test_occurrences_equal_naive_search() -> None:
             if length:
                 expected.append((length, text[end : end + 3]))
         expected.sort(key=lambda pair: -pair[0])
-        array = np.array(text)
-        assert occurrences(array, array, 5, 3) == expected[:MAX_OCCURRENCES]
+        index = SuffixIndex(depth=3, max_match=5, max_cached_tokens=0)
+        assert index.continuations(np.array(text)) == expected[:MAX_OCCURRENCES]
 
 
 def test_tree_does_not_depend_on_the_batch() -> None:
@@ -314,12 +313,21 @@ def test_longer_match_in_an_earlier_output_comes_first() -> None:
     assert paths(propose(trees, [asks], ["b"])) == [(4,)]
 
 
+def check_places(cache: OutputCache) -> None:
+    """Check that every token's places are those that a search finds."""
+    for token in set(cache.text.tolist()):
+        ends = 1 + np.flatnonzero(cache.text == token)
+        assert cache.ends(token).tolist() == ends.tolist()
+    assert sum(map(len, cache._places.values())) <= 2 * cache.max_tokens
+
+
 def test_memory_is_bounded() -> None:
     """Red when finished requests pile up, or the latest outputs are dropped first."""
     trees = Trees(num_drafts=4, depth=3, max_match=4, max_cached_tokens=50)
     for request in range(40):
         serve(trees, str(request), [30], [request, *SENTENCE])
         assert len(trees.cache.text) <= 50
+        check_places(trees.cache)
     assert not trees.cache.running
     assert trees.cache.text[-10:].tolist() == [39, *SENTENCE, END]
     nothing = Trees(num_drafts=4, depth=3, max_match=4, max_cached_tokens=0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from vllm_treespec.sources.continuations import Continuation, Continuations
 MAX_OCCURRENCES = 32
 MAX_PLACES = 1024
 END = -1
+NO_PLACES = np.empty(0, dtype=np.int64)
 
 
 class SuffixIndex:
@@ -56,22 +60,30 @@ class SuffixIndex:
 
     def continuations(self, text: np.ndarray) -> list[Continuation]:
         """What followed the best occurrences of the last tokens, best first."""
-        found = occurrences(text, text, self.max_match, self.depth)
-        if len(self.cache.text):
-            found += occurrences(self.cache.text, text, self.max_match, self.depth)
+        own_ends = 1 + np.flatnonzero(text[:-1] == text[-1])[-MAX_PLACES:]
+        found = occurrences(text, own_ends, text, self.max_match, self.depth)
+        ends = self.cache.ends(int(text[-1]))
+        if len(ends):
+            cached = self.cache.text
+            found += occurrences(cached, ends, text, self.max_match, self.depth)
         # Of equally long matches the request's own come first: a sort keeps order.
         found.sort(key=lambda pair: -pair[0])
         return found[:MAX_OCCURRENCES]
 
 
 def occurrences(
-    corpus: np.ndarray, text: np.ndarray, max_match: int, depth: int
+    corpus: np.ndarray,
+    ends: np.ndarray,
+    text: np.ndarray,
+    max_match: int,
+    depth: int,
 ) -> list[Continuation]:
     """Find where the last tokens of ``text`` stand in ``corpus``, and what follows.
 
     Args:
-        corpus: int64 [corpus_len]; ``END`` matches nothing and ends what follows.
-        text: int64 [text_len], not empty.
+        corpus: int [corpus_len]; ``END`` matches nothing and ends what follows.
+        ends: int64 [n] ascending, where the last token alone ends there, exclusive.
+        text: int [text_len], not empty.
         max_match: longest match to look for.
         depth: tokens to follow at most.
 
@@ -80,7 +92,6 @@ def occurrences(
         first, of equally long ones the latest first.
 
     """
-    ends = 1 + np.flatnonzero(corpus[:-1] == text[-1])[-MAX_PLACES:]
     # of matches of 1, 2, ... tokens, where they end
     by_length = [ends]
     for length in range(1, min(max_match, len(text))):
@@ -126,6 +137,12 @@ class OutputCache:
         self.max_tokens = max_tokens
         self.text = np.empty(0, dtype=np.int64)
         self.running: dict[int, RunningOutput] = {}
+        # tokens before ``text`` that were dropped
+        self._num_dropped = 0
+        # of each token its places, ascending; dropped tokens count
+        self._places: defaultdict[int, array[int]] = defaultdict(partial(array, "q"))
+        # how many of these places are of dropped tokens
+        self._num_old = 0
 
     def read(self, slot: int, text: np.ndarray) -> None:
         """Note a running request's new output; its output begins at its first root."""
@@ -138,5 +155,34 @@ class OutputCache:
         for slot in slots.tolist():
             output = self.running.pop(slot, None)
             if output is not None:
-                text = np.concatenate([self.text, output.token_ids, [END]])
-                self.text = text[max(0, len(text) - self.max_tokens) :]
+                self._append([*output.token_ids, END])
+
+    def ends(self, token: int) -> np.ndarray:
+        """Where a token ends in ``text``, exclusive, ascending, int64 [n].
+
+        Of frequent ones only the latest places. To look a token up takes as long in a
+        long text as in a short one.
+        """
+        if token not in self._places:
+            return NO_PLACES
+        places = np.frombuffer(self._places[token], np.int64)[-MAX_PLACES:]
+        first = np.searchsorted(places, self._num_dropped)
+        return places[first:] + (1 - self._num_dropped)
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        """Add tokens to the text, and drop the oldest ones."""
+        self._note_places(token_ids, self._num_dropped + len(self.text))
+        text = np.concatenate([self.text, token_ids])
+        dropped = max(0, len(text) - self.max_tokens)
+        self.text = text[dropped:]
+        self._num_dropped += dropped
+        self._num_old += dropped
+        if self._num_old > self.max_tokens:
+            self._places.clear()
+            self._num_old = 0
+            self._note_places(self.text.tolist(), self._num_dropped)
+
+    def _note_places(self, token_ids: Sequence[int], first: int) -> None:
+        """Note where tokens stand, the first of them at this place."""
+        for place, token in enumerate(token_ids, start=first):
+            self._places[token].append(place)
