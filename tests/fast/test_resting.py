@@ -118,12 +118,13 @@ def test_a_rest_ends_when_the_batch_changes() -> None:
     engine.add(long_request("a"))
     while engine.num_rested < REST_STEPS - 1:
         engine.step()
-    assert engine.decoder.chooser.num_rested
+    assert engine.decoder.chooser.rest.num_steps
     asked = len(schedule.outcomes)
     engine.add(long_request("b"))
+    engine.decoder.chooser.clock = lambda: 100.0
     engine.step()
     assert len(schedule.outcomes) == asked + 1
-    assert schedule.outcomes[-1].seconds is None, "it read a prompt"
+    assert schedule.outcomes[-1].seconds == 1.0, "a step that read a prompt counts"
     assert len(schedule.sampled) == 2
 
 

@@ -54,6 +54,17 @@ class Choice:
     time: float
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Plain steps, or one step, that only decoded for the same requests."""
+
+    num_steps: int = 0
+    # that they emitted together
+    num_tokens: int = 0
+    # of a clock in seconds, when the last one was over
+    end: float = 0.0
+
+
 class Chooser:
     """Chooses the tree of each step.
 
@@ -76,8 +87,8 @@ class Chooser:
         self.only_decoded = False
         # from the last choice to the drafts
         self.drafting_seconds = 0.0
-        # steps since the last choice for which it held, too
-        self.num_rested = 0
+        # since the last choice, which held for them, too
+        self.rest = Timed()
 
     def rests(self, scheduled: ScheduledBatch) -> bool:
         """Whether the last choice, a plain one, holds for the next step, too.
@@ -88,10 +99,12 @@ class Chooser:
             scheduled: a step without trees, in which every request emitted a token.
 
         """
-        holds = self.last.only_decoded and self.num_rested < self.schedule.rest_steps
+        num_steps = 1 + self.rest.num_steps
+        holds = self.last.only_decoded and num_steps <= self.schedule.rest_steps
         if not (holds and self._goes_on(scheduled)):
             return False
-        self.num_rested += 1
+        num_tokens = self.rest.num_tokens + len(scheduled.slots)
+        self.rest = Timed(num_steps, num_tokens, self.clock())
         self.stats.count_step(PLAIN)
         return True
 
@@ -129,7 +142,7 @@ class Chooser:
                 num_behind[emitted].tolist(),
             )
         )
-        self.num_rested = 0
+        self.rest = Timed()
         mode = PLAIN if index is None else self.modes[index]
         ran = frozenset(batch.slots.tolist())
         self.last = Choice(index, mode, ran, self.only_decoded, self.clock())
@@ -163,12 +176,11 @@ class Chooser:
         as_chosen = (num_drawn > 0) == (outcome.index is not None)
         seconds = None
         if as_chosen and len(outcome.slots) == num_drawn:
-            seconds = self._seconds(scheduled, outcome.num_caught_up)
-        if seconds is not None:
-            num_tokens = int(batch.num_emitted.sum())
-            num_tokens += self.num_rested * batch.num_reqs
-            self.stats.count_timed(self.last.mode, seconds, num_tokens)
-            seconds /= outcome.num_steps
+            timed = self._timed(scheduled, batch, outcome.num_caught_up)
+            if timed.num_steps:
+                seconds = timed.end - self.last.time
+                self.stats.count_timed(self.last.mode, seconds, timed.num_tokens)
+                seconds /= timed.num_steps
         self.schedule.observe(replace(outcome, seconds=seconds))
 
     def _outcome(
@@ -183,7 +195,7 @@ class Chooser:
             self.last.index,
             len(self.last.slots),
             drafting_seconds=self.drafting_seconds,
-            num_steps=1 + self.num_rested,
+            num_steps=1 + self.rest.num_steps,
         )
         if proposal is None:
             return outcome
@@ -218,15 +230,19 @@ class Chooser:
         """Note how long it took to draft, since the choice of the tree."""
         self.drafting_seconds = self.clock() - self.last.time
 
-    def _seconds(self, scheduled: ScheduledBatch, num_caught_up: int) -> float | None:
-        """Time since the last choice; None where the step did other work, too.
+    def _timed(
+        self, scheduled: ScheduledBatch, batch: EmittedBatch, num_caught_up: int
+    ) -> Timed:
+        """The steps since the last choice, less the last one if it did other work, too.
 
         That draft models read a prompt before they draft is such work, unless it is
         known how many tokens they caught up on.
         """
         reading_is_known = self.last.only_decoded or num_caught_up > 0
-        pure = reading_is_known and self._goes_on(scheduled)
-        return self.clock() - self.last.time if pure else None
+        if not (reading_is_known and self._goes_on(scheduled)):
+            return self.rest
+        num_tokens = self.rest.num_tokens + int(batch.num_emitted.sum())
+        return Timed(1 + self.rest.num_steps, num_tokens, self.clock())
 
     def _goes_on(self, scheduled: ScheduledBatch) -> bool:
         """Whether a step only decoded, for the requests of the last choice."""

@@ -307,7 +307,7 @@ class TreeDecoder:
     def draft(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
-            num_rested = self.chooser.num_rested
+            num_rested = self.chooser.rest.num_steps
             accepted = self._accepted(batch)
             by_part = self._count(batch, accepted)
             self.chooser.observe(self.batch, batch, self.proposal, accepted, by_part)
