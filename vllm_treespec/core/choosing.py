@@ -68,7 +68,8 @@ class Timed:
 class Chooser:
     """Chooses the tree of each step.
 
-    ``observe`` comes before ``choose``, at the end of a step, and ``drafted`` last.
+    At the end of a step, unless it ``rests``, comes ``observe``, then ``choose``, and
+    ``drafted`` last.
     """
 
     def __init__(

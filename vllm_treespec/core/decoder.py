@@ -294,7 +294,9 @@ class TreeDecoder:
         """Whether the step needs no ``draft``: the next one is as plain as it.
 
         So it is for some steps where trees do not pay. Draft models note later what the
-        target wrote in them; heads that read every step's hidden states never rest.
+        target wrote in them, an index what was emitted: of an output that ends in a
+        rest it misses the last tokens. Heads that read every step's hidden states never
+        rest.
 
         Args:
             num_emitted: tokens of each request.
