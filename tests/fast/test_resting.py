@@ -29,8 +29,7 @@ class InTurn(Schedule):
 
     num_chosen = 0
 
-    @property
-    def rest_steps(self) -> int:
+    def _rest_steps(self) -> int:
         """As many as a listed schedule has."""
         return 0 if self.num_chosen % 3 else REST_STEPS
 

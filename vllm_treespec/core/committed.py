@@ -64,7 +64,7 @@ class CommittedReader:
         return bool(self.step_sources or self.features)
 
     def note(
-        self, batch: EmittedBatch, rows: Tensor | slice | None, num_rested: int = 0
+        self, batch: EmittedBatch, rows: Tensor | slice | None, num_rested: int
     ) -> None:
         """Note what the target computed in a step, before sources read.
 

@@ -309,14 +309,13 @@ class TreeDecoder:
     def draft(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
-            num_rested = self.chooser.rest.num_steps
             accepted = self._accepted(batch)
             by_part = self._count(batch, accepted)
             self.chooser.observe(self.batch, batch, self.proposal, accepted, by_part)
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
             rows = self._committed_rows(batch)
-            self.committed_reader.note(batch, rows, num_rested)
+            self.committed_reader.note(batch, rows, self.chooser.rest.num_steps)
             index, drawn_for = self.chooser.choose(
                 batch,
                 reqs,

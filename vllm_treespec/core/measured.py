@@ -158,11 +158,10 @@ class MeasuredSchedule(Schedule):
         """What asking an index brings and takes in steps such as the round's."""
         return self.times.asking_by_kind[self.is_sampled]
 
-    @property
-    def rest_steps(self) -> int:
+    def _rest_steps(self) -> int:
         """The other steps of a plain round, unless its first one is not timed."""
         rests = self.chosen is self.plain and self.settled
-        return self.steps_left - 1 if rests and self.forced_index is None else 0
+        return self.steps_left - 1 if rests else 0
 
     def _begin_round(
         self, batch_size: int, is_sampled: bool, requests: RunningRequests

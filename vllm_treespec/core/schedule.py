@@ -124,6 +124,10 @@ class Schedule(ABC):
 
         It is not asked about them. It is told of all of them at once, after the last.
         """
+        return 0 if self.forced_index is not None else self._rest_steps()
+
+    def _rest_steps(self) -> int:
+        """The same where no tree is forced."""
         return 0
 
     def choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
@@ -209,10 +213,9 @@ class ListedSchedule(Schedule):
         self.step = 0
         self.is_plain = False
 
-    @property
-    def rest_steps(self) -> int:
+    def _rest_steps(self) -> int:
         """A few, after a plain step."""
-        return REST_STEPS if self.is_plain and self.forced_index is None else 0
+        return REST_STEPS if self.is_plain else 0
 
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Take the first tree that fits and was not given up, for all requests."""
