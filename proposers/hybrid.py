@@ -97,7 +97,7 @@ class Hybrid(Proposer):
         assert inputs.first_shares is not None
         least = inputs.least(self.index.min_probability)
         limits = self._limits(inputs.first_shares)
-        grown = self.index.grow(continuations, limits, least)
+        grown = self.index.grown(self.index.grow(continuations, limits, least))
         # A draft adds one leaf at most.
         left = np.minimum(
             1 + self.num_drafts - grown.num_nodes,

@@ -60,16 +60,6 @@ class GrownTrees:
         ]
         return self.num_nodes - np.array(inner)
 
-    def without_drafts(self) -> GrownTrees:
-        """The roots alone."""
-        return GrownTrees(
-            np.zeros_like(self.token_ids),
-            np.full_like(self.parents, NO_NODE),
-            np.zeros_like(self.depths),
-            np.ones_like(self.num_nodes),
-            np.zeros_like(self.promised),
-        )
-
     def tree(self, root_token_ids: Tensor) -> TreeBatch:
         """Bring the trees to the device of their roots, int64 [num_reqs]."""
         device = root_token_ids.device
@@ -116,17 +106,11 @@ class Suffix(Proposer):
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
         limits = [(self.num_drafts, MAX_LEAVES)] * len(found.by_request)
-        grown = self.grow(found, limits, inputs.least(self.min_probability))
+        trees = self.grow(found, limits, inputs.least(self.min_probability))
         prices = inputs.prices
         if prices is None:
-            return grown.tree(inputs.root_token_ids)
-        gained = sum(
-            promised * kept
-            for promised, kept in zip(grown.promised.tolist(), prices.kept, strict=True)
-        )
-        num_drafts = int((grown.num_nodes - 1).sum())
-        if gained - num_drafts * prices.draft <= prices.first:
-            grown = grown.without_drafts()
+            return self.grown(trees).tree(inputs.root_token_ids)
+        grown = self.grown(worth_most(trees, prices))
         guesses = self._guess(found, grown)
         tree = grown.tree(inputs.root_token_ids)
         return replace(tree, guesses=torch.from_numpy(guesses).to(tree.parents.device))
@@ -163,7 +147,7 @@ class Suffix(Proposer):
         found: Continuations,
         limits: Sequence[tuple[int, int]],
         least: Sequence[float],
-    ) -> GrownTrees:
+    ) -> list[list[Draft]]:
         """Grow one tree per request on the host.
 
         Args:
@@ -173,17 +157,24 @@ class Suffix(Proposer):
 
         """
         max_depth = self.sizes.max_depth
-        shape = (len(found.by_request), self.sizes.max_nodes)
+        trees: list[list[Draft]] = []
+        for row, continuations in enumerate(found.by_request):
+            if found.likeliest[row][0] < least[row]:
+                trees.append([])
+                continue
+            near = [(length, rest[:max_depth]) for length, rest in continuations]
+            trees.append(grow_tree(near, *limits[row], least[row]))
+        return trees
+
+    def grown(self, trees: Sequence[Sequence[Draft]]) -> GrownTrees:
+        """Put trees into arrays."""
+        shape = (len(trees), self.sizes.max_nodes)
         tokens = np.zeros(shape, dtype=np.int64)
         parents = np.full(shape, NO_NODE, dtype=np.int64)
         depths = np.zeros(shape, dtype=np.int64)
         num_nodes = np.ones(len(tokens), dtype=np.int64)
         promised = np.zeros(len(tokens))
-        for row, continuations in enumerate(found.by_request):
-            if found.likeliest[row][0] < least[row]:
-                continue
-            near = [(length, rest[:max_depth]) for length, rest in continuations]
-            tree = grow_tree(near, *limits[row], least[row])
+        for row, tree in enumerate(trees):
             num_nodes[row] = size = 1 + len(tree)
             if tree:
                 drafts = list(zip(*tree, strict=True))
@@ -192,6 +183,46 @@ class Suffix(Proposer):
                 depths[row, 1:size] = drafts[2]
                 promised[row] = sum(drafts[3])
         return GrownTrees(tokens, parents, depths, num_nodes, promised)
+
+
+def worth_most(
+    trees: Sequence[Sequence[Draft]], prices: Prices
+) -> Sequence[Sequence[Draft]]:
+    """These trees, their likeliest paths, or nothing: what the prices leave most of.
+
+    Trees that are no chains cost a step something besides. So do any drafts.
+    """
+    nothing: list[list[Draft]] = [[] for _ in trees]
+    offers: list[Sequence[Sequence[Draft]]] = [nothing, trees]
+    if any(map(has_branches, trees)):
+        offers.insert(1, [likeliest_path(tree) for tree in trees])
+    return max(offers, key=lambda offer: gain_of(offer, prices))
+
+
+def gain_of(trees: Sequence[Sequence[Draft]], prices: Prices) -> float:
+    """Accepted tokens that a step's trees likely bring, less what they cost."""
+    kept = sum(
+        factor * draft.probability
+        for tree, factor in zip(trees, prices.kept, strict=True)
+        for draft in tree
+    )
+    return prices.gain(sum(map(len, trees)), any(map(has_branches, trees)), kept)
+
+
+def has_branches(tree: Sequence[Draft]) -> bool:
+    """Whether a tree is no chain; its nodes are in level order."""
+    return any(draft.parent != number for number, draft in enumerate(tree))
+
+
+def likeliest_path(tree: Sequence[Draft]) -> list[Draft]:
+    """The likeliest child of the root, its likeliest child, and so on, as a tree."""
+    path: list[Draft] = []
+    last = 0
+    for node, draft in enumerate(tree, start=1):
+        if draft.parent == last:
+            path.append(draft._replace(parent=len(path)))
+            last = node
+    return path
 
 
 def grow_tree(

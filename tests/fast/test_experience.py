@@ -77,7 +77,8 @@ def test_prices_are_kept() -> None:
     schedule = MeasuredSchedule(trees, 64)
     schedule.costs.add(4, None, 0.0, 0.05)
     for number in range(60):
-        counts = DraftParts.of_step(1 + number % 3, number % 8, number % 5)
+        odd = number % 2 == 1
+        counts = DraftParts.of_step(1 + number % 3, number % 8, number % 5, odd)
         schedule.costs.drafts.add(0, 4, counts, 0.09, 0.05)
         schedule.promises.observe(0, number, True, promised=2.0, accepted=1)
         schedule.model_promises.observe(0, number, True, promised=4.0, accepted=1)

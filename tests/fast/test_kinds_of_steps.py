@@ -62,7 +62,7 @@ def test_the_other_kind_tells_what_drafts_cost() -> None:
     """Red when each kind of steps must try again what the other has shown."""
     greedy, sampled = costs_of(1.0, 1.3), costs_of(1.5)
     for number in range(40):
-        counts = DraftParts.of_step(1, number % 8, 0)
+        counts = DraftParts.of_step(1, number % 8, 0, False)
         greedy.add_drafts(4, counts, 1.2 + 0.05 * (number % 8))
     sampled.borrow(4, greedy)
     assert sampled.times[4][0].seconds == pytest.approx(1.8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from tests.fast.fake_engine import FakeEngine
 from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.test_measured_schedule import Tree, running
-from tests.fast.toy_models import Language
+from tests.fast.toy_models import Language, ToyDraftModel
+from tests.fast.toy_workloads import make_method
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.method import Method
 from vllm_treespec.core.prices import (
@@ -25,7 +27,7 @@ from vllm_treespec.core.prices import (
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.schedule import RunningRequests, StepOutcome
 from vllm_treespec.core.tree import NO_GUESS, TreeBatch
-from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.proposers import ProposerInputs, RsdC
 from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.continuations import Continuations, next_tokens
@@ -44,7 +46,7 @@ def measured(
         num_levels = source.randrange(1, 5) if level else 0
         seconds = PLAIN + first + level * num_levels + each * num_drafts
         seconds *= source.gauss(1, 0.06)
-        counts = DraftParts.of_step(num_levels, num_drafts, 0)
+        counts = DraftParts.of_step(num_levels, num_drafts, 0, False)
         costs.add(step, 8, counts, seconds, PLAIN)
     return costs
 
@@ -72,15 +74,29 @@ def test_levels_are_learned_where_no_draft_was_worth_a_row() -> None:
     """Red when a model whose drafts are all left out looks cheap."""
     costs = DraftCosts()
     for step in range(60):
-        costs.add(step, 1, DraftParts.of_step(2, 0, 0), 2 * PLAIN, PLAIN)
+        costs.add(step, 1, DraftParts.of_step(2, 0, 0, False), 2 * PLAIN, PLAIN)
     assert costs.prices(60, 1, PLAIN, [1.0]).level == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_branches_are_told_from_drafts(seed: int) -> None:
+    """Red when trees that are no chains make all drafts dear."""
+    costs, source = DraftCosts(), random.Random(seed)
+    for step in range(80):
+        branches, num_drafts = source.random() < 0.5, source.randrange(2, 30)
+        seconds = PLAIN * (1.02 + 0.1 * branches + 0.01 * num_drafts)
+        counts = DraftParts.of_step(0, num_drafts, 0, branches)
+        costs.add(step, 8, counts, seconds * source.gauss(1, 0.03), PLAIN)
+    prices = costs.prices(80, 8, PLAIN, [])
+    assert prices.branches == pytest.approx(0.8, abs=0.25)
+    assert prices.first < 0.45
 
 
 def test_catching_up_is_told_from_levels() -> None:
     """Red when a draft model that reads a long prompt makes its levels dear."""
     costs, source = DraftCosts(), random.Random(0)
     for step in range(60):
-        counts = DraftParts.of_step(3, 4, 500 if step % 10 == 0 else 0)
+        counts = DraftParts.of_step(3, 4, 500 if step % 10 == 0 else 0, False)
         seconds = PLAIN * (1.45 + 0.01 * counts.caught_up) * source.gauss(1, 0.05)
         costs.add(step, 1, counts, seconds, PLAIN)
     assert costs.caught_up_seconds(60, 1, PLAIN) == pytest.approx(0.01 * PLAIN, rel=0.2)
@@ -91,7 +107,7 @@ def test_a_disturbed_step_changes_little() -> None:
     """Red when one step that took ten times as long makes drafts too dear."""
     costs = measured(0.001, 0.005, seed=0)
     before = costs.prices(60, 8, PLAIN, []).draft
-    costs.add(60, 8, DraftParts.of_step(0, 20, 0), 0.8, PLAIN)
+    costs.add(60, 8, DraftParts.of_step(0, 20, 0, False), 0.8, PLAIN)
     assert costs.prices(61, 8, PLAIN, []).draft < before + 0.05
 
 
@@ -124,6 +140,9 @@ def test_promises_are_compared_with_what_is_accepted() -> None:
 
 # One long match, and a short one with two continuations.
 LONG, SHORT = [(8, [1, 2, 3, 4])], [(1, [5, 6]), (1, [7])]
+# Of two equally likely tokens after one that matches: odds / (1 + 2 odds), where the
+# odds of one are 0.18 to 0.82.
+SHORT_GUESS = 0.18 / (0.82 + 2 * 0.18)
 
 
 def propose(found: Sequence[list[tuple[int, list[int]]]], prices: Prices) -> TreeBatch:
@@ -148,17 +167,17 @@ def test_drafts_below_their_price_are_left_out() -> None:
     tree = propose([LONG, SHORT], Prices(0.3, 0.0, [1, 1]))
     assert num_drafts(tree) == [4, 0]
     assert tree.promised is not None
-    # 1 - 0.8^8, and so on along the path
-    path = [1 - 0.8**n for n in (8, 9, 10, 11)]
+    # 0.9 (1 - 0.8^8), and so on along the path
+    path = [0.9 * (1 - 0.8**n) for n in (8, 9, 10, 11)]
     assert tree.promised[0] == pytest.approx(
         sum(torch.tensor(path).cumprod(0).tolist())
     )
-    assert tree.promised[1] == pytest.approx(0.25 / 1.5), "of a guess"
+    assert tree.promised[1] == pytest.approx(SHORT_GUESS), "of a guess"
 
 
 def test_what_a_request_keeps_counts() -> None:
     """Red when a request whose promises fail gets as many drafts as others."""
-    tree = propose([LONG, LONG, SHORT], Prices(0.3, 0.0, [1.0, 0.4, 3.0]))
+    tree = propose([LONG, LONG, SHORT], Prices(0.3, 0.0, [1.0, 0.42, 3.0]))
     assert num_drafts(tree) == [4, 1, 2]
 
 
@@ -169,10 +188,31 @@ def test_few_drafts_are_not_worth_a_step_with_drafts() -> None:
     none = propose([SHORT], price)
     assert num_drafts(none) == [0]
     assert none.promised is not None
-    assert none.promised.tolist() == pytest.approx([0.25 / 1.5]), "of a guess"
+    assert none.promised.tolist() == pytest.approx([SHORT_GUESS]), "of a guess"
     assert none.parents.tolist() == [[-1] * 17]
     both = propose([LONG, SHORT], Prices(0.1, 1.5, [1.0, 1.0]))
     assert num_drafts(both)[1] > 0
+
+
+def test_branches_must_be_worth_what_they_cost() -> None:
+    """Red when a step pays for trees where chains bring nearly as much."""
+    # the second tree is a chain; without its branch the first one is
+    found = [[(2, [1, 2, 3]), (2, [5, 6, 7])], LONG]
+    price = Prices(0.1, 0.0, [1.0, 1.0])
+    whole = propose(found, price)
+    assert num_drafts(whole) == [4, 4]
+    chains = propose(found, replace(price, branches=1.0))
+    assert num_drafts(chains) == [2, 4]
+    assert chains.parents[0, :3].tolist() == [-1, 0, 1]
+    assert chains.token_ids[0, 1:3].tolist() == [1, 2]
+    assert whole.promised is not None
+    assert chains.promised is not None
+    assert chains.promised.tolist() == pytest.approx(
+        [float(whole.promised[0]) / 2, float(whole.promised[1])]
+    )
+    assert num_drafts(propose(found, replace(price, branches=0.1))) == [4, 4]
+    dear = propose(found, replace(price, first=9.0))
+    assert num_drafts(dear) == [0, 0]
 
 
 def test_what_is_not_drawn_is_guessed() -> None:
@@ -181,9 +221,8 @@ def test_what_is_not_drawn_is_guessed() -> None:
     assert num_drafts(tree) == [0, 0, 0]
     assert tree.guesses is not None
     assert tree.promised is not None
-    # equally likely after one matching token: 0.2 / (1 + 2 x 0.25) each
     assert tree.guesses.tolist() == [1, 7, NO_GUESS]
-    expected = [1 - 0.8**8, 0.25 / 1.5, 0.0]
+    expected = [0.9 * (1 - 0.8**8), SHORT_GUESS, 0.0]
     assert tree.promised.tolist() == pytest.approx(expected)
     drawn = propose([LONG], Prices(0.1, 0.0, [1.0]))
     assert drawn.guesses is not None
@@ -303,7 +342,7 @@ def test_prices_of_a_new_batch_size_are_those_of_the_nearest() -> None:
     for number in range(200):
         levels, drafts = number % 4, number % 7
         seconds = 0.05 + (drafts > 0) * 0.004 + levels * 0.006 + drafts * 0.003
-        counts = DraftParts.of_step(levels, drafts, 0)
+        counts = DraftParts.of_step(levels, drafts, 0, False)
         costs.add(number, 4, counts, seconds, plain=0.05)
     prices = costs.prices(200, 8, plain=0.08, kept=[1.0])
     assert prices.draft == pytest.approx(0.003 * 8 / 0.08, rel=0.1)
@@ -402,3 +441,20 @@ def test_guesses_are_compared_with_what_was_emitted() -> None:
     assert told == [(pytest.approx(p), kept) for p, kept in expected]
     assert {kept for _, kept in told} == {0, 1}
     assert not any(sum(outcome.num_accepted) for outcome in schedule.outcomes)
+
+
+@pytest.mark.parametrize("factors", [[1, 1], [2, 1]])
+def test_schedules_are_told_of_branches(factors: list[int]) -> None:
+    """Red when chains count as trees with branches, or trees as chains."""
+    language = Language(0)
+    method = make_method([RsdC(factors)], "recursive_rejection")
+    engine = FakeEngine(language, method, [ToyDraftModel(language)], Habits(), 0)
+    told: list[bool] = []
+
+    def observe(outcome: StepOutcome) -> None:
+        told.append(outcome.has_branches)
+
+    method.schedule.observe = observe  # type: ignore[method-assign]
+    engine.run(Request("r", [1, 2, 3], max_tokens=20))
+    assert any(told) == (factors == [2, 1])
+    assert not told[0], "no tree came back to the first step"

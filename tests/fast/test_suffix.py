@@ -130,7 +130,7 @@ def test_likeliest_come_first() -> None:
     found = drafts(trees, text)
     assert found == [(3,), (4,), (5,), (3, 0), (4, 6), (3, 0, 2)]
     small = Trees(num_drafts=4, depth=3, max_match=8, max_cached_tokens=0)
-    assert drafts(small, text) == [(3,), (4,), (3, 0), (3, 0, 2)]
+    assert drafts(small, text) == [(3,), (4,), (5,), (3, 0)]
 
 
 def test_unlikely_drafts_are_left_out() -> None:
@@ -138,30 +138,45 @@ def test_unlikely_drafts_are_left_out() -> None:
     text = [*SENTENCE, 0, 3]
     sure = Trees(10, 8, 8, 0, min_probability=0.15)
     assert drafts(sure, text) == [(4,)]
-    hopeful = Trees(10, 8, 8, 0, min_probability=0.03)
+    hopeful = Trees(10, 8, 8, 0, min_probability=0.02)
     assert drafts(hopeful, text) == [(4,), (4, 5), (4, 5, 6)]
+
+
+def alone(length: int) -> float:
+    """How likely a text goes on as after a single match of so many tokens."""
+    return 0.9 * (1 - 0.8**length)
 
 
 def test_probability_of_a_long_match() -> None:
     """Red when tokens that match leave another doubt than 0.8 to their number."""
     (found,) = next_tokens([(5, [7, 8])], depth=0).values()
-    assert found == (pytest.approx(1 - 0.8**5), [(5, [7, 8])])
-    assert next_tokens([(5, [7, 8])], depth=1)[8][0] == pytest.approx(1 - 0.8**6)
+    assert found == (pytest.approx(alone(5)), [(5, [7, 8])])
+    assert next_tokens([(5, [7, 8])], depth=1)[8][0] == pytest.approx(alone(6))
     assert next_tokens([(5, [7, 8])], depth=2) == {}
+
+
+def test_a_long_copy_is_not_followed_forever() -> None:
+    """Red when long matches are sure, so that their copies fill trees to the end."""
+    ((share, _),) = next_tokens([(100, [7])], depth=0).values()
+    assert share == pytest.approx(0.9)
+    ((share, _),) = next_tokens([(100, [7]), (100, [7])], depth=0).values()
+    assert 0.9 < share < 1
+    assert len(grow_tree([(16, list(range(40)))], 32, 16, 0.5)) == 5
 
 
 def test_probabilities_of_several_matches() -> None:
     """Red when longer matches do not come first, or shares do not add up."""
     continuations = [(4, [1]), (2, [1]), (2, [2]), (2, [3, 9]), (1, [4])]
     found = next_tokens(continuations, depth=0)
-    left = 0.8**4
-    odds = 0.8**-2 - 1
+    left = 1 - alone(4)
+    odds = alone(2) / (1 - alone(2))
     assert found[1][1] == continuations[:2]
     assert found[1][0] == pytest.approx(1 - left + left * odds / (1 + 3 * odds))
     assert found[2][0] == found[3][0] == pytest.approx(left * odds / (1 + 3 * odds))
     left /= 1 + 3 * odds
-    assert found[4][0] == pytest.approx(left * 0.2)
-    assert sum(share for share, _ in found.values()) == pytest.approx(1 - left * 0.8)
+    assert found[4][0] == pytest.approx(left * alone(1))
+    unknown = left * (1 - alone(1))
+    assert sum(share for share, _ in found.values()) == pytest.approx(1 - unknown)
 
 
 @pytest.mark.parametrize("text", [[1], SENTENCE])
@@ -309,8 +324,8 @@ def test_longer_match_in_an_earlier_output_comes_first() -> None:
     """Red when many short matches of its own keep a request from a long one."""
     trees = Trees(num_drafts=1, depth=3, max_match=8, max_cached_tokens=100)
     serve(trees, "a", [30], SENTENCE)
-    asks = [*[3, 9] * MAX_OCCURRENCES, 1, 2, 3]
-    assert paths(propose(trees, [asks], ["b"])) == [(4,)]
+    asks = [*[4, 9] * MAX_OCCURRENCES, 1, 2, 3, 4]
+    assert paths(propose(trees, [asks], ["b"])) == [(5,)]
 
 
 def check_places(cache: OutputCache) -> None:

@@ -158,6 +158,7 @@ class Chooser:
         proposal: Proposal | None,
         accepted: np.ndarray,
         by_part: np.ndarray,
+        has_branches: bool,
     ) -> None:
         """Note how long a step took, and what was accepted of its trees.
 
@@ -169,10 +170,11 @@ class Chooser:
                 [num_reqs].
             by_part: those of them that each part drafted, where an index and a model
                 draft, int64 [num_reqs, 2].
+            has_branches: whether any of the trees is no chain.
 
         """
         self.only_decoded = scheduled.only_decodes
-        outcome = self._outcome(batch, proposal, accepted, by_part)
+        outcome = self._outcome(batch, proposal, accepted, by_part, has_branches)
         num_drawn = 0 if proposal is None else len(proposal.slots)
         as_chosen = (num_drawn > 0) == (outcome.index is not None)
         seconds = None
@@ -190,6 +192,7 @@ class Chooser:
         proposal: Proposal | None,
         accepted: np.ndarray,
         by_part: np.ndarray,
+        has_branches: bool,
     ) -> StepOutcome:
         """What the trees of a step brought, see ``observe``; its time is left out."""
         outcome = StepOutcome(
@@ -224,6 +227,7 @@ class Chooser:
             model_promised=promised_by(proposal.second_promised, rows),
             model_kept=num_of_model.tolist(),
             num_levels=proposal.num_levels,
+            has_branches=has_branches,
             num_caught_up=proposal.num_caught_up,
         )
 

@@ -311,7 +311,10 @@ class TreeDecoder:
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
             by_part = self._count(batch, accepted)
-            self.chooser.observe(self.batch, batch, self.proposal, accepted, by_part)
+            has_branches = self.trees is not None and self.trees.branching
+            self.chooser.observe(
+                self.batch, batch, self.proposal, accepted, by_part, has_branches
+            )
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
             rows = self._committed_rows(batch)

@@ -23,7 +23,14 @@ RECALLED_TEXT = 8.0
 RECALLED_PROMISES = 8.0
 
 
-Parts = tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, NonNegativeFloat]
+# As many as a DraftParts has fields.
+Parts = tuple[
+    NonNegativeFloat,
+    NonNegativeFloat,
+    NonNegativeFloat,
+    NonNegativeFloat,
+    NonNegativeFloat,
+]
 
 
 class Experience(BaseModel):

@@ -259,7 +259,9 @@ class MeasuredSchedule(Schedule):
             num_drafts, num_accepted = map(
                 sum, (outcome.num_drafts, outcome.num_accepted)
             )
-            gain = self.prices_of_all.gain(num_drafts, num_accepted)
+            gain = self.prices_of_all.gain(
+                num_drafts, outcome.has_branches, num_accepted
+            )
             self.asking.gained(self.batch_size, gain)
         of_option = option is self.plain or share > 0
         caught_up = outcome.num_caught_up >= MANY_TOKENS
@@ -267,7 +269,10 @@ class MeasuredSchedule(Schedule):
         of_use = of_option and (settled or caught_up)
         if outcome.seconds is not None and not forced and of_use:
             counts = DraftParts.of_step(
-                outcome.num_levels, sum(outcome.num_drafts), outcome.num_caught_up
+                outcome.num_levels,
+                sum(outcome.num_drafts),
+                outcome.num_caught_up,
+                outcome.has_branches,
             )
             step = TimedStep(
                 self.batch_size,

@@ -16,12 +16,14 @@ from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean, left_after
 # What is guessed of a step's drafts before steps with any were measured, as parts of a
 # plain step: what the first one costs besides; a level that a draft model reads; how
 # many requests' rows a target reads in the time that one needs, then half of what that
-# makes a row cost; and a token that a draft model catches up on.
+# makes a row cost; a token that a draft model catches up on; and what trees cost
+# besides that are no chains.
 GUESSED_FIRST = 0.08
 GUESSED_LEVEL = 0.15
 FREE_ROWS = 16
 GUESSED_EACH = 0.5
 GUESSED_CAUGHT_UP = 0.01
+GUESSED_BRANCHES = 0.04
 # Standard error of a measured time, as a part of a plain step.
 ERROR = 0.06
 # A measured time counts up to so many times what was expected.
@@ -54,6 +56,8 @@ class Prices:
     # levels that draft models read, where the host must not wait to see what they
     # drafted; None: all, or as many as what they drafted is worth
     num_levels: int | None = None
+    # of all trees of a step together that are no chains, besides
+    branches: float = 0.0
 
     def of_model(self) -> Prices:
         """The same for what a model drafts beside an index."""
@@ -67,10 +71,19 @@ class Prices:
         """
         return [max(min_probability, self.draft / kept) for kept in self.kept]
 
-    def gain(self, num_drafts: int, num_accepted: int) -> float:
-        """Accepted tokens of a step less what its drafts cost, levels left out."""
-        cost = num_drafts * self.draft + self.first if num_drafts else 0.0
-        return num_accepted - cost
+    def gain(self, num_drafts: int, has_branches: bool, num_accepted: float) -> float:
+        """Accepted tokens of a step less what its drafts cost, levels left out.
+
+        Args:
+            num_drafts: of all its trees.
+            has_branches: whether one of them is no chain.
+            num_accepted: of its drafts, or what they promise and likely keep.
+
+        """
+        if not num_drafts:
+            return 0.0
+        besides = self.first + has_branches * self.branches
+        return num_accepted - num_drafts * self.draft - besides
 
 
 class DraftParts(NamedTuple):
@@ -84,13 +97,15 @@ class DraftParts(NamedTuple):
     each: float
     # a token of earlier steps that draft models read, as they were behind
     caught_up: float
+    # any trees that are no chains
+    branches: float
 
     @classmethod
     def of_step(
-        cls, num_levels: int, num_drafts: int, num_caught_up: int
+        cls, num_levels: int, num_drafts: int, num_caught_up: int, has_branches: bool
     ) -> DraftParts:
         """How often each part came in a step."""
-        return cls(num_drafts > 0, num_levels, num_drafts, num_caught_up)
+        return cls(num_drafts > 0, num_levels, num_drafts, num_caught_up, has_branches)
 
     def seconds(self, counts: DraftParts) -> float:
         """What they take together that came so often."""
@@ -199,6 +214,7 @@ class DraftCosts:
             first=parts.first * tokens_a_second,
             kept=kept,
             level=parts.level * tokens_a_second,
+            branches=parts.branches * tokens_a_second,
         )
 
     def caught_up_seconds(self, step: int, batch_size: int, plain: float) -> float:
@@ -235,6 +251,7 @@ def guessed_parts(batch_size: int, plain: float) -> DraftParts:
         level=GUESSED_LEVEL * plain,
         each=GUESSED_EACH / (batch_size + FREE_ROWS) * plain,
         caught_up=GUESSED_CAUGHT_UP * plain,
+        branches=GUESSED_BRANCHES * plain,
     )
 
 

@@ -104,6 +104,8 @@ class StepOutcome:
     model_kept: Sequence[int] = ()
     # steps that it was, all like this one: more than one where plain ones rested
     num_steps: int = 1
+    # whether any of these trees is no chain
+    has_branches: bool = False
 
 
 class Schedule(ABC):

@@ -14,6 +14,9 @@ from vllm_treespec.core.tree import NO_GUESS
 # Doubt that a text goes on as it did before is this much less for each token that
 # matches. Measured on chat (docs/sources.md).
 DOUBT = 0.8
+# However many tokens match, a text goes on as before with this probability at most: to
+# copy ends somewhere.
+MOST_SURE = 0.9
 
 # Length of an earlier occurrence of the last tokens, and the tokens that followed it.
 Continuation = tuple[int, list[int]]
@@ -47,6 +50,11 @@ def likeliest_token(continuations: Sequence[Continuation]) -> tuple[float, int]:
     return max(likely, default=(0.0, NO_GUESS))
 
 
+def probability_alone(length: int) -> float:
+    """How likely a text goes on as after its only match, of so many tokens."""
+    return MOST_SURE * (1 - DOUBT**length)
+
+
 def next_tokens(
     continuations: Sequence[Continuation], depth: int
 ) -> dict[int, tuple[float, list[Continuation]]]:
@@ -69,7 +77,8 @@ def next_tokens(
     longer = [pair for pair in continuations if len(pair[1]) > depth]
     for length, group in groupby(longer, key=lambda pair: pair[0]):
         same = list(group)
-        odds = DOUBT ** -(length + depth) - 1
+        alone = probability_alone(length + depth)
+        odds = alone / (1 - alone)
         left /= 1 + odds * len(same)
         for pair in same:
             share, agreeing = found.setdefault(pair[1][depth], (0.0, []))
