@@ -140,9 +140,8 @@ def test_promises_are_compared_with_what_is_accepted() -> None:
 
 # One long match, and a short one with two continuations.
 LONG, SHORT = [(8, [1, 2, 3, 4])], [(1, [5, 6]), (1, [7])]
-# Of two equally likely tokens after one that matches: odds / (1 + 2 odds), where the
-# odds of one are 0.18 to 0.82.
-SHORT_GUESS = 0.18 / (0.82 + 2 * 0.18)
+# Of two equally likely tokens after one that matches.
+SHORT_GUESS = 0.9 * (1 - 0.8) / 2
 
 
 def propose(found: Sequence[list[tuple[int, list[int]]]], prices: Prices) -> TreeBatch:
@@ -177,7 +176,7 @@ def test_drafts_below_their_price_are_left_out() -> None:
 
 def test_what_a_request_keeps_counts() -> None:
     """Red when a request whose promises fail gets as many drafts as others."""
-    tree = propose([LONG, LONG, SHORT], Prices(0.3, 0.0, [1.0, 0.42, 3.0]))
+    tree = propose([LONG, LONG, SHORT], Prices(0.3, 0.0, [1.0, 0.42, 4.0]))
     assert num_drafts(tree) == [4, 1, 2]
 
 
@@ -190,7 +189,7 @@ def test_few_drafts_are_not_worth_a_step_with_drafts() -> None:
     assert none.promised is not None
     assert none.promised.tolist() == pytest.approx([SHORT_GUESS]), "of a guess"
     assert none.parents.tolist() == [[-1] * 17]
-    both = propose([LONG, SHORT], Prices(0.1, 1.5, [1.0, 1.0]))
+    both = propose([LONG, SHORT], Prices(0.08, 1.5, [1.0, 1.0]))
     assert num_drafts(both)[1] > 0
 
 
@@ -198,7 +197,7 @@ def test_branches_must_be_worth_what_they_cost() -> None:
     """Red when a step pays for trees where chains bring nearly as much."""
     # the second tree is a chain; without its branch the first one is
     found = [[(2, [1, 2, 3]), (2, [5, 6, 7])], LONG]
-    price = Prices(0.1, 0.0, [1.0, 1.0])
+    price = Prices(0.05, 0.0, [1.0, 1.0])
     whole = propose(found, price)
     assert num_drafts(whole) == [4, 4]
     chains = propose(found, replace(price, branches=1.0))

@@ -130,7 +130,7 @@ def test_likeliest_come_first() -> None:
     found = drafts(trees, text)
     assert found == [(3,), (4,), (5,), (3, 0), (4, 6), (3, 0, 2)]
     small = Trees(num_drafts=4, depth=3, max_match=8, max_cached_tokens=0)
-    assert drafts(small, text) == [(3,), (4,), (5,), (3, 0)]
+    assert drafts(small, text) == [(3,), (4,), (3, 0), (3, 0, 2)]
 
 
 def test_unlikely_drafts_are_left_out() -> None:
@@ -160,7 +160,7 @@ def test_a_long_copy_is_not_followed_forever() -> None:
     ((share, _),) = next_tokens([(100, [7])], depth=0).values()
     assert share == pytest.approx(0.9)
     ((share, _),) = next_tokens([(100, [7]), (100, [7])], depth=0).values()
-    assert 0.9 < share < 1
+    assert share == pytest.approx(0.9), "nor because it was copied before"
     assert len(grow_tree([(16, list(range(40)))], 32, 16, 0.5)) == 5
 
 
@@ -169,11 +169,10 @@ def test_probabilities_of_several_matches() -> None:
     continuations = [(4, [1]), (2, [1]), (2, [2]), (2, [3, 9]), (1, [4])]
     found = next_tokens(continuations, depth=0)
     left = 1 - alone(4)
-    odds = alone(2) / (1 - alone(2))
     assert found[1][1] == continuations[:2]
-    assert found[1][0] == pytest.approx(1 - left + left * odds / (1 + 3 * odds))
-    assert found[2][0] == found[3][0] == pytest.approx(left * odds / (1 + 3 * odds))
-    left /= 1 + 3 * odds
+    assert found[1][0] == pytest.approx(alone(4) + left * alone(2) / 3)
+    assert found[2][0] == found[3][0] == pytest.approx(left * alone(2) / 3)
+    left *= 1 - alone(2)
     assert found[4][0] == pytest.approx(left * alone(1))
     unknown = left * (1 - alone(1))
     assert sum(share for share, _ in found.values()) == pytest.approx(1 - unknown)
@@ -324,8 +323,8 @@ def test_longer_match_in_an_earlier_output_comes_first() -> None:
     """Red when many short matches of its own keep a request from a long one."""
     trees = Trees(num_drafts=1, depth=3, max_match=8, max_cached_tokens=100)
     serve(trees, "a", [30], SENTENCE)
-    asks = [*[4, 9] * MAX_OCCURRENCES, 1, 2, 3, 4]
-    assert paths(propose(trees, [asks], ["b"])) == [(5,)]
+    asks = [*[3, 9] * MAX_OCCURRENCES, 1, 2, 3]
+    assert paths(propose(trees, [asks], ["b"])) == [(4,)]
 
 
 def check_places(cache: OutputCache) -> None:

@@ -60,8 +60,7 @@ def next_tokens(
 ) -> dict[int, tuple[float, list[Continuation]]]:
     """Which tokens come next, and how likely: shorter matches share what is left.
 
-    Of n occurrences of equal length each gets w / (1 + n w), where the odds w grow with
-    the matched tokens; 1 / (1 + n w) is left for shorter ones.
+    Occurrences of equal length share evenly what a single one of that length has.
 
     Args:
         continuations: that agree in their first ``depth`` tokens, longest matches
@@ -77,11 +76,10 @@ def next_tokens(
     longer = [pair for pair in continuations if len(pair[1]) > depth]
     for length, group in groupby(longer, key=lambda pair: pair[0]):
         same = list(group)
-        alone = probability_alone(length + depth)
-        odds = alone / (1 - alone)
-        left /= 1 + odds * len(same)
+        together = left * probability_alone(length + depth)
+        left -= together
         for pair in same:
             share, agreeing = found.setdefault(pair[1][depth], (0.0, []))
             agreeing.append(pair)
-            found[pair[1][depth]] = share + odds * left, agreeing
+            found[pair[1][depth]] = share + together / len(same), agreeing
     return found
