@@ -145,7 +145,13 @@ def test_windows_and_sinks(
     target = write(tmp_path / "target", window=12, **sizes)
     prompts = [[(3 * i * i + j) % 11 for i in range(n)] for j, n in enumerate((20, 45))]
     job = {"prompts": prompts, "params": GREEDY, "max_in_flight": 2}
-    spec = {"method": "suffix_tree", "num_drafts": 8, "depth": 4, "schedule": "fixed"}
+    spec = {
+        "method": "suffix_tree",
+        "num_drafts": 8,
+        "depth": 4,
+        "min_probability": 0.02,
+        "schedule": "fixed",
+    }
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
     plain = run_engine(None, [job], model=target, **ENGINE)
     masks = interpreted([job], arguments, model=target)
