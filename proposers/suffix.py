@@ -193,20 +193,33 @@ def worth_most(
     Trees that are no chains cost a step something besides. So do any drafts.
     """
     nothing: list[list[Draft]] = [[] for _ in trees]
-    offers: list[Sequence[Sequence[Draft]]] = [nothing, trees]
-    if any(map(has_branches, trees)):
-        offers.insert(1, [likeliest_path(tree) for tree in trees])
-    return max(offers, key=lambda offer: gain_of(offer, prices))
+    branches = any(map(has_branches, trees))
+    paths = [likeliest_path(tree) for tree in trees] if branches else trees
+    offers: list[tuple[Sequence[Sequence[Draft]], bool]] = [
+        (nothing, False),
+        (paths, False),
+    ]
+    if branches:
+        offers.append((trees, True))
+    best, _ = max(offers, key=lambda offer: gain_of(offer[0], offer[1], prices))
+    return best
 
 
-def gain_of(trees: Sequence[Sequence[Draft]], prices: Prices) -> float:
-    """Accepted tokens that a step's trees likely bring, less what they cost."""
+def gain_of(trees: Sequence[Sequence[Draft]], branches: bool, prices: Prices) -> float:
+    """Accepted tokens that a step's trees likely bring, less what they cost.
+
+    Args:
+        trees: of all requests.
+        branches: whether one of them is no chain.
+        prices: of the step.
+
+    """
     kept = sum(
         factor * draft.probability
         for tree, factor in zip(trees, prices.kept, strict=True)
         for draft in tree
     )
-    return prices.gain(sum(map(len, trees)), any(map(has_branches, trees)), kept)
+    return prices.gain(sum(map(len, trees)), branches, kept)
 
 
 def has_branches(tree: Sequence[Draft]) -> bool:
