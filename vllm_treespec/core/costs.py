@@ -9,6 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 from vllm_treespec.core.batch_sizes import nearest_size
+from vllm_treespec.core.forward_times import ForwardTimes
 from vllm_treespec.core.learned import FEW_TIMES, FadingMean, StepTimes
 from vllm_treespec.core.options import Option
 from vllm_treespec.core.prices import DraftCosts, DraftParts, Prices
@@ -41,7 +42,7 @@ class StepCosts:
         """Begin with nothing measured; one of the options is plain."""
         # steps of this kind so far, by batch size; the schedule counts them
         self.steps_at: Counter[int] = Counter()
-        self.num_drafts = {option.index: option.num_drafts for option in options}
+        self.by_index = {option.index: option for option in options}
         # batch size -> option's index -> times
         self.times: dict[int, dict[int | None, StepTimes]] = {}
         # of trees whose proposers weigh drafts
@@ -51,6 +52,10 @@ class StepCosts:
         self.is_other_machine = False
         # batch size, option's index -> rounds in which no step could be timed
         self.fruitless: dict[tuple[int, int | None], FadingMean] = {}
+
+    def begin_with(self, forwards: ForwardTimes) -> None:
+        """Begin with forwards that the start has timed, and no steps with drafts."""
+        self.drafts = DraftCosts(forwards)
 
     def end_round(self, batch_size: int, option: Option, was_timed: bool) -> None:
         """Note whether a round of an option could be timed."""
@@ -170,6 +175,20 @@ class StepCosts:
         known = self._known(batch_size)
         if index in known:
             return known[index].hopeful(self.steps_at[batch_size]) - plain
+        return max(
+            self._hoped_extra(batch_size, index, plain),
+            self._forwards_extra(batch_size, self.by_index[index]),
+        )
+
+    def _forwards_extra(self, batch_size: int, option: Option) -> float:
+        """What the forwards of whole trees take, if they were timed at the start."""
+        if option.weighs_drafts:
+            return 0.0
+        num_drafts, num_levels = option.num_drafts, option.num_levels
+        return self.drafts.forwards.tree(batch_size, num_drafts, num_levels)
+
+    def _hoped_extra(self, batch_size: int, index: int | None, plain: float) -> float:
+        """By another batch size, or by other trees, of which some were timed."""
         nearest = self._nearest(index, batch_size)
         if nearest is not None:
             there = self.times[nearest]
@@ -178,13 +197,13 @@ class StepCosts:
             return HOPE * max(extra, 0.0) * min(ratio, math.sqrt(math.sqrt(ratio)))
         a_draft = min(
             (
-                (times.seconds - plain) / self.num_drafts[other]
-                for other, times in known.items()
+                (times.seconds - plain) / self.by_index[other].num_drafts
+                for other, times in self._known(batch_size).items()
                 if other is not None
             ),
             default=0.0,
         )
-        return HOPE * max(a_draft, 0.0) * self.num_drafts[index]
+        return HOPE * max(a_draft, 0.0) * self.by_index[index].num_drafts
 
     def is_new(self, index: int | None) -> bool:
         """Whether an option was not timed at any batch size."""

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
 
 from vllm_treespec.core.costs import StepCosts
+from vllm_treespec.core.forward_times import ForwardTimes
 from vllm_treespec.core.learned import StepTimes
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.prices import DraftParts, Promises
@@ -43,6 +44,10 @@ class Experience(BaseModel):
     accepted: dict[Kind, dict[str, NonNegativeFloat]]
     # batch size -> seconds of what drafts cost, see ``DraftParts``
     drafts: dict[Kind, dict[int, Parts]] = {}
+    # number of rows -> seconds of a forward of the target, and of the draft models, as
+    # the start has timed them
+    target_forwards: dict[int, PositiveFloat] = {}
+    draft_forwards: dict[int, PositiveFloat] = {}
     # accepted tokens over those that trees promised, and a model's beside an index
     kept: dict[Kind, NonNegativeFloat] = {}
     model_kept: dict[Kind, NonNegativeFloat] = {}
@@ -69,6 +74,8 @@ def experience_of(schedule: MeasuredSchedule) -> Experience:
             kind: _drafts(schedule.times.costs_by_kind[sampled], seconds[kind])
             for kind, sampled in KINDS
         },
+        target_forwards=dict(schedule.times.forwards.target),
+        draft_forwards=dict(schedule.times.forwards.draft),
         kept=_kept(schedule.promises),
         model_kept=_kept(schedule.model_promises),
     )
@@ -113,6 +120,9 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
     Times count as one measured step each, until they turn out to be another machine's.
     """
     indices = {name: index for index, name in _names(schedule).items()}
+    schedule.times.begin_with(
+        ForwardTimes(experience.target_forwards, experience.draft_forwards)
+    )
     for kind, sampled in KINDS:
         _recall_costs(
             schedule.times.costs_by_kind[sampled],

@@ -99,6 +99,7 @@ class MeasuredSchedule(Schedule):
                 guessed_accepted(tree, beside_index=has_index and not tree.is_free),
                 tree.is_free,
                 tree.weighs_drafts,
+                tree.sizes.draft_depth,
             )
             for index, tree in enumerate(trees)
         ]

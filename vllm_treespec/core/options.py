@@ -23,6 +23,8 @@ class Option:
     is_free: bool = False
     # whether its proposer leaves out drafts that promise less than their price
     weighs_drafts: bool = False
+    # that draft models read
+    num_levels: int = 0
 
     def share(self, limit: int) -> float:
         """The part of the tree that a request's own limit leaves."""

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_treespec.core.batch_sizes import nearest_size
+from vllm_treespec.core.forward_times import NOT_TIMED, ForwardTimes
 from vllm_treespec.core.learned import MEMORY_STEPS, FadingMean, left_after
 
 # What is guessed of a step's drafts before steps with any were measured, as parts of a
 # plain step: what the first one costs besides; a level that a draft model reads; how
 # many requests' rows a target reads in the time that one needs, then half of what that
 # makes a row cost; a token that a draft model catches up on; and what trees cost
-# besides that are no chains.
+# besides that are no chains. Forwards that were timed at the start take the place of
+# levels, rows and tokens.
 GUESSED_FIRST = 0.08
 GUESSED_LEVEL = 0.15
 FREE_ROWS = 16
@@ -185,8 +187,9 @@ def solved(rows: list[list[float]]) -> list[float]:
 class DraftCosts:
     """What steps with drafts cost more than plain ones, by batch size."""
 
-    def __init__(self) -> None:
-        """Begin with nothing measured."""
+    def __init__(self, forwards: ForwardTimes = NOT_TIMED) -> None:
+        """Begin with no steps, and with forwards that the start has timed."""
+        self.forwards = forwards
         self.times: dict[int, DraftTimes] = {}
 
     def add(
@@ -235,7 +238,7 @@ class DraftCosts:
         """
         if batch_size not in self.times:
             nearest = nearest_size(self.times, batch_size)
-            parts = guessed_parts(batch_size, plain)
+            parts = timed_parts(self.forwards, batch_size, plain)
             if nearest is not None:
                 there = self.times[nearest]
                 known = there.fit(there.step)
@@ -253,6 +256,17 @@ def guessed_parts(batch_size: int, plain: float) -> DraftParts:
         caught_up=GUESSED_CAUGHT_UP * plain,
         branches=GUESSED_BRANCHES * plain,
     )
+
+
+def timed_parts(forwards: ForwardTimes, batch_size: int, plain: float) -> DraftParts:
+    """The same, by the forwards that the start has timed."""
+    found = {
+        "level": forwards.level(batch_size),
+        "each": forwards.target_row(batch_size),
+        "caught_up": forwards.draft_row(),
+    }
+    known = {part: seconds for part, seconds in found.items() if seconds is not None}
+    return guessed_parts(batch_size, plain)._replace(**known)
 
 
 class Promises:

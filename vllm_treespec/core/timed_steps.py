@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm_treespec.core.asking import Asking
 from vllm_treespec.core.costs import StepCosts
+from vllm_treespec.core.forward_times import NOT_TIMED, ForwardTimes
 from vllm_treespec.core.options import Option
 from vllm_treespec.core.prices import DraftParts
 
@@ -51,6 +52,7 @@ class TimedSteps:
         """
         self.has_index = any(option.is_free for option in options)
         self.share = share
+        self.forwards = NOT_TIMED
         # whether some request is sampled -> times
         self.costs_by_kind = {
             is_sampled: StepCosts(options) for is_sampled in (False, True)
@@ -64,6 +66,12 @@ class TimedSteps:
         self.new_steps: list[TimedStep] = []
         # of each of them, and after it what its drafting took
         self.new_seconds: list[float] = []
+
+    def begin_with(self, forwards: ForwardTimes) -> None:
+        """Begin with forwards that a start has timed; no step was taken yet."""
+        self.forwards = forwards
+        for costs in self.costs_by_kind.values():
+            costs.begin_with(forwards)
 
     def add(self, step: TimedStep, seconds: float, drafting: float) -> None:
         """Note a step: what it took, and from its choice to its drafts."""

@@ -126,6 +126,11 @@ class PagedDraftModel(PagedSource):
         zeros = torch.zeros(16, dtype=torch.int64, device=self.device)
         self._run(None, zeros.int(), zeros, None)
 
+    def run_level(self, num_rows: int) -> None:
+        """Run as for a level of so many nodes, without attention, to time it."""
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.output_layer(self._run(None, zeros.int(), zeros, None))
+
     def read(self, committed: CommittedTokens) -> None:
         """Read committed tokens, and the roots of drafting requests, in one forward."""
         end = committed.end.copy()

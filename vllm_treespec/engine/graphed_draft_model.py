@@ -81,6 +81,13 @@ class GraphedDraftModel(PagedDraftModel):
         self.inputs.slots[: desc.num_tokens] = PAD_SLOT_ID
         self._run_padded(None, mode, desc)
 
+    def run_level(self, num_rows: int) -> None:
+        """Run as for a level of so many nodes, without attention, to time it."""
+        assert self.graphs is not None, "it runs after graphs were captured"
+        mode, desc = self.graphs.dispatch(num_rows, valid_modes=PIECEWISE)
+        self.inputs.slots[: desc.num_tokens] = PAD_SLOT_ID
+        self.output_layer(self._run_padded(None, mode, desc)[:num_rows])
+
     def _run(
         self,
         attn_metadata: dict[str, AttentionMetadata] | None,

@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "8e551c6ae5ae8103", "0.33": "4adfa228602787f9"}
+SEEN: dict[str, str] = {"0.32": "819f966e7389a240", "0.33": "72c743245b8ac64c"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -28,6 +28,10 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "CPUWorker.determine_available_memory": {
             "0.32": "7f56a7a23a2b71d6",
             "0.33": "2e52c042bd7c47fc",
+        },
+        "CPUWorker.compile_or_warm_up_model": {
+            "0.32": "364a9a6aa0ebd47a",
+            "0.33": "271ffc80fcca5288",
         },
     },
     "vllm.v1.worker.gpu_worker": {

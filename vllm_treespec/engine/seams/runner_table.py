@@ -36,6 +36,8 @@ RUNNER_OVERRIDDEN = (
 RUNNER_READ = (
     *_RUNNER.relies("load_model", "it loads our drafter after the target"),
     *_RUNNER.calls("get_kv_cache_spec", "room for fork blocks"),
+    *_RUNNER.calls("_dummy_run _sync_device", "forwards are timed at the start"),
+    *_RUNNER.reads("model", "forwards are timed at the start: its output layer"),
     *_RUNNER.reads(
         "vllm_config model_config parallel_config scheduler_config "
         "compilation_config device max_model_len max_num_tokens max_num_reqs",

@@ -134,15 +134,18 @@ WORKER = (
     *_CPU_WORKER.extended("the worker on a CPU"),
     *_CPU_WORKER.overrides("init_device", "our runner on CPU"),
     *_CPU_WORKER.overrides("determine_available_memory", "room for fork blocks"),
+    *_CPU_WORKER.overrides("compile_or_warm_up_model", "forwards are timed"),
     *_CPU_WORKER.writes(
         "model_runner", "its class becomes ours: the stock method names its runner"
     ),
     *_GPU_WORKER.extended("the worker on a GPU"),
     *_GPU_WORKER.overrides("_make_model_runner", "our runner"),
     *_GPU_WORKER.overrides("determine_available_memory", "room for fork blocks"),
-    *_GPU_WORKER.overrides("compile_or_warm_up_model", "tree attention is compiled"),
+    *_GPU_WORKER.overrides(
+        "compile_or_warm_up_model", "tree attention is compiled, forwards are timed"
+    ),
     *_GPU_WORKER.reads("model_runner", "tree attention is compiled"),
-    *_WORKER_BASE.on("cuda").reads("CompilationTimes", "named in annotations"),
+    *_WORKER_BASE.reads("CompilationTimes", "named in annotations"),
     *Owner("vllm.v1.worker.worker_base:WorkerBase").reads(
         "vllm_config device cache_config", "what a runner is made with"
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
@@ -76,7 +72,7 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     @torch.inference_mode()
     def _dummy_run(
         self, num_tokens: int, *args: object, **options: object
-    ) -> ModelRunnerOutput:
+    ) -> tuple[Tensor, Tensor]:
         """Run the target, then the draft models where they have a part in the run."""
         outputs = super()._dummy_run(num_tokens, *args, **options)
         graph = draft_graph(self.cudagraph_dispatcher, num_tokens, options)

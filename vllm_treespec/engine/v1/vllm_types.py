@@ -18,16 +18,18 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.scheduler import SchedulerConfig
+from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import AttentionGroup
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_treespec.engine.v1.drafter import TreeDrafter
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
@@ -82,6 +84,7 @@ class V1Runner:
     scheduler_config: SchedulerConfig
     compilation_config: CompilationConfig
     device: torch.device
+    model: VllmModelForTextGeneration
     max_model_len: int
     max_num_tokens: int
     max_num_reqs: int
@@ -144,9 +147,12 @@ class V1Runner:
 
     def _dummy_run(
         self, num_tokens: int, *args: object, **options: object
-    ) -> ModelRunnerOutput:
-        """Run the target without requests."""
+    ) -> tuple[Tensor, Tensor]:
+        """Run the target without requests: hidden states, and those of last tokens."""
         raise NotImplementedError
+
+    def _sync_device(self) -> None:
+        """Wait until the device is done."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand the drafts to the scheduler."""
@@ -162,4 +168,8 @@ class V1Worker:
 
     def determine_available_memory(self) -> int:
         """Bytes that the KV cache may have."""
+        raise NotImplementedError
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Compile and warm up what was not yet."""
         raise NotImplementedError

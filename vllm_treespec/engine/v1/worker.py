@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 from vllm_treespec.core.kv_budget import BlockBytes
 from vllm_treespec.engine.kv_cache import bytes_by_group, cost_of_one_group
+from vllm_treespec.engine.v1.start_up import time_forwards
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.worker_base import CompilationTimes
+
     from vllm_treespec.engine.v1.vllm_types import V1Worker
 else:
     V1Worker = object
@@ -61,6 +64,12 @@ class TreeWorkerMixin(V1Worker):
             num_fork_blocks=layout.num_fork_blocks(block_size, len(groups)),
         )
         return blocks.for_scheduler(available)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Warm up, then time forwards for the schedule."""
+        times = super().compile_or_warm_up_model()
+        time_forwards(self.model_runner)
+        return times
 
     def treespec_stats(self, reset: bool = False) -> dict[str, object]:
         """Totals of this worker's steps, for ``LLM.collective_rpc``."""

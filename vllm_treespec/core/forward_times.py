@@ -1,0 +1,124 @@
+"""How long forwards take by their rows, as timed when an engine starts.
+
+Only additions, products and quotients: they give the same bits on any processor, so
+that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+# Rows of the forwards that are timed, and how often each is at most.
+ROWS = (1, 8, 16, 32, 64)
+MOST_RUNS = 3
+# All of them together take about so many seconds at most.
+SECONDS = 3.0
+# Rows that the drafts of a step are thought to add.
+MORE_ROWS = 16
+# Rows of a forward in which a draft model catches up.
+CATCHING_UP = 32
+
+
+@dataclass(frozen=True)
+class ForwardTimes:
+    """Seconds of forwards, by the number of their rows; empty: not timed.
+
+    Attributes:
+        target: of the target, output layer included.
+        draft: of the draft models, for one level of a tree.
+
+    """
+
+    target: Mapping[int, float] = field(default_factory=dict)
+    draft: Mapping[int, float] = field(default_factory=dict)
+
+    def target_row(self, batch_size: int) -> float | None:
+        """Seconds of one more row of the target, beside a row of each request."""
+        if not self.target:
+            return None
+        return more(self.target, batch_size, batch_size + MORE_ROWS) / MORE_ROWS
+
+    def level(self, batch_size: int) -> float | None:
+        """Seconds of a level that draft models read, one row a request."""
+        return at(self.draft, batch_size) if self.draft else None
+
+    def draft_row(self) -> float | None:
+        """Seconds of a token that a draft model catches up on."""
+        if not self.draft:
+            return None
+        return more(self.draft, CATCHING_UP, 2 * CATCHING_UP) / CATCHING_UP
+
+    def tree(self, batch_size: int, num_drafts: int, num_levels: int) -> float:
+        """Seconds of the forwards of a step with trees, less those of a plain one.
+
+        Args:
+            batch_size: requests, each with a tree.
+            num_drafts: of a tree.
+            num_levels: that draft models read.
+
+        """
+        levels = num_levels * (self.level(batch_size) or 0.0)
+        if not self.target:
+            return levels
+        return levels + more(self.target, batch_size, batch_size * (1 + num_drafts))
+
+
+NOT_TIMED = ForwardTimes()
+
+
+def at(seconds: Mapping[int, float], num_rows: int) -> float:
+    """Seconds of a forward of any number of rows: a line between the timed ones.
+
+    ``seconds`` ascends in its rows. Behind the last one the last line goes on.
+    """
+    (first, _), *_ = timed = list(seconds.items())
+    found = seconds[first]
+    for (rows, here), (next_rows, there) in pairwise(timed):
+        if num_rows > rows:
+            each = max(there - here, 0.0) / (next_rows - rows)
+            found = here + each * (num_rows - rows)
+    return found
+
+
+def more(seconds: Mapping[int, float], num_rows: int, num_more: int) -> float:
+    """How much longer a forward of more rows takes."""
+    return max(at(seconds, num_more) - at(seconds, num_rows), 0.0)
+
+
+def time_rows(
+    run: Callable[[int], None],
+    share: Callable[[list[float]], list[float]],
+    most_rows: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, float]:
+    """Time forwards; of several runs the shortest counts.
+
+    Args:
+        run: one forward of so many rows, until it is done.
+        share: hands out rank 0's times; all ranks call it as often.
+        most_rows: that a forward may have.
+        clock: gives seconds.
+
+    Returns:
+        seconds by number of rows; empty where a forward takes too long to time several.
+
+    """
+
+    def shortest(num_rows: int, num_runs: int) -> float:
+        seconds = []
+        for _ in range(num_runs):
+            start = clock()
+            run(num_rows)
+            seconds.append(clock() - start)
+        return min(seconds)
+
+    rows = [num_rows for num_rows in ROWS if num_rows <= most_rows]
+    (of_one_row,) = share([shortest(rows[0], 2)])
+    num_runs = min(int(SECONDS / (len(rows) * of_one_row)), MOST_RUNS)
+    if num_runs < 2:
+        return {}
+    of_all = share([shortest(num_rows, num_runs) for num_rows in rows])
+    return dict(zip(rows, of_all, strict=True))
