@@ -105,11 +105,19 @@ def reseed(worker: Any) -> None:
     worker.model_runner.decoder.uniforms.shared.manual_seed(worker.rank)
 
 
+def forwards(worker: Any) -> tuple[dict[int, float], dict[int, float]]:
+    """What forwards took when the engine started, of target and draft model."""
+    timed = worker.model_runner.decoder.method.schedule.times.forwards
+    return dict(timed.target), dict(timed.draft)
+
+
 def answers(llm: Any, name: str, jobs: Iterable[str] = JOBS) -> dict[str, Any]:
     """What an engine answers in jobs, and what its ranks counted."""
     found: dict[str, Any] = {job: answer(llm, **JOBS[job]) for job in jobs}
     if name not in (PLAIN, PLAIN_GROUPS):
         found["stats"] = llm.collective_rpc("treespec_stats")
+    if name == MEASURED:
+        found["forwards"] = llm.collective_rpc(forwards)
     return found
 
 
@@ -218,6 +226,17 @@ def test_ranks_choose_the_same_trees(run: Callable[[str, int], dict[str, Any]]) 
     assert first == second
     assert len(first["modes"]) > 1, "one option was always chosen"
     assert first["mode_tokens"], "no step was timed"
+
+
+def test_ranks_begin_with_the_same_prices(
+    run: Callable[[str, int], dict[str, Any]],
+) -> None:
+    """Red when a start times nothing, or each rank's forwards for itself."""
+    first, second = run(MEASURED, 2)["forwards"]
+    assert first == second
+    for timed in first:
+        assert list(map(int, timed)) == [1, 8, 16, 32, 64]
+        assert all(0 < seconds < 5 for seconds in timed.values())
 
 
 def without_seconds(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
