@@ -20,7 +20,7 @@ from vllm_treespec.core.forward_times import (
 )
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.options import Option
-from vllm_treespec.core.prices import DraftCosts, guessed_parts
+from vllm_treespec.core.prices import DraftCosts, DraftParts, guessed_parts
 
 TIMED = ForwardTimes(
     target={1: 0.10, 8: 0.10, 16: 0.10, 32: 0.16, 64: 0.32},
@@ -151,6 +151,15 @@ def test_timed_forwards_are_kept() -> None:
             costs.add(1, None, 0.0, 1.0)
         assert costs.is_other_machine
         assert costs.drafts.forwards == NOT_TIMED
+
+
+def test_what_is_recalled_of_drafts_stays() -> None:
+    """Red when a start that times forwards forgets what steps with drafts had shown."""
+    costs = StepCosts([Option(None, 0, 0.0)])
+    parts = DraftParts(0.01, 0.02, 0.003, 0.0001, 0.002)
+    costs.drafts.recall(4, 0.1, parts)
+    costs.begin_with(TIMED)
+    assert costs.prices(4, 0.1).draft == pytest.approx(parts.each * 4 / 0.1)
 
 
 def test_timed_forwards_shorten_the_search() -> None:

@@ -54,8 +54,8 @@ class StepCosts:
         self.fruitless: dict[tuple[int, int | None], FadingMean] = {}
 
     def begin_with(self, forwards: ForwardTimes) -> None:
-        """Begin with forwards that the start has timed, and no steps with drafts."""
-        self.drafts = DraftCosts(forwards)
+        """Begin with forwards that the start has timed."""
+        self.drafts.forwards = forwards
 
     def end_round(self, batch_size: int, option: Option, was_timed: bool) -> None:
         """Note whether a round of an option could be timed."""
