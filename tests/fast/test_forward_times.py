@@ -75,6 +75,17 @@ def test_a_slow_run_is_no_time() -> None:
     assert clean == pytest.approx({rows: 0.0001 * rows for rows in ROWS})
 
 
+def test_a_machine_that_was_slow_at_first_has_prices() -> None:
+    """Red when rows are thought to be free where small forwards were disturbed."""
+    clean, _ = Clock(0.001).time()
+    small = [run for run in range(200) if run < 2 or (run - 2) % len(ROWS) < 2]
+    disturbed, _ = Clock(0.001, slow_runs=small).time()
+    assert disturbed[8] == pytest.approx(min(3 * clean[8], clean[16]))
+    for batch_size in (1, 8):
+        price = ForwardTimes(disturbed).target_row(batch_size)
+        assert price == pytest.approx(0.001, rel=0.25)
+
+
 def test_the_start_takes_bounded_time() -> None:
     """Red when a large target's forwards are all timed, however long they take."""
     clock = Clock(0.0001)
@@ -104,7 +115,7 @@ def test_prices_begin_with_timed_forwards() -> None:
     """Red when what is guessed of a small target is thought of every one."""
     plain = 0.11
     prices = DraftCosts(TIMED).prices(0, 4, plain, ())
-    each = (0.10 + 0.06 * 4 / 16 - 0.10) / MORE_ROWS
+    each = (0.16 + 0.16 * 20 / 32 - 0.10) / MORE_ROWS
     assert prices.draft == pytest.approx(each * 4 / plain)
     assert prices.level == pytest.approx(0.02 * 4 / plain)
     assert DraftCosts(TIMED).caught_up_seconds(0, 4, plain) == pytest.approx(0.04 / 32)
