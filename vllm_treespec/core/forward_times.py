@@ -13,9 +13,9 @@ from itertools import pairwise
 
 # Rows of the forwards that are timed, and how often each is at most.
 ROWS = (1, 8, 16, 32, 64)
-MOST_RUNS = 10
+MOST_RUNS = 5
 # All of them together take about so many seconds at most.
-SECONDS = 3.0
+SECONDS = 2.5
 # Rows that the drafts of a step are thought to add.
 MORE_ROWS = 48
 # Rows of a forward in which a draft model catches up.
