@@ -162,6 +162,7 @@ def test_timed_forwards_are_kept() -> None:
             costs.add(1, None, 0.0, 1.0)
         assert costs.is_other_machine
         assert costs.drafts.forwards == NOT_TIMED
+        assert again.times.forwards == NOT_TIMED, "the next start would recall them"
 
 
 def test_what_is_recalled_of_drafts_stays() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -176,7 +176,7 @@ class StepCosts:
         if index in known:
             return known[index].hopeful(self.steps_at[batch_size]) - plain
         return max(
-            self._hoped_extra(batch_size, index, plain),
+            self._hoped_extra(batch_size, known, index, plain),
             self._forwards_extra(batch_size, self.by_index[index]),
         )
 
@@ -187,7 +187,13 @@ class StepCosts:
         num_drafts, num_levels = option.num_drafts, option.num_levels
         return self.drafts.forwards.tree(batch_size, num_drafts, num_levels)
 
-    def _hoped_extra(self, batch_size: int, index: int | None, plain: float) -> float:
+    def _hoped_extra(
+        self,
+        batch_size: int,
+        known: Mapping[int | None, StepTimes],
+        index: int | None,
+        plain: float,
+    ) -> float:
         """By another batch size, or by other trees, of which some were timed."""
         nearest = self._nearest(index, batch_size)
         if nearest is not None:
@@ -198,7 +204,7 @@ class StepCosts:
         a_draft = min(
             (
                 (times.seconds - plain) / self.by_index[other].num_drafts
-                for other, times in self._known(batch_size).items()
+                for other, times in known.items()
                 if other is not None
             ),
             default=0.0,

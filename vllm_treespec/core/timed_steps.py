@@ -52,7 +52,6 @@ class TimedSteps:
         """
         self.has_index = any(option.is_free for option in options)
         self.share = share
-        self.forwards = NOT_TIMED
         # whether some request is sampled -> times
         self.costs_by_kind = {
             is_sampled: StepCosts(options) for is_sampled in (False, True)
@@ -67,9 +66,14 @@ class TimedSteps:
         # of each of them, and after it what its drafting took
         self.new_seconds: list[float] = []
 
+    @property
+    def forwards(self) -> ForwardTimes:
+        """Those that a start has timed; none once they turned out another machine's."""
+        of_kinds = [costs.drafts.forwards for costs in self.costs_by_kind.values()]
+        return NOT_TIMED if NOT_TIMED in of_kinds else of_kinds[0]
+
     def begin_with(self, forwards: ForwardTimes) -> None:
         """Begin with forwards that a start has timed; no step was taken yet."""
-        self.forwards = forwards
         for costs in self.costs_by_kind.values():
             costs.begin_with(forwards)
 

@@ -123,13 +123,15 @@ class PagedDraftModel(PagedSource):
 
     def warm_up(self) -> None:
         """Run once without a KV cache, so that no request waits for compilation."""
-        zeros = torch.zeros(16, dtype=torch.int64, device=self.device)
-        self._run(None, zeros.int(), zeros, None)
+        self._run_zeros(16)
 
     def run_level(self, num_rows: int) -> None:
         """Run as for a level of so many nodes, without attention, to time it."""
+        self.output_layer(self._run_zeros(num_rows))
+
+    def _run_zeros(self, num_rows: int) -> Tensor:
         zeros = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        self.output_layer(self._run(None, zeros.int(), zeros, None))
+        return self._run(None, zeros.int(), zeros, None)
 
     def read(self, committed: CommittedTokens) -> None:
         """Read committed tokens, and the roots of drafting requests, in one forward."""

@@ -76,17 +76,16 @@ class GraphedDraftModel(PagedDraftModel):
         self.graphs = dispatcher
         self.inputs = GraphInputs(max_tokens, self.device)
 
-    def dummy_run(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> None:
-        """Run once without attention, to warm up or to capture a graph."""
+    def dummy_run(self, mode: CUDAGraphMode, desc: BatchDescriptor) -> Tensor:
+        """Run once without attention, to warm up, capture a graph or time it."""
         self.inputs.slots[: desc.num_tokens] = PAD_SLOT_ID
-        self._run_padded(None, mode, desc)
+        return self._run_padded(None, mode, desc)
 
     def run_level(self, num_rows: int) -> None:
         """Run as for a level of so many nodes, without attention, to time it."""
         assert self.graphs is not None, "it runs after graphs were captured"
         mode, desc = self.graphs.dispatch(num_rows, valid_modes=PIECEWISE)
-        self.inputs.slots[: desc.num_tokens] = PAD_SLOT_ID
-        self.output_layer(self._run_padded(None, mode, desc)[:num_rows])
+        self.output_layer(self.dummy_run(mode, desc)[:num_rows])
 
     def _run(
         self,
