@@ -18,6 +18,9 @@ from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.sources.continuations import Continuations
 
+# How likely drafts are accepted at least, where nothing else says which are worth it.
+UNPRICED = 0.1
+
 
 def tokens_of(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
     """Tokens of the target's vocabulary that columns stand for, int64, same shape."""
@@ -51,11 +54,18 @@ class ProposerInputs:
     # reads adds nothing; None: there is no index beside the model
     found: Sequence[float] | None = None
 
-    def least(self, min_probability: float) -> list[float]:
-        """The probability that drafts of each tree have at least."""
-        if self.prices is None:
-            return [min_probability] * len(self.root_token_ids)
-        return self.prices.least(min_probability)
+    def least(self, min_probability: float | None) -> list[float]:
+        """The probability that drafts of each tree have at least.
+
+        Args:
+            min_probability: at least this; None: what prices say, and without any
+                ``UNPRICED``.
+
+        """
+        if self.prices is not None:
+            return self.prices.least(min_probability or 0.0)
+        least = UNPRICED if min_probability is None else min_probability
+        return [least] * len(self.root_token_ids)
 
     def within_levels(self, values: Tensor, level: int) -> Tensor:
         """Leave out the candidates of a level where trees are not that deep.

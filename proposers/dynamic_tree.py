@@ -70,7 +70,11 @@ class DynamicTree(Proposer):
     """
 
     def __init__(
-        self, top_k: int, depth: int, num_drafts: int, min_probability: float = 0.0
+        self,
+        top_k: int,
+        depth: int,
+        num_drafts: int,
+        min_probability: float | None = 0.0,
     ) -> None:
         """Take nodes read a level (and children of each), levels, and draft nodes."""
         self.top_k, self.depth = useful(top_k, depth, num_drafts)

@@ -47,9 +47,9 @@ class Hybrid(Proposer):
         self,
         num_drafts: int,
         depth: int,
-        min_probability: float,
         top_k: int,
         model_depth: int,
+        min_probability: float | None = None,
     ) -> None:
         """Take the draft tokens of the whole tree, and the limits of its parts."""
         self.num_drafts = num_drafts

@@ -90,13 +90,15 @@ class Suffix(Proposer):
     """Drafts what a ``SuffixIndex`` found (after arXiv 2411.04975).
 
     The tree has the nodes that are most likely accepted, and none that is less likely
-    than ``min_probability``, or than the step's prices ask. Without an occurrence it is
-    the root alone. Nothing is random.
+    than ``min_probability``, or than the step's prices ask; without both, than
+    ``UNPRICED``. Without an occurrence it is the root alone. Nothing is random.
     """
 
     num_draft_models = 0
 
-    def __init__(self, num_drafts: int, depth: int, min_probability: float) -> None:
+    def __init__(
+        self, num_drafts: int, depth: int, min_probability: float | None = None
+    ) -> None:
         """Take the tree's limits."""
         self.num_drafts = num_drafts
         self.min_probability = min_probability
@@ -128,13 +130,13 @@ class Suffix(Proposer):
         guesses = np.full(len(grown.num_nodes), NO_GUESS)
         for row in np.flatnonzero(grown.num_nodes == 1).tolist():
             share, token = found.likeliest[row]
-            if share >= self.min_probability:
+            if share >= (self.min_probability or 0.0):
                 guesses[row], grown.promised[row] = token, share
         return guesses
 
     def likely_found(self, found: Continuations, prices: Prices) -> list[float]:
         """How likely each request's next token is one that is drafted, and right."""
-        least = prices.least(self.min_probability)
+        least = prices.least(self.min_probability or 0.0)
         return [
             min(share * kept, 1.0) if share >= lowest else 0.0
             for (share, _), lowest, kept in zip(

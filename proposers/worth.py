@@ -17,10 +17,10 @@ class Worth:
     together. Prices follow from past steps alone.
     """
 
-    def __init__(self, min_probability: float, inputs: ProposerInputs) -> None:
+    def __init__(self, min_probability: float | None, inputs: ProposerInputs) -> None:
         """Take both; without either nothing is left out."""
         self.inputs = inputs
-        self.asks = bool(min_probability) or inputs.prices is not None
+        self.asks = min_probability != 0 or inputs.prices is not None
         # log of the least probability, float64 [num_reqs]
         logs = [
             math.log(least) if least else -math.inf

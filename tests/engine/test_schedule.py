@@ -43,7 +43,7 @@ MODES = {
     "redrafter": {"plain", "redrafter 3x2x5", "redrafter 2x2x5"},
     "eagle_tree": {"plain", "eagle_tree 3x2x5", "eagle_tree 3x1x5"},
     "lyanna": {"plain", "lyanna 3x3x5", "lyanna 3x2x5"},
-    "hybrid": {"plain", "hybrid 6x3x0.1+draft_model 3x2", "hybrid 6x3x0.1"},
+    "hybrid": {"plain", "hybrid 6x3+draft_model 3x2", "hybrid 6x3"},
 }
 
 

@@ -180,7 +180,7 @@ def test_sizes_bound_the_trees() -> None:
     draft, _ = random_tables("random", 3, 4)
     kept_drafts = (1, 2, 7, 12, 40)
     for kept, depth, top_k, levels in product(kept_drafts, (1, 4), (1, 3), (1, 3)):
-        proposer = Hybrid(kept, depth, 0.0, top_k, levels)
+        proposer = Hybrid(kept, depth, top_k, levels, min_probability=0.0)
         for share, found in product((0.1, 0.5, 0.9, 1.0), (FOUND, WIDE)):
             counting = CountingDraft(LanguageDraft(draft, 1))
             inputs = ProposerInputs(

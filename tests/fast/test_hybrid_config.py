@@ -80,8 +80,8 @@ def test_default_schedule() -> None:
     """
     trees = parse().scheduled_trees()
     assert [tree.name for tree in trees] == [
-        "hybrid 32x28x0.1+draft_model 4x6",
-        "hybrid 32x28x0.1",
+        "hybrid 32x28+draft_model 4x6",
+        "hybrid 32x28",
     ]
     asked = [tree.config.proposer().num_draft_models for tree in trees]
     assert asked == [1, 0]
@@ -93,8 +93,8 @@ def test_a_schedule_may_leave_out_the_model() -> None:
     entries = [{"batch_size": 2}, {"batch_size": 8, "model_depth": 0}]
     own, alone = parse(schedule=entries).scheduled_trees()
     assert (own.name, alone.name) == (
-        "hybrid 32x28x0.1+draft_model 4x6",
-        "hybrid 32x28x0.1",
+        "hybrid 32x28+draft_model 4x6",
+        "hybrid 32x28",
     )
     assert alone.sizes.draft_nodes < own.sizes.draft_nodes
 

@@ -143,7 +143,7 @@ def test_one_engine_a_side_and_what_matters_first(
     assert names[:3] == ["plain-compiled", "eagle-hot", "lyanna-hot"]
     assert names[-4:-1] == [
         "sd-3-compiled",
-        "suffix_tree-32x28x0.1-compiled",
+        "suffix_tree-32x28-compiled",
         "ngram-6-compiled",
     ]
     for name, job in jobs.items():

@@ -29,7 +29,7 @@ def needs_model(
     first_shares: tuple[float, ...] = (),
 ) -> bool:
     """Ask a proposer whose index and model draft up to 16 tokens."""
-    proposer = Hybrid(16, 12, 0.1, 4, 3)
+    proposer = Hybrid(16, 12, top_k=4, model_depth=3, min_probability=0.1)
     shares = np.array(first_shares or [0.5] * len(found))
     return proposer.needs_model(Continuations(found), shares, prices)
 

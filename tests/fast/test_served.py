@@ -101,9 +101,9 @@ def test_the_command_writes_the_table(
     assert done.exit_code == 0, done.output
     text = (tmp_path / "out" / "results.md").read_text()
     assert "## prompts, 4 clients, temperature 0" in text
-    assert "| suffix_tree-32x28x0.1-adaptive-compiled | 40.0 | 1.00× |" in text
+    assert "| suffix_tree-32x28-adaptive-compiled | 40.0 | 1.00× |" in text
     _, rated = text.split("## prompts, 0.5 requests/s, temperature 0")
-    assert "| suffix_tree-32x28x0.1-adaptive-compiled | 160.0 | 1.00× |" in rated
+    assert "| suffix_tree-32x28-adaptive-compiled | 160.0 | 1.00× |" in rated
     content = json.loads((tmp_path / "out" / "results.json").read_text())
     assert content["provenance"]["command"].startswith("python -m benchmarks served")
     assert {(row["rate"], row["itl_ms"]) for row in content["rows"]} == {

@@ -14,6 +14,7 @@ from tests.fast.independent_draws import grid, in_eighths
 from tests.fast.languages import plain_sampling
 from tests.fast.tree_bounds import check_bounds
 from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
@@ -46,7 +47,7 @@ class Trees:
         depth: int,
         max_match: int,
         max_cached_tokens: int,
-        min_probability: float = 0.0,
+        min_probability: float | None = 0.0,
     ) -> None:
         self.proposer = Suffix(num_drafts, depth, min_probability)
         max_depth = self.proposer.sizes.max_depth
@@ -62,7 +63,10 @@ class Trees:
 
 
 def propose(
-    trees: Trees, texts: Sequence[list[int]], names: Sequence[str] | None = None
+    trees: Trees,
+    texts: Sequence[list[int]],
+    names: Sequence[str] | None = None,
+    price: float | None = None,
 ) -> TreeBatch:
     """Trees of requests with these tokens so far."""
     lens = np.array([len(text) for text in texts])
@@ -86,6 +90,7 @@ def propose(
             sampling=SamplingTensors(torch.zeros(len(texts)), all_greedy=True),
             uniforms=torch.zeros(len(texts), 0, dtype=torch.float64),
             continuations=[trees.index.begin(roots)],
+            prices=None if price is None else Prices(price, 0.0, [1.0] * len(texts)),
         )
     )
 
@@ -140,6 +145,25 @@ def test_unlikely_drafts_are_left_out() -> None:
     assert drafts(sure, text) == [(4,)]
     hopeful = Trees(10, 8, 8, 0, min_probability=0.02)
     assert drafts(hopeful, text) == [(4,), (4, 5), (4, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("min_probability", "price", "count"),
+    [
+        (None, None, 1),
+        (None, 0.02, 3),
+        (None, 0.15, 1),
+        (0.15, 0.02, 1),
+        (0.0, None, 7),
+    ],
+)
+def test_prices_alone_say_which_drafts_are_worth_it(
+    min_probability: float | None, price: float | None, count: int
+) -> None:
+    """Red when cheap rows are not used, or unpriced trees hold all that was found."""
+    trees = Trees(10, 8, 8, 0, min_probability)
+    tree = propose(trees, [[*SENTENCE, 0, 3]], price=price)
+    assert len(paths(tree)) == count
 
 
 def alone(length: int) -> float:

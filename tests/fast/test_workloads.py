@@ -28,7 +28,7 @@ from vllm_treespec.tools.sides import (
 
 NAMES = ["chat", "code", "mathematics", "editing", "reading"]
 SUFFIX = {"method": "suffix_tree", "num_drafts": 32, "depth": 28}
-SUFFIX_SIDE = "suffix_tree-32x28x0.1"
+SUFFIX_SIDE = "suffix_tree-32x28"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ def test_sides_are_those_that_have_their_model() -> None:
         "plain-eager",
         "plain-compiled",
         "ngram-6",
-        "suffix_tree-32x28x0.1",
+        "suffix_tree-32x28",
     ]
     assert sides[-1].engine["speculative_config"]["max_cached_tokens"] == 0
     names = [side.name for side in usual_sides(Models("t", "draft"))]
@@ -205,13 +205,8 @@ def test_report_names_the_best_side_of_each_workload(tmp_path: Path) -> None:
     }
     workloads.render(content, tmp_path)
     text = (tmp_path / "results.md").read_text()
-    assert (
-        "- chat: plain vLLM (the best other is suffix_tree-32x28x0.1 1.00×) at" in text
-    )
-    assert (
-        "- editing: suffix_tree-32x28x0.1 4.00× at T = 0; suffix_tree-32x28x0.1 4"
-        in text
-    )
+    assert "- chat: plain vLLM (the best other is suffix_tree-32x28 1.00×) at" in text
+    assert "- editing: suffix_tree-32x28 4.00× at T = 0; suffix_tree-32x28 4" in text
     assert "| side | chat 1 | chat 4 | editing 1 | editing 4 |" in text
     assert f"| {SUFFIX_SIDE} | 1.00× | 1.00× | 4.00× | 4.00× |" in text
     assert "| fastest plain, tokens/s | 1.0 | 1.0 | 1.0 | 1.0 |" in text

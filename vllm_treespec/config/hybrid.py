@@ -73,8 +73,10 @@ class HybridConfig(IndexConfig):
 
     @property
     def shape_name(self) -> str:
-        """Both parts: ``32x28x0.1+eagle 4x6``; of the index alone: ``32x28x0.1``."""
-        index = f"{self.num_drafts}x{self.depth}x{self.min_probability}"
+        """Both parts: ``32x28+eagle 4x6``; of the index alone: ``32x28``."""
+        index = f"{self.num_drafts}x{self.depth}"
+        if self.min_probability is not None:
+            index += f"x{self.min_probability}"
         if not self.model_depth:
             return index
         return f"{index}+{self.drafter} {self.top_k}x{self.model_depth}"

@@ -14,7 +14,6 @@ from vllm_treespec.sources.suffix_index import SuffixIndex
 
 NUM_DRAFTS = 32
 DEPTH = 28
-MIN_PROBABILITY = 0.1
 
 
 class IndexConfig(MethodConfig, ABC):
@@ -26,7 +25,7 @@ class IndexConfig(MethodConfig, ABC):
     depth: Count = Field(
         default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
     )
-    min_probability: MinProbability = MIN_PROBABILITY
+    min_probability: MinProbability | None = None
     max_match: Count = Field(
         default=16, le=256, description="last tokens to look up at most"
     )
