@@ -21,7 +21,7 @@ def _trees(method: str, *sizes: tuple[float, ...]) -> list[dict[str, float]]:
 # Of one level for larger batches, up to more draft tokens than pay on a CPU.
 GROWN = ((4, 1, 4), (4, 2, 5), (4, 3, 8), (8, 4, 16))
 TREES: dict[str, list[dict[str, float]]] = {
-    "suffix_tree": _trees("suffix_tree", (8, 6), (16, 12), (16, 12, 0.4)),
+    "suffix_tree": _trees("suffix_tree", (8, 6), (16, 12), (16, 12, 0.4), (32, 28)),
     "sd": _trees("sd", (2,), (3,), (5, 0.05)),
     "rsd_s": _trees("rsd_s", (2, 2), (2, 4, 0.05), (4, 4)),
     "medusa_tree": _trees("medusa_tree", (3,), (5,), (8,), (16,)),
@@ -29,7 +29,11 @@ TREES: dict[str, list[dict[str, float]]] = {
     "eagle_tree": _trees("eagle_tree", *GROWN),
     "lyanna": _trees("lyanna", *GROWN),
     "hybrid": _trees(
-        "hybrid", (8, 6, 0.1, 4, 2), (16, 12, 0.1, 4, 3), (16, 12, 0.4, 4, 2)
+        "hybrid",
+        (8, 6, 0.1, 4, 2),
+        (16, 12, 0.1, 4, 3),
+        (16, 12, 0.4, 4, 2),
+        (32, 28, 0.1, 4, 6),
     ),
 }
 DRAFT_METHODS = ("sd", "rsd_s")
