@@ -17,7 +17,7 @@ from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.worth import Worth
 from vllm_treespec.sources.continuations import Continuation, Continuations
 
-# One token matches, or eight: the next one is right with 0.9 (1 - 0.8 ** match).
+# One token matches, or eight: the next one is right with 0.95 (1 - 0.8 ** match).
 SHORT: list[Continuation] = [(1, [7, 8, 9])]
 LONG: list[Continuation] = [(8, [1, 2, 3])]
 NONE: list[Continuation] = []
@@ -45,13 +45,13 @@ def prices(level: float, num_reqs: int, kept: float = 1.0) -> Prices:
     [
         (NONE, 1.0, 0.5, True),
         (NONE, 1.0, 0.7, False),
-        # 0.6 x 0.82
+        # 0.6 x 0.81
         (SHORT, 1.0, 0.45, True),
         (SHORT, 1.0, 0.5, False),
-        # 0.6 x 0.25 = 0.15
-        (LONG, 1.0, 0.14, True),
-        (LONG, 1.0, 0.16, False),
-        # of what such a match promises half is kept: 0.6 x 0.63
+        # 0.6 x 0.21 = 0.126
+        (LONG, 1.0, 0.12, True),
+        (LONG, 1.0, 0.13, False),
+        # of what such a match promises half is kept: 0.6 x 0.6
         (LONG, 0.5, 0.33, True),
         # what is not worth its row is not drafted, so it is not found either
         (SHORT, 0.2, 0.55, True),

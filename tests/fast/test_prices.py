@@ -141,7 +141,7 @@ def test_promises_are_compared_with_what_is_accepted() -> None:
 # One long match, and a short one with two continuations.
 LONG, SHORT = [(8, [1, 2, 3, 4])], [(1, [5, 6]), (1, [7])]
 # Of two equally likely tokens after one that matches.
-SHORT_GUESS = 0.9 * (1 - 0.8) / 2
+SHORT_GUESS = 0.95 * (1 - 0.8) / 2
 
 
 def propose(found: Sequence[list[tuple[int, list[int]]]], prices: Prices) -> TreeBatch:
@@ -167,7 +167,7 @@ def test_drafts_below_their_price_are_left_out() -> None:
     assert num_drafts(tree) == [4, 0]
     assert tree.promised is not None
     # 0.9 (1 - 0.8^8), and so on along the path
-    path = [0.9 * (1 - 0.8**n) for n in (8, 9, 10, 11)]
+    path = [0.95 * (1 - 0.8**n) for n in (8, 9, 10, 11)]
     assert tree.promised[0] == pytest.approx(
         sum(torch.tensor(path).cumprod(0).tolist())
     )
@@ -221,7 +221,7 @@ def test_what_is_not_drawn_is_guessed() -> None:
     assert tree.guesses is not None
     assert tree.promised is not None
     assert tree.guesses.tolist() == [1, 7, NO_GUESS]
-    expected = [0.9 * (1 - 0.8**8), SHORT_GUESS, 0.0]
+    expected = [0.95 * (1 - 0.8**8), SHORT_GUESS, 0.0]
     assert tree.promised.tolist() == pytest.approx(expected)
     drawn = propose([LONG], Prices(0.1, 0.0, [1.0]))
     assert drawn.guesses is not None

@@ -16,7 +16,7 @@ from vllm_treespec.core.tree import NO_GUESS
 DOUBT = 0.8
 # However many tokens match, a text goes on as before with this probability at most: to
 # copy ends somewhere.
-MOST_SURE = 0.9
+MOST_SURE = 0.95
 
 # Length of an earlier occurrence of the last tokens, and the tokens that followed it.
 Continuation = tuple[int, list[int]]
