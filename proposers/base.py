@@ -63,7 +63,7 @@ class ProposerInputs:
 
         """
         if self.prices is not None:
-            return self.prices.least(min_probability or 0.0)
+            return self.prices.least(min_probability)
         least = UNPRICED if min_probability is None else min_probability
         return [least] * len(self.root_token_ids)
 

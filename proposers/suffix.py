@@ -136,7 +136,7 @@ class Suffix(Proposer):
 
     def likely_found(self, found: Continuations, prices: Prices) -> list[float]:
         """How likely each request's next token is one that is drafted, and right."""
-        least = prices.least(self.min_probability or 0.0)
+        least = prices.least(self.min_probability)
         return [
             min(share * kept, 1.0) if share >= lowest else 0.0
             for (share, _), lowest, kept in zip(

@@ -65,13 +65,13 @@ class Prices:
         """The same for what a model drafts beside an index."""
         return replace(self, kept=self.model_kept)
 
-    def least(self, min_probability: float) -> list[float]:
+    def least(self, min_probability: float | None) -> list[float]:
         """The probability that drafts of each request have at least.
 
         A draft is worth its row where its probability, times what is kept of such
         promises, is its price.
         """
-        return [max(min_probability, self.draft / kept) for kept in self.kept]
+        return [max(min_probability or 0.0, self.draft / kept) for kept in self.kept]
 
     def gain(self, num_drafts: int, has_branches: bool, num_accepted: float) -> float:
         """Accepted tokens of a step less what its drafts cost, levels left out.
