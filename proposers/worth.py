@@ -18,7 +18,7 @@ class Worth:
     """
 
     def __init__(self, min_probability: float | None, inputs: ProposerInputs) -> None:
-        """Take both; without either nothing is left out."""
+        """Take both; 0 and no prices leave nothing out."""
         self.inputs = inputs
         self.asks = min_probability != 0 or inputs.prices is not None
         # log of the least probability, float64 [num_reqs]

@@ -97,6 +97,21 @@ def test_levels_add_nothing_where_the_index_is_right() -> None:
     assert ends([0.8])
 
 
+@pytest.mark.parametrize(("min_probability", "kept"), [(None, 1), (0.05, 2), (0.0, 3)])
+def test_a_model_without_prices_leaves_out_what_is_unlikely(
+    min_probability: float | None, kept: int
+) -> None:
+    """Red when the model's part of a fixed tree holds all that it drafted."""
+    inputs = ProposerInputs(
+        torch.zeros(1, dtype=torch.int64),
+        SamplingTensors(torch.zeros(1), all_greedy=True),
+        torch.zeros(1, 0, dtype=torch.float64),
+    )
+    drafts = torch.tensor([[[0.3, 0.07, 0.01]]], dtype=torch.float64).log()
+    left = Worth(min_probability, inputs).of_drafts(drafts)
+    assert int(left.isfinite().sum()) == kept
+
+
 def test_promises_of_index_and_model_are_judged_apart() -> None:
     """Red when an index that promises too much makes its model's levels dear."""
     schedule = MeasuredSchedule(TREES, 64)

@@ -166,7 +166,7 @@ def test_drafts_below_their_price_are_left_out() -> None:
     tree = propose([LONG, SHORT], Prices(0.3, 0.0, [1, 1]))
     assert num_drafts(tree) == [4, 0]
     assert tree.promised is not None
-    # 0.9 (1 - 0.8^8), and so on along the path
+    # 0.95 (1 - 0.8^8), and so on along the path
     path = [0.95 * (1 - 0.8**n) for n in (8, 9, 10, 11)]
     assert tree.promised[0] == pytest.approx(
         sum(torch.tensor(path).cumprod(0).tolist())

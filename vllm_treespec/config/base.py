@@ -151,7 +151,12 @@ class MethodConfig(BaseModel, ABC):
     @property
     def shape_name(self) -> str:
         """The shape in short: ``3x2``."""
-        return "x".join(_short(value) for value in self.shape.values())
+        return self._short_shape(self.SHAPE)
+
+    def _short_shape(self, keys: Sequence[str]) -> str:
+        """The shape in short, of these keys."""
+        shape = self.shape
+        return "x".join(_short(shape[key]) for key in keys if key in shape)
 
     @property
     @abstractmethod

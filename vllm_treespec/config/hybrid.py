@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -21,7 +21,8 @@ HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 class HybridConfig(IndexConfig):
     """A suffix index and a model's likeliest tokens in one tree."""
 
-    SHAPE = ("num_drafts", "depth", "min_probability", "top_k", "model_depth")
+    MODEL_SHAPE: ClassVar[tuple[str, ...]] = ("top_k", "model_depth")
+    SHAPE = (*IndexConfig.SHAPE, *MODEL_SHAPE)
 
     method: Literal["hybrid"]
     model: str = Field(
@@ -74,12 +75,10 @@ class HybridConfig(IndexConfig):
     @property
     def shape_name(self) -> str:
         """Both parts: ``32x28+eagle 4x6``; of the index alone: ``32x28``."""
-        index = f"{self.num_drafts}x{self.depth}"
-        if self.min_probability is not None:
-            index += f"x{self.min_probability}"
+        index = self._short_shape(IndexConfig.SHAPE)
         if not self.model_depth:
             return index
-        return f"{index}+{self.drafter} {self.top_k}x{self.model_depth}"
+        return f"{index}+{self.drafter} {self._short_shape(self.MODEL_SHAPE)}"
 
     @property
     def sizes(self) -> TreeSizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
@@ -18,6 +18,8 @@ DEPTH = 28
 
 class IndexConfig(MethodConfig, ABC):
     """What methods share that draft from a suffix index."""
+
+    SHAPE: ClassVar[tuple[str, ...]] = ("num_drafts", "depth", "min_probability")
 
     num_drafts: Count = Field(
         default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens at most"
@@ -49,8 +51,6 @@ class IndexConfig(MethodConfig, ABC):
 
 class SuffixTreeConfig(IndexConfig):
     """What followed earlier occurrences of the last tokens; no draft model."""
-
-    SHAPE = ("num_drafts", "depth", "min_probability")
 
     method: Literal["suffix_tree"]
 
