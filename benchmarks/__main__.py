@@ -17,6 +17,7 @@ EXPERIMENTS = {
     "compare": "benchmarks.compare",
     "adaptive": "benchmarks.adaptive",
     "workloads": "benchmarks.workloads",
+    "alternate": "benchmarks.alternate",
     "served": "benchmarks.served",
     "rsd": "benchmarks.rsd.experiment",
     "redrafter": "benchmarks.redrafter.experiment",

@@ -95,25 +95,9 @@ def workloads(
         models = find_models(target, draft, head or [], list(HEAD_METHODS))
         specs = [options.json_object(text, "--spec") for text in spec or []]
         modes = options.eager_modes(engines)
-        sizes = options.numbers(batch_sizes, "--batch-sizes", int, 1)
-        asked_at = {size: num_prompts if size == 1 else waves * size for size in sizes}
-        found = find_workloads(
-            data,
-            [] if workloads == "all" else options.words(workloads),
-            max(asked_at.values()),
+        found, cells = find_cells(
+            data, workloads, batch_sizes, temperatures, num_prompts, waves
         )
-        cells = [
-            Cell(
-                batch_size=size,
-                temperature=temperature,
-                workload=name,
-                num_prompts=asked_at[size],
-                measure=FULL_BATCHES if size > 1 and waves > 1 else "",
-            )
-            for name in found
-            for size in sizes
-            for temperature in options.numbers(temperatures, "--temperatures", float, 0)
-        ]
         all_sides = sides_of(specs or usual_specs(models), models, stock_depth, modes)
         chosen = kinds.choose_sides(all_sides, options.words(sides))
         job = base_job(
@@ -127,15 +111,62 @@ def workloads(
         )
         side_engines = engines_of(chosen, cells, rounds)
         plan = make_plan(job, side_engines, out, models.named(), fresh)
+    asked = prompts_asked(data, found, top_p, repetition_penalty)
+    origin = provenance("workloads", models=models.named(), prompts=asked)
+    measure = partial(execute_in_turns, together=together) if together > 1 else None
+    contents = partial(comparison, cells)
+    run_plan(plan, origin, contents, render, dry_run, measure=measure)
+
+
+def find_cells(
+    data: Path,
+    workloads: str,
+    batch_sizes: str,
+    temperatures: str,
+    num_prompts: int,
+    waves: int,
+) -> tuple[dict[str, list[str]], list[Cell]]:
+    """Find the prompts of each workload, and the cells to measure; see the options.
+
+    Raises:
+        ValueError: when an option cannot be read, or prompts are missing.
+
+    """
+    sizes = options.numbers(batch_sizes, "--batch-sizes", int, 1)
+    asked_at = {size: num_prompts if size == 1 else waves * size for size in sizes}
+    found = find_workloads(
+        data,
+        [] if workloads == "all" else options.words(workloads),
+        max(asked_at.values()),
+    )
+    cells = [
+        Cell(
+            batch_size=size,
+            temperature=temperature,
+            workload=name,
+            num_prompts=asked_at[size],
+            measure=FULL_BATCHES if size > 1 and waves > 1 else "",
+        )
+        for name in found
+        for size in sizes
+        for temperature in options.numbers(temperatures, "--temperatures", float, 0)
+    ]
+    return found, cells
+
+
+def prompts_asked(
+    data: Path,
+    found: dict[str, list[str]],
+    top_p: float | None,
+    repetition_penalty: float | None,
+) -> str:
+    """Write what is asked, for the provenance."""
     counts = ", ".join(f"{len(prompts)} {name}" for name, prompts in found.items())
     asked = f"{counts} of {data.name} ({settings_of(found)})"
     asked += f", top_p {top_p:g}" if top_p else ""
     if repetition_penalty:
         asked += f", repetition_penalty {repetition_penalty:g}"
-    origin = provenance("workloads", models=models.named(), prompts=asked)
-    measure = partial(execute_in_turns, together=together) if together > 1 else None
-    contents = partial(comparison, cells)
-    run_plan(plan, origin, contents, render, dry_run, measure=measure)
+    return asked
 
 
 def usual_specs(models: Models) -> list[dict[str, Any]]:
@@ -154,18 +185,19 @@ def sides_of(
     stock_depth: int,
     modes: Sequence[bool],
 ) -> list[Side]:
-    """Make plain twice, the stock methods and the sides of the spec-configs.
-
-    Prompts repeat between cells: suffix trees do not get earlier answers.
-    """
-    own_text = [
-        {**spec, "max_cached_tokens": 0} if spec.get("method") in INDEXES else spec
-        for spec in specs
-    ]
+    """Make plain twice, the stock methods and the sides of the spec-configs."""
     return [
         *kinds.plain_sides(),
         *kinds.stock_sides(kinds.stock_specs(models.draft), stock_depth, modes),
-        *kinds.tree_sides(own_text, models.draft, modes, models.heads),
+        *kinds.tree_sides(of_own_text(specs), models.draft, modes, models.heads),
+    ]
+
+
+def of_own_text(specs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let indexes know no earlier answers: prompts repeat between cells."""
+    return [
+        {**spec, "max_cached_tokens": 0} if spec.get("method") in INDEXES else spec
+        for spec in specs
     ]
 
 

@@ -1,0 +1,313 @@
+"""Plain steps, the schedule's and others in turn at random, inside one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from pydantic import BaseModel
+
+from benchmarks.compare import engines_of
+from benchmarks.harness import options, plot, report
+from benchmarks.harness.alternating import (
+    FIXED,
+    PLAIN,
+    SCHEDULE,
+    Alternation,
+    Block,
+)
+from benchmarks.harness.models import find_models
+from benchmarks.harness.plan import StoredCell, base_job, make_plan, run_plan
+from benchmarks.harness.provenance import provenance
+from benchmarks.harness.report import Content
+from benchmarks.workloads import (
+    HEAD_METHODS,
+    Chosen,
+    Data,
+    NumPrompts,
+    Waves,
+    find_cells,
+    of_own_text,
+    prompts_asked,
+    usual_specs,
+)
+from vllm_treespec.tools.sides import Cell, tree_sides
+
+MEASURE = "benchmarks.harness.alternating:measure"
+RESAMPLES = 2000
+NOTES = (
+    "One engine for each method: its variants alternate at random, so they meet the "
+    "same text, memory and disturbances. Ratios are to the first variant, with the "
+    "interval that holds 95 of 100 of those that resampled cycles make. Plain steps "
+    "here are those of an engine with a spec-config: stock vLLM's are up to 1 ms "
+    "shorter. A draft model that was not asked in the block before reads its tokens "
+    "first, which costs its variant about a level a block."
+)
+Variants = Annotated[
+    str,
+    typer.Option(
+        help="plain: no trees; schedule: the measured schedule's; fixed: the largest "
+        "tree in every step. The first is what the others are compared with."
+    ),
+]
+Vary = Annotated[
+    str,
+    typer.Option(
+        help="module:NAME=VALUE,VALUE,...: a number in our code. The last variant "
+        "then comes with each of its values, and learns for each apart."
+    ),
+]
+BlockTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens of a request before the next variant.")
+]
+
+
+class Outcome(BaseModel):
+    """What a variant of a side did in a cell."""
+
+    side: str
+    cell: Cell
+    variant: str
+    steps: int
+    tokens: int
+    drafts: int
+    seconds: float
+    # tokens per second, over those of the first variant, and the interval of that
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of its steps."""
+        return self.tokens / self.seconds
+
+
+def alternate(
+    data: Data,
+    workloads: Chosen = "all",
+    num_prompts: NumPrompts = 4,
+    waves: Waves = 2,
+    batch_sizes: options.BatchSizes = "1,8",
+    temperatures: options.Temperatures = "0,1",
+    top_p: options.TopP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    spec: options.Specs = None,
+    variants: Variants = f"{PLAIN},{SCHEDULE}",
+    vary: Vary = "",
+    block_tokens: BlockTokens = 16,
+    rounds: options.Rounds = 1,
+    max_tokens: options.MaxTokens = 96,
+    engines: options.Engines = "compiled",
+    dtype: options.Dtype = "bfloat16",
+    target: options.Target = "",
+    draft: options.Draft = "",
+    head: options.Heads = None,
+    out: options.Out = Path("runs/alternate"),
+    fresh: options.Fresh = False,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Alternate plain steps, the schedule's and others at random inside one engine."""
+    with options.one_line_errors("alternate"):
+        models = find_models(target, draft, head or [], list(HEAD_METHODS))
+        specs = [options.json_object(text, "--spec") for text in spec or []]
+        measured = [
+            {"schedule": "measured", "schedule_cache": False, **spec}
+            for spec in of_own_text(specs or usual_specs(models))
+        ]
+        modes = options.eager_modes(engines)
+        sides = tree_sides(measured, models.draft, modes, models.heads)
+        alternation = read_alternation(variants, vary, block_tokens)
+        found, plain_cells = find_cells(
+            data, workloads, batch_sizes, temperatures, num_prompts, waves
+        )
+        how = {
+            "measure": MEASURE,
+            "options": alternation.model_dump(exclude_defaults=True),
+        }
+        cells = [cell.model_copy(update=how) for cell in plain_cells]
+        job = base_job(
+            models.target,
+            [],
+            max_tokens,
+            workloads=found,
+            dtype=dtype,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+        )
+        side_engines = engines_of(sides, cells, rounds)
+        plan = make_plan(job, side_engines, out, models.named(), fresh)
+    asked = prompts_asked(data, found, top_p, repetition_penalty)
+    origin = provenance("alternate", models=models.named(), prompts=asked)
+    run_plan(plan, origin, partial(contents, cells), render, dry_run)
+
+
+def read_alternation(variants: str, vary: str, block_tokens: int) -> Alternation:
+    """Read what alternates from the options.
+
+    Raises:
+        ValueError: when there is no such variant, only one, or no such values.
+
+    """
+    named = options.words(variants, "--variants", (PLAIN, SCHEDULE, FIXED))
+    number, _, texts = vary.partition("=")
+    values = options.numbers(texts, "--vary", float) if vary else []
+    if not named or len(named) + max(len(values) - 1, 0) < 2:
+        raise ValueError(
+            "--variants: name two or more, or one with two values or more in --vary"
+        )
+    if vary and ":" not in number:
+        raise ValueError(f"--vary: {vary!r} is not module:NAME=VALUE,VALUE")
+    return Alternation(
+        variants=named, block_tokens=block_tokens, number=number, values=values
+    )
+
+
+def contents(cells: Sequence[Cell], finished: Sequence[StoredCell]) -> Content:
+    """Make an outcome of each variant of each side in each cell; keep the blocks."""
+    blocks: dict[tuple[str, str], list[Block]] = {}
+    for stored in sorted(finished, key=lambda stored: stored.round):
+        key = stored.result.cell.name, stored.side.name
+        found = stored.result.details["blocks"]
+        blocks.setdefault(key, []).extend(map(Block.model_validate, found))
+    rows = [
+        outcome
+        for cell in cells
+        for (cell_name, side), own in blocks.items()
+        if cell_name == cell.name
+        for outcome in outcomes(side, cell, own)
+    ]
+    return {
+        "rows": [row.model_dump(mode="json") for row in rows],
+        "runs": [
+            stored.model_dump(mode="json", exclude={"result": {"token_ids"}})
+            for stored in finished
+        ],
+    }
+
+
+def outcomes(side: str, cell: Cell, blocks: Sequence[Block]) -> list[Outcome]:
+    """Add the blocks of each variant up, and compare them with the first one's.
+
+    Variants whose steps were not timed are left out.
+    """
+    timed = [block for block in blocks if block.steps]
+    names = variants_in_order(cell, timed)
+    if not names:
+        return []
+    base = [block for block in timed if block.variant == names[0]]
+    found = []
+    for name in names:
+        own = [block for block in timed if block.variant == name]
+        low, high = interval(own, base)
+        found.append(
+            Outcome(
+                side=side,
+                cell=cell,
+                variant=name,
+                steps=sum(block.steps for block in own),
+                tokens=sum(block.tokens for block in own),
+                drafts=sum(block.drafts for block in own),
+                seconds=sum(block.seconds for block in own),
+                ratio=speed(own) / speed(base),
+                low=low,
+                high=high,
+            )
+        )
+    return found
+
+
+def variants_in_order(cell: Cell, blocks: Sequence[Block]) -> list[str]:
+    """The variants that ran, as they were named; values of a number come last."""
+    ran = {block.variant for block in blocks}
+    named = [name for name in cell.options["variants"] if name in ran]
+    return named + sorted(ran - set(named))
+
+
+def speed(blocks: Sequence[Block]) -> float:
+    """Tokens per second of some blocks."""
+    return sum(b.tokens for b in blocks) / sum(b.seconds for b in blocks)
+
+
+def interval(own: Sequence[Block], base: Sequence[Block]) -> tuple[float, float]:
+    """Where 95 of 100 ratios of speeds lie, if other blocks had come by chance."""
+    if own == base:
+        return 1.0, 1.0
+    random = np.random.default_rng(0)
+    low, high = np.quantile(
+        resampled(own, random) / resampled(base, random), [0.025, 0.975]
+    )
+    return float(low), float(high)
+
+
+def resampled(blocks: Sequence[Block], random: np.random.Generator) -> np.ndarray:
+    """Speeds of as many blocks, drawn from these again and again, [RESAMPLES]."""
+    tokens = np.array([block.tokens for block in blocks])
+    seconds = np.array([block.seconds for block in blocks])
+    drawn = random.integers(len(blocks), size=(RESAMPLES, len(blocks)))
+    speeds: np.ndarray = tokens[drawn].sum(axis=1) / seconds[drawn].sum(axis=1)
+    return speeds
+
+
+COLUMNS: report.Columns[Outcome] = {
+    "workload": lambda row: row.cell.workload,
+    "batch": lambda row: str(row.cell.batch_size),
+    "T": lambda row: f"{row.cell.temperature:g}",
+    "side": lambda row: row.side,
+    "variant": lambda row: row.variant,
+    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+    "ratio (95 %)": lambda row: f"{row.ratio:.2f}× ({row.low:.2f}–{row.high:.2f})",
+    "steps": lambda row: str(row.steps),
+    "ms a step": lambda row: f"{1000 * row.seconds / row.steps:.1f}",
+    "tokens a step": lambda row: f"{row.tokens / row.steps:.2f}",
+    "drafts a step": lambda row: f"{row.drafts / row.steps:.1f}",
+}
+
+
+def render(content: Content, out: Path) -> None:
+    """Write ratios by work and batch size, all cells, and the plot."""
+    rows = [Outcome.model_validate(row) for row in content["rows"]]
+    parts = ["## Ratios, T = lowest / … / highest", ratio_table(rows)]
+    parts += ["## All cells", report.table_of(rows, COLUMNS), "## Reading it", NOTES]
+    report.write_markdown(out, "Alternating steps", parts, content)
+    plot.line_panels(
+        [
+            {
+                "batch size": row.cell.batch_size,
+                "ratio": row.ratio,
+                "drafts": f"{row.side}, {row.variant}",
+                "temperature": row.cell.temperature,
+                "workload": row.cell.workload,
+            }
+            for row in rows
+        ],
+        out / "results.png",
+        x="batch size",
+        y="ratio",
+        hue="drafts",
+        style="temperature",
+        col="workload",
+        log_x=True,
+        level=1,
+    )
+
+
+def ratio_table(rows: Sequence[Outcome]) -> str:
+    """Write a line for each variant of a side, a column for each work and size."""
+    found: dict[tuple[str, str], dict[tuple[str, int], list[str]]] = {}
+    columns = dict.fromkeys((r.cell.workload, r.cell.batch_size) for r in rows)
+    for row in sorted(rows, key=lambda row: row.cell.temperature):
+        line = found.setdefault((row.side, row.variant), {})
+        cell = row.cell.workload, row.cell.batch_size
+        line.setdefault(cell, []).append(f"{row.ratio:.2f}")
+    lines = [
+        [*names, *(" / ".join(line.get(column, ["–"])) for column in columns)]
+        for names, line in found.items()
+    ]
+    return report.table(
+        ["side", "variant", *(f"{work} {size}" for work, size in columns)], lines
+    )

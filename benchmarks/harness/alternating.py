@@ -1,0 +1,227 @@
+"""One engine that changes how it drafts at random, every few tokens.
+
+Engines side by side differ in speed for no reason of ours: where their memory lies,
+what the machine does at the time. Inside one engine both fall on all variants alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import pkgutil
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from benchmarks.harness import full_batches
+from vllm_treespec.core.prices import Prices
+from vllm_treespec.core.schedule import (
+    REST_STEPS,
+    RunningRequests,
+    Schedule,
+    ScheduledTree,
+    StepOutcome,
+)
+from vllm_treespec.tools.side_engine import SideEngine
+from vllm_treespec.tools.sides import Cell, CellResult
+
+# no trees; the trees that the spec-config's schedule chooses; the largest tree in
+# every step
+PLAIN, SCHEDULE, FIXED = "plain", "schedule", "fixed"
+
+
+class Alternation(BaseModel):
+    """What alternates, and how often."""
+
+    # of PLAIN, SCHEDULE and FIXED
+    variants: list[str]
+    # tokens of each request after which the next variant comes
+    block_tokens: int
+    # "module:name" of a number in our code; the last variant then comes once for each
+    # of its values
+    number: str = ""
+    values: list[float] = []
+
+
+class Block(BaseModel):
+    """Steps of one variant, one after the other; those that read no prompt."""
+
+    variant: str
+    steps: int = 0
+    tokens: int = 0
+    drafts: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to draft."""
+
+    name: str
+    # learns from the steps of this variant alone
+    schedule: Schedule
+    # of the number that changes; None: it stays
+    value: float | None = None
+
+
+class PlainSchedule(Schedule):
+    """Decodes plainly."""
+
+    def _rest_steps(self) -> int:
+        """As many as other schedules have."""
+        return REST_STEPS
+
+    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
+        """Choose no tree."""
+        return None, ()
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn nothing."""
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Know nothing of requests."""
+
+
+class AlternatingSchedule(Schedule):
+    """Lets variants choose in turn, each for some tokens of every request.
+
+    Each of them comes once in a *cycle*, in an order of its own. A block ends after
+    tokens, not after steps: a variant whose steps bring more would see less of the text
+    in which they do, and others more.
+    """
+
+    def __init__(
+        self, variants: Sequence[Variant], block_tokens: int, number: str = ""
+    ) -> None:
+        """Take the variants; ``number``: see ``Alternation``."""
+        super().__init__(variants[0].schedule.trees)
+        self.variants = variants
+        self.block_tokens = block_tokens
+        self.number = number
+        self.cycles = cycles(variants)
+        self.blocks: list[Block] = []
+        # of the block, of all requests, and requests of its latest step
+        self.num_emitted, self.num_reqs = 0, 0
+        self._begin_block()
+
+    def begin(self) -> None:
+        """Forget the blocks, and begin one."""
+        self.blocks.clear()
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        self.variant = next(self.cycles)
+        self.blocks.append(Block(variant=self.variant.name))
+        self.num_emitted = 0
+        if self.variant.value is not None:
+            module, _, name = self.number.partition(":")
+            setattr(pkgutil.resolve_name(module), name, self.variant.value)
+
+    def _rest_steps(self) -> int:
+        return self.variant.schedule.rest_steps
+
+    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
+        """Let the block's variant choose, or the next one's."""
+        self.num_reqs = requests.num_reqs
+        if self.num_emitted >= self.block_tokens * self.num_reqs:
+            self._begin_block()
+        return self.variant.schedule.choose(requests)
+
+    def _prices(self, slots: Sequence[int]) -> Prices | None:
+        return self.variant.schedule.prices(slots)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Count the steps that the last choice held for; its variant learns."""
+        num_tokens = outcome.num_reqs * outcome.num_steps + sum(outcome.num_accepted)
+        self.num_emitted += num_tokens
+        self.variant.schedule.observe(outcome)
+        if outcome.seconds is not None:
+            block = self.blocks[-1]
+            block.steps += outcome.num_steps
+            block.tokens += num_tokens
+            block.drafts += sum(outcome.num_drafts)
+            block.seconds += outcome.seconds * outcome.num_steps
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Let all variants forget these requests."""
+        for variant in self.variants:
+            variant.schedule.forget(slots)
+
+
+def cycles(variants: Sequence[Variant]) -> Iterator[Variant]:
+    """All variants in random order, again and again, the same on every rank."""
+    order = random.Random(0)
+    while True:
+        yield from order.sample(variants, len(variants))
+
+
+def variants_of(schedule: Schedule, alternation: Alternation) -> list[Variant]:
+    """Make the variants, each with a copy of what the schedule knows so far."""
+    *others, last = [
+        Variant(name, schedule_of(name, schedule)) for name in alternation.variants
+    ]
+    if not alternation.number:
+        return [*others, last]
+    _, _, number = alternation.number.partition(":")
+    return others + [
+        Variant(f"{number} {value:g}", copy.deepcopy(last.schedule), value)
+        for value in alternation.values
+    ]
+
+
+def schedule_of(variant: str, schedule: Schedule) -> Schedule:
+    """Make the schedule of a variant."""
+    if variant == PLAIN:
+        return PlainSchedule(schedule.trees)
+    own = copy.deepcopy(schedule)
+    if variant == FIXED:
+        own.forced_index = largest(schedule.trees)
+    return own
+
+
+def largest(trees: Sequence[ScheduledTree]) -> int:
+    """Index of the tree of the most nodes, of equal ones that of the most levels that
+    models draft."""
+    sizes = [(tree.sizes.max_nodes, tree.sizes.draft_depth) for tree in trees]
+    return sizes.index(max(sizes))
+
+
+def measure(engine: SideEngine, cell: Cell) -> CellResult:
+    """Answer the prompts while variants alternate; ``details`` are the blocks.
+
+    ``cell.options`` are those of ``Alternation``. What variants learn stays for the
+    next cell.
+    """
+    engine.llm.collective_rpc(begin, args=(cell.options,))
+    engine.warm_up(cell)
+    engine.llm.collective_rpc(begin, args=(cell.options,))
+    of_batches = cell.batch_size > 1
+    answer = full_batches.measure if of_batches else SideEngine.time_answers
+    result = answer(engine, cell)
+    [found] = engine.llm.collective_rpc(blocks)
+    result.details = {"blocks": found}
+    return result
+
+
+def begin(worker: Any, options: Mapping[str, Any]) -> None:
+    """Let a worker's schedule alternate, if it does not, and begin anew."""
+    decoder = worker.model_runner.decoder
+    schedule = decoder.method.schedule
+    if not isinstance(schedule, AlternatingSchedule):
+        alternation = Alternation.model_validate(options)
+        variants = variants_of(schedule, alternation)
+        schedule = AlternatingSchedule(
+            variants, alternation.block_tokens, alternation.number
+        )
+        decoder.method = replace(decoder.method, schedule=schedule)
+        decoder.drafter.method = decoder.method
+        decoder.chooser.schedule = schedule
+    schedule.begin()
+
+
+def blocks(worker: Any) -> list[dict[str, Any]]:
+    """What a worker's blocks were."""
+    schedule = worker.model_runner.decoder.method.schedule
+    return [block.model_dump() for block in schedule.blocks]
