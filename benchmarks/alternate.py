@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ from vllm_treespec.tools.sides import Cell, tree_sides
 
 MEASURE = "benchmarks.harness.alternating:measure"
 RESAMPLES = 2000
+# Fewer tell no interval.
+FEWEST_BLOCKS = 5
 NOTES = (
     "One engine for each method: its variants alternate at random, so they meet the "
     "same text, memory and disturbances. Ratios are to the first variant, with the "
@@ -78,8 +81,9 @@ class Outcome(BaseModel):
     seconds: float
     # tokens per second, over those of the first variant, and the interval of that
     ratio: float
-    low: float
-    high: float
+    # None where few blocks tell little
+    low: float | None
+    high: float | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -160,11 +164,20 @@ def read_alternation(variants: str, vary: str, block_tokens: int) -> Alternation
         raise ValueError(
             "--variants: name two or more, or one with two values or more in --vary"
         )
-    if vary and ":" not in number:
-        raise ValueError(f"--vary: {vary!r} is not module:NAME=VALUE,VALUE")
+    if vary:
+        check_number(number, vary)
     return Alternation(
         variants=named, block_tokens=block_tokens, number=number, values=values
     )
+
+
+def check_number(number: str, vary: str) -> None:
+    """Refuse what is no number of a module, "module:NAME"."""
+    module, _, name = number.partition(":")
+    if not name:
+        raise ValueError(f"--vary: {vary!r} is not module:NAME=VALUE,VALUE,...")
+    if not isinstance(vars(pkgutil.resolve_name(module)).get(name), int | float):
+        raise ValueError(f"--vary: there is no number {name} in {module}")
 
 
 def contents(cells: Sequence[Cell], finished: Sequence[StoredCell]) -> Content:
@@ -233,10 +246,14 @@ def speed(blocks: Sequence[Block]) -> float:
     return sum(b.tokens for b in blocks) / sum(b.seconds for b in blocks)
 
 
-def interval(own: Sequence[Block], base: Sequence[Block]) -> tuple[float, float]:
+def interval(
+    own: Sequence[Block], base: Sequence[Block]
+) -> tuple[float, float] | tuple[None, None]:
     """Where 95 of 100 ratios of speeds lie, if other blocks had come by chance."""
     if own == base:
         return 1.0, 1.0
+    if min(len(own), len(base)) < FEWEST_BLOCKS:
+        return None, None
     random = np.random.default_rng(0)
     low, high = np.quantile(
         resampled(own, random) / resampled(base, random), [0.025, 0.975]
@@ -253,6 +270,12 @@ def resampled(blocks: Sequence[Block], random: np.random.Generator) -> np.ndarra
     return speeds
 
 
+def with_interval(row: Outcome) -> str:
+    """Write a ratio and where it likely lies."""
+    between = "" if row.low is None else f" ({row.low:.2f}–{row.high:.2f})"
+    return f"{row.ratio:.2f}×{between}"
+
+
 COLUMNS: report.Columns[Outcome] = {
     "workload": lambda row: row.cell.workload,
     "batch": lambda row: str(row.cell.batch_size),
@@ -260,7 +283,7 @@ COLUMNS: report.Columns[Outcome] = {
     "side": lambda row: row.side,
     "variant": lambda row: row.variant,
     "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
-    "ratio (95 %)": lambda row: f"{row.ratio:.2f}× ({row.low:.2f}–{row.high:.2f})",
+    "ratio (95 %)": with_interval,
     "steps": lambda row: str(row.steps),
     "ms a step": lambda row: f"{1000 * row.seconds / row.steps:.1f}",
     "tokens a step": lambda row: f"{row.tokens / row.steps:.2f}",

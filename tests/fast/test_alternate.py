@@ -1,0 +1,274 @@
+"""Variants that alternate inside one engine, and how they are compared. No engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import alternate
+from benchmarks.__main__ import app
+from benchmarks.harness import alternating
+from benchmarks.harness.alternating import (
+    AlternatingSchedule,
+    Alternation,
+    Block,
+    variants_of,
+)
+from tests.fast.fake_engine import FakeEngine
+from tests.fast.fake_scheduler import Habits, Request
+from tests.fast.toy_models import Language, ToyDraftModel
+from tests.fast.toy_workloads import check_greedy, make_method
+from vllm_treespec.core import schedule as schedules
+from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.core.schedule import RunningRequests, Schedule, StepOutcome
+from vllm_treespec.proposers import RsdS
+from vllm_treespec.tools.sides import Cell, CellResult
+
+ALL = ["plain", "schedule", "fixed"]
+OPTIONS = {"variants": ALL, "block_tokens": 8}
+CELL = Cell(batch_size=1, temperature=0.0, workload="chat", options=OPTIONS)
+METHOD = make_method([RsdS(1, 2), RsdS(2, 2)], "recursive_rejection", [9, 9])
+
+
+def measured() -> Schedule:
+    """A schedule that measures, of two trees."""
+    return MeasuredSchedule(METHOD.schedule.trees, 16)
+
+
+def alternating_schedule(number: str = "", *values: float) -> AlternatingSchedule:
+    """All three variants, or the measured schedule with values of a number."""
+    how = Alternation(
+        variants=["schedule"] if number else ALL,
+        block_tokens=8,
+        number=number,
+        values=list(values),
+    )
+    return AlternatingSchedule(variants_of(measured(), how), 8, number)
+
+
+def step(schedule: Schedule, accepted: int, num_reqs: int = 2) -> int | None:
+    """Choose for some requests, and tell what was accepted of each tree."""
+    slots = list(range(num_reqs))
+    greedy, limits = [False] * num_reqs, [9] * num_reqs
+    index, drawn = schedule.choose(
+        RunningRequests(num_reqs, slots, greedy, limits, [0] * num_reqs)
+    )
+    trees = len(drawn)
+    schedule.observe(
+        StepOutcome(
+            index,
+            num_reqs,
+            slots=drawn,
+            num_drafts=[4] * trees,
+            num_accepted=[accepted] * trees,
+            limits=[9] * trees,
+            promised=[0.0] * trees,
+            seconds=0.5,
+        )
+    )
+    return index
+
+
+def test_each_variant_comes_once_a_cycle_for_as_many_tokens() -> None:
+    """Red when a variant whose steps bring more sees more of the text, or ranks draw
+    other orders."""
+    ranks = [alternating_schedule() for _ in range(2)]
+    for _ in range(300):
+        chosen = {step(schedule, accepted=3) for schedule in ranks}
+        assert len(chosen) == 1
+    one, other = ranks
+    assert one.blocks == other.blocks
+    names = [block.variant for block in one.blocks]
+    cycles = [names[i : i + 3] for i in range(0, len(names) - 3, 3)]
+    assert all(sorted(cycle) == sorted(ALL) for cycle in cycles)
+    assert len(set(map(tuple, cycles))) > 1, "the order is always the same"
+    for block in one.blocks[:-1]:
+        # 8 tokens of 2 requests; a step has at most 4 of each
+        assert 16 <= block.tokens < 16 + 8
+        if block.variant == "fixed":
+            assert (block.steps, block.drafts, block.seconds) == (2, 16, 1.0)
+        if block.variant == "plain":
+            assert (block.steps, block.drafts, block.seconds) == (8, 0, 4.0)
+
+
+def test_the_largest_tree_is_fixed_and_whole() -> None:
+    """Red when `fixed` draws another tree, or prices leave drafts of it out."""
+    schedule = alternating_schedule()
+    while schedule.variant.name != "fixed":
+        step(schedule, accepted=0)
+    assert step(schedule, accepted=0) == 1
+    assert schedule.prices([0, 1]) is None
+    assert schedule.rest_steps == 0
+
+
+def test_variants_learn_apart() -> None:
+    """Red when a variant knows what the trees of another brought."""
+    schedule = alternating_schedule("vllm_treespec.core.schedule:REST_STEPS", 3, 3)
+    one, other = (variant.schedule for variant in schedule.variants)
+    assert isinstance(one, MeasuredSchedule)
+    assert isinstance(other, MeasuredSchedule)
+    first = schedule.variant.schedule
+    step(schedule, accepted=3)
+    assert {one.step, other.step} == {0, 1}
+    assert isinstance(first, MeasuredSchedule)
+    assert first.step == 1
+    assert one.begun.keys() != other.begun.keys()
+    schedule.forget([0, 1])
+    assert not one.begun
+    assert not other.begun
+
+
+def test_a_number_changes_with_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a block runs with another variant's number."""
+    monkeypatch.setattr(schedules, "REST_STEPS", 3)
+    number = "vllm_treespec.core.schedule:REST_STEPS"
+    schedule = alternating_schedule(number, 5, 7)
+    seen = Counter[tuple[str, float]]()
+    for _ in range(60):
+        step(schedule, accepted=0)
+        seen[schedule.variant.name, schedules.REST_STEPS] += 1
+    assert set(seen) == {("REST_STEPS 5", 5), ("REST_STEPS 7", 7)}
+
+
+class Engine:
+    """A side's engine whose worker is a fake one."""
+
+    def __init__(self, fake: FakeEngine) -> None:
+        """Let functions run on the fake engine's decoder."""
+        self.fake = fake
+        worker = SimpleNamespace(model_runner=SimpleNamespace(decoder=fake.decoder))
+        self.llm = SimpleNamespace(
+            collective_rpc=lambda call, args=(): [call(worker, *args)]
+        )
+        self.num_answers = 0
+
+    def warm_up(self, cell: Cell) -> None:
+        """Answer once."""
+        self.answer(20)
+
+    def answer(self, num_tokens: int) -> None:
+        """Answer greedily, and compare with plain decoding."""
+        self.num_answers += 1
+        request = Request(str(self.num_answers), [1, 2, 3], num_tokens)
+        check_greedy(self.fake, [request])
+
+
+def answered(engine: Engine, cell: Cell) -> CellResult:
+    """Answer with as many tokens as fit."""
+    engine.answer(90)
+    return CellResult(cell=cell, seconds=1.0, num_tokens=[], tpot_ms=[], token_ids=[])
+
+
+def test_answers_stay_while_variants_alternate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when a variant changes greedy answers, is not drawn by, or is not timed."""
+    language = Language(0)
+    method = replace(METHOD, schedule=measured())
+    fake = FakeEngine(language, method, [ToyDraftModel(language)], Habits())
+    fake.decoder.chooser.clock = lambda: float(fake.decoder.step)
+    monkeypatch.setattr(alternating.SideEngine, "time_answers", answered)
+    engine: Any = Engine(fake)
+    result = alternating.measure(engine, CELL)
+    blocks = [Block.model_validate(block) for block in result.details["blocks"]]
+    by_name = {block.variant: block for block in blocks if block.steps}
+    assert by_name.keys() == set(ALL)
+    # Less the steps that read the prompt and what it had drafted; the last step may
+    # bring tokens behind the answer's end.
+    assert 80 <= sum(block.tokens for block in blocks) <= 92
+    assert all(block.seconds == block.steps for block in blocks)
+    assert by_name["plain"].drafts == 0
+    assert by_name["fixed"].drafts > 0
+    again = alternating.measure(engine, CELL)
+    assert again.details["blocks"] != result.details["blocks"]
+
+
+def in_turn(seconds: dict[str, float], count: int) -> list[Block]:
+    """Blocks of 8 tokens, some slower and some faster."""
+    return [
+        Block(variant=name, steps=4, tokens=8, drafts=2, seconds=time * (0.8 + 0.1 * n))
+        for n in range(count)
+        for name, time in seconds.items()
+    ]
+
+
+def test_variants_are_compared_with_the_first() -> None:
+    """Red when speeds are mean ratios of blocks, or an interval leaves its ratio
+    out, or chance shows none."""
+    blocks = [*in_turn({"fixed": 2.0, "plain": 4.0}, 5), Block(variant="schedule")]
+    plain, fixed = alternate.outcomes("side", CELL, blocks)
+    assert (plain.variant, plain.ratio, plain.low, plain.high) == ("plain", 1, 1, 1)
+    assert (fixed.variant, fixed.steps, fixed.tokens, fixed.drafts) == (
+        *("fixed", 20),
+        *(40, 10),
+    )
+    assert fixed.ratio == pytest.approx(2.0)
+    assert plain.tokens_per_s == pytest.approx(2.0)
+    assert fixed.low is not None
+    assert fixed.high is not None
+    assert 1.5 < fixed.low < 2.0 < fixed.high < 2.6
+    few = alternate.outcomes("side", CELL, in_turn({"plain": 1.0, "fixed": 2.0}, 4))
+    assert few[1].ratio == pytest.approx(0.5)
+    assert few[1].low is None
+
+
+def test_the_report_shows_ratios(tmp_path: Path) -> None:
+    """Red when ratios land in another column, or what is unknown looks certain."""
+    cells = [
+        CELL.model_copy(update={"workload": work, "temperature": temperature})
+        for work in ("chat", "code")
+        for temperature in (0.0, 1.0)
+    ]
+    rows = [
+        outcome
+        for cell, count in zip(cells, (4, 6, 6, 6), strict=True)
+        for outcome in alternate.outcomes(
+            "side", cell, in_turn({"plain": 1.0, "fixed": 0.5}, count)
+        )
+    ]
+    content = {
+        "rows": [row.model_dump(mode="json") for row in rows],
+        "provenance": {"commit": "abc"},
+    }
+    alternate.render(content, tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert "| side | variant | chat 1 | code 1 |" in text
+    assert "| side | fixed | 2.00 / 2.00 | 2.00 / 2.00 |" in text
+    assert "| chat | 1 | 0 | side | fixed |" in text
+    assert "| 2.00× | 16 |" in text
+    assert "| 2.00× (1." in text
+    assert (tmp_path / "results.png").stat().st_size > 0
+
+
+def test_the_command_plans_and_refuses(tmp_path: Path) -> None:
+    """Red when a mistake is found only when the engine runs, or in silence."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"workload": "mine", "prompt": "hello"}\n' * 8)
+    common = ["alternate", "--data", str(data), "--target", "t", "--draft", "none"]
+    common += ["--spec", '{"method": "suffix_tree"}', "--out", str(tmp_path / "o")]
+    common += ["--dry-run", "--batch-sizes", "1,2"]
+    done = CliRunner().invoke(app, [*common, "--variants", "plain,fixed"])
+    assert done.exit_code == 0, done.output
+    assert "sides: suffix_tree-32x28-adaptive-compiled\n" in done.output
+    assert "4 cells to measure in 1 engines" in done.output
+    vary = "vllm_treespec.sources.continuations:MOST_SURE"
+    only = ["--variants", "schedule"]
+    done = CliRunner().invoke(app, [*common, *only, "--vary", f"{vary}=0.9,0.95"])
+    assert done.exit_code == 0, done.output
+    for arguments, named in (
+        (only, "--variants: name two or more"),
+        ([*only, "--vary", f"{vary}=0.9"], "--variants: name two or more"),
+        (["--variants", "plain,trees"], "there is no 'trees'"),
+        (["--vary", "MOST_SURE=0.9,0.95"], "is not module:NAME=VALUE"),
+        (["--vary", f"{vary}=high"], "is no list of numbers"),
+        (["--vary", f"{vary}s=1,2"], "there is no number"),
+    ):
+        done = CliRunner().invoke(app, [*common, *arguments])
+        assert done.exit_code != 0
+        assert named in done.output
