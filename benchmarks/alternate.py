@@ -78,6 +78,7 @@ class Outcome(BaseModel):
     steps: int
     tokens: int
     drafts: int
+    levels: int
     seconds: float
     # tokens per second, over those of the first variant, and the interval of that
     ratio: float
@@ -225,6 +226,7 @@ def outcomes(side: str, cell: Cell, blocks: Sequence[Block]) -> list[Outcome]:
                 steps=sum(block.steps for block in own),
                 tokens=sum(block.tokens for block in own),
                 drafts=sum(block.drafts for block in own),
+                levels=sum(block.levels for block in own),
                 seconds=sum(block.seconds for block in own),
                 ratio=speed(own) / speed(base),
                 low=low,
@@ -288,6 +290,7 @@ COLUMNS: report.Columns[Outcome] = {
     "ms a step": lambda row: f"{1000 * row.seconds / row.steps:.1f}",
     "tokens a step": lambda row: f"{row.tokens / row.steps:.2f}",
     "drafts a step": lambda row: f"{row.drafts / row.steps:.1f}",
+    "levels a step": lambda row: f"{row.levels / row.steps:.1f}",
 }
 
 

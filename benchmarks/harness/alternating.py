@@ -52,6 +52,8 @@ class Block(BaseModel):
     steps: int = 0
     tokens: int = 0
     drafts: int = 0
+    # that draft models read
+    levels: int = 0
     seconds: float = 0.0
 
 
@@ -134,7 +136,7 @@ class AlternatingSchedule(Schedule):
 
     def observe(self, outcome: StepOutcome) -> None:
         """Count the steps that the last choice held for; its variant learns."""
-        num_tokens = outcome.num_reqs * outcome.num_steps + sum(outcome.num_accepted)
+        num_tokens = self.num_reqs * outcome.num_steps + sum(outcome.num_accepted)
         self.num_emitted += num_tokens
         self.variant.schedule.observe(outcome)
         if outcome.seconds is not None:
@@ -142,6 +144,7 @@ class AlternatingSchedule(Schedule):
             block.steps += outcome.num_steps
             block.tokens += num_tokens
             block.drafts += sum(outcome.num_drafts)
+            block.levels += outcome.num_levels
             block.seconds += outcome.seconds * outcome.num_steps
 
     def forget(self, slots: Sequence[int]) -> None:

@@ -69,6 +69,7 @@ def step(schedule: Schedule, accepted: int, num_reqs: int = 2) -> int | None:
             num_accepted=[accepted] * trees,
             limits=[9] * trees,
             promised=[0.0] * trees,
+            num_levels=2 if trees else 0,
             seconds=0.5,
         )
     )
@@ -93,6 +94,7 @@ def test_each_variant_comes_once_a_cycle_for_as_many_tokens() -> None:
         assert 16 <= block.tokens < 16 + 8
         if block.variant == "fixed":
             assert (block.steps, block.drafts, block.seconds) == (2, 16, 1.0)
+            assert block.levels == 4
         if block.variant == "plain":
             assert (block.steps, block.drafts, block.seconds) == (8, 0, 4.0)
 
