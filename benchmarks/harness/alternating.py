@@ -106,11 +106,14 @@ class AlternatingSchedule(Schedule):
         self.blocks: list[Block] = []
         # of the block, of all requests, and requests of its latest step
         self.num_emitted, self.num_reqs = 0, 0
+        # number of a block, and what it was before the latest step with a tree
+        self.before: tuple[int, Block] | None = None
         self._begin_block()
 
     def begin(self) -> None:
         """Forget the blocks, and begin one."""
         self.blocks.clear()
+        self.before = None
         self._begin_block()
 
     def _begin_block(self) -> None:
@@ -139,8 +142,11 @@ class AlternatingSchedule(Schedule):
         num_tokens = self.num_reqs * outcome.num_steps + sum(outcome.num_accepted)
         self.num_emitted += num_tokens
         self.variant.schedule.observe(outcome)
+        self.before = None
         if outcome.seconds is not None:
             block = self.blocks[-1]
+            if outcome.index is not None:
+                self.before = len(self.blocks) - 1, block.model_copy()
             block.steps += outcome.num_steps
             block.tokens += num_tokens
             block.drafts += sum(outcome.num_drafts)
@@ -148,9 +154,21 @@ class AlternatingSchedule(Schedule):
             block.seconds += outcome.seconds * outcome.num_steps
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Let all variants forget these requests."""
+        """Let all variants forget these requests, whose answers have ended."""
+        if slots:
+            self.leave_out_last()
         for variant in self.variants:
             variant.schedule.forget(slots)
+
+    def leave_out_last(self) -> None:
+        """Leave the latest step out if it had a tree, and an answer ended with it.
+
+        What the tree brought behind the end is of no use.
+        """
+        if self.before is not None:
+            number, block = self.before
+            self.blocks[number] = block
+            self.before = None
 
 
 def cycles(variants: Sequence[Variant]) -> Iterator[Variant]:
@@ -225,6 +243,7 @@ def begin(worker: Any, options: Mapping[str, Any]) -> None:
 
 
 def blocks(worker: Any) -> list[dict[str, Any]]:
-    """What a worker's blocks were."""
+    """What a worker's blocks were, when all answers have ended."""
     schedule = worker.model_runner.decoder.method.schedule
+    schedule.leave_out_last()
     return [block.model_dump() for block in schedule.blocks]
