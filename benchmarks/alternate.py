@@ -1,4 +1,4 @@
-"""Plain steps, the schedule's and others in turn at random, inside one engine."""
+"""Plain decoding, the schedule's trees and others in turn, inside one engine."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ RESAMPLES = 2000
 # Fewer tell no interval.
 FEWEST_BLOCKS = 5
 NOTES = (
-    "One engine for each method: its variants alternate at random, so they meet the "
-    "same text, memory and disturbances. Ratios are to the first variant, with the "
-    "interval that holds 95 of 100 of those that resampled cycles make. Plain steps "
-    "here are those of an engine with a spec-config: stock vLLM's are up to 1 ms "
-    "shorter. A draft model that was not asked in the block before reads its tokens "
-    "first, which costs its variant about a level a block."
+    "One engine for each method: its variants alternate in random order, so they meet "
+    "the same prompts, memory and disturbances. Ratios are to the first variant, with "
+    "the interval that holds 95 of 100 of those that resampled cycles make. Plain "
+    "steps here are those of an engine with a spec-config: stock vLLM's are up to 1 ms "
+    "shorter."
 )
 Variants = Annotated[
     str,
@@ -65,7 +64,12 @@ Vary = Annotated[
     ),
 ]
 BlockTokens = Annotated[
-    int, typer.Option(min=1, help="Tokens of a request before the next variant.")
+    int,
+    typer.Option(
+        min=0,
+        help="Tokens of a request before the next variant; 0: whole answers, the same "
+        "prompts with each variant.",
+    ),
 ]
 
 
@@ -104,7 +108,7 @@ def alternate(
     spec: options.Specs = None,
     variants: Variants = f"{PLAIN},{SCHEDULE}",
     vary: Vary = "",
-    block_tokens: BlockTokens = 16,
+    block_tokens: BlockTokens = 0,
     rounds: options.Rounds = 1,
     max_tokens: options.MaxTokens = 96,
     engines: options.Engines = "compiled",
@@ -116,7 +120,7 @@ def alternate(
     fresh: options.Fresh = False,
     dry_run: options.DryRun = False,
 ) -> None:
-    """Alternate plain steps, the schedule's and others at random inside one engine."""
+    """Alternate plain decoding, the schedule's trees and others inside one engine."""
     with options.one_line_errors("alternate"):
         models = find_models(target, draft, head or [], list(HEAD_METHODS))
         specs = [options.json_object(text, "--spec") for text in spec or []]
@@ -161,15 +165,16 @@ def read_alternation(variants: str, vary: str, block_tokens: int) -> Alternation
     named = options.words(variants, "--variants", (PLAIN, SCHEDULE, FIXED))
     number, _, texts = vary.partition("=")
     values = options.numbers(texts, "--vary", float) if vary else []
-    if not named or len(named) + max(len(values) - 1, 0) < 2:
+    alternation = Alternation(
+        variants=named, block_tokens=block_tokens, number=number, values=values
+    )
+    if not named or alternation.num_variants < 2:
         raise ValueError(
             "--variants: name two or more, or one with two values or more in --vary"
         )
     if vary:
         check_number(number, vary)
-    return Alternation(
-        variants=named, block_tokens=block_tokens, number=number, values=values
-    )
+    return alternation
 
 
 def check_number(number: str, vary: str) -> None:
@@ -251,25 +256,28 @@ def speed(blocks: Sequence[Block]) -> float:
 def interval(
     own: Sequence[Block], base: Sequence[Block]
 ) -> tuple[float, float] | tuple[None, None]:
-    """Where 95 of 100 ratios of speeds lie, if other blocks had come by chance."""
+    """Where 95 of 100 ratios of speeds lie, if other cycles had come by chance.
+
+    The blocks of a cycle, one of each variant, stay together: they met the same text,
+    or nearly so, and the same machine.
+    """
     if own == base:
         return 1.0, 1.0
-    if min(len(own), len(base)) < FEWEST_BLOCKS:
+    count = min(len(own), len(base))
+    if count < FEWEST_BLOCKS:
         return None, None
-    random = np.random.default_rng(0)
-    low, high = np.quantile(
-        resampled(own, random) / resampled(base, random), [0.025, 0.975]
-    )
+    drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+    ratios = speeds(own, drawn) / speeds(base, drawn)
+    low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)
 
 
-def resampled(blocks: Sequence[Block], random: np.random.Generator) -> np.ndarray:
-    """Speeds of as many blocks, drawn from these again and again, [RESAMPLES]."""
+def speeds(blocks: Sequence[Block], drawn: np.ndarray) -> np.ndarray:
+    """Tokens per second of each row of drawn blocks, int64 [num_rows, num_drawn]."""
     tokens = np.array([block.tokens for block in blocks])
     seconds = np.array([block.seconds for block in blocks])
-    drawn = random.integers(len(blocks), size=(RESAMPLES, len(blocks)))
-    speeds: np.ndarray = tokens[drawn].sum(axis=1) / seconds[drawn].sum(axis=1)
-    return speeds
+    found: np.ndarray = tokens[drawn].sum(axis=1) / seconds[drawn].sum(axis=1)
+    return found
 
 
 def with_interval(row: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""One engine that changes how it drafts at random, every few tokens.
+"""One engine that changes how it drafts, from answer to answer or inside answers.
 
 Engines side by side differ in speed for no reason of ours: where their memory lies,
 what the machine does at the time. Inside one engine both fall on all variants alike.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pkgutil
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from vllm_treespec.core.schedule import (
     ScheduledTree,
     StepOutcome,
 )
-from vllm_treespec.tools.side_engine import SideEngine
+from vllm_treespec.tools.side_engine import SideEngine, tpot_ms
 from vllm_treespec.tools.sides import Cell, CellResult
 
 # no trees; the trees that the spec-config's schedule chooses; the largest tree in
@@ -37,16 +38,25 @@ class Alternation(BaseModel):
 
     # of PLAIN, SCHEDULE and FIXED
     variants: list[str]
-    # tokens of each request after which the next variant comes
+    # tokens of each request after which the next variant comes; 0: whole answers, to
+    # the same prompts with each variant
     block_tokens: int
     # "module:name" of a number in our code; the last variant then comes once for each
     # of its values
     number: str = ""
     values: list[float] = []
 
+    @property
+    def num_variants(self) -> int:
+        """How many alternate."""
+        return len(self.variants) + max(len(self.values) - 1, 0)
+
 
 class Block(BaseModel):
-    """Steps of one variant, one after the other; those that read no prompt."""
+    """Steps of one variant, one after the other.
+
+    Of a part of an answer those steps count that read no prompt.
+    """
 
     variant: str
     steps: int = 0
@@ -116,6 +126,12 @@ class AlternatingSchedule(Schedule):
         self.before = None
         self._begin_block()
 
+    def end_answers(self, num_tokens: int, seconds: float) -> None:
+        """End a block of whole answers: what they emitted, and how long they took."""
+        self.blocks[-1].tokens = num_tokens
+        self.blocks[-1].seconds = seconds
+        self._begin_block()
+
     def _begin_block(self) -> None:
         self.variant = next(self.cycles)
         self.blocks.append(Block(variant=self.variant.name))
@@ -130,7 +146,7 @@ class AlternatingSchedule(Schedule):
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Let the block's variant choose, or the next one's."""
         self.num_reqs = requests.num_reqs
-        if self.num_emitted >= self.block_tokens * self.num_reqs:
+        if 0 < self.block_tokens * self.num_reqs <= self.num_emitted:
             self._begin_block()
         return self.variant.schedule.choose(requests)
 
@@ -143,15 +159,22 @@ class AlternatingSchedule(Schedule):
         self.num_emitted += num_tokens
         self.variant.schedule.observe(outcome)
         self.before = None
-        if outcome.seconds is not None:
-            block = self.blocks[-1]
+        seconds = outcome.seconds
+        if not self.block_tokens:
+            self._count(outcome, num_tokens, seconds or 0.0)
+        elif seconds is not None:
             if outcome.index is not None:
-                self.before = len(self.blocks) - 1, block.model_copy()
-            block.steps += outcome.num_steps
-            block.tokens += num_tokens
-            block.drafts += sum(outcome.num_drafts)
-            block.levels += outcome.num_levels
-            block.seconds += outcome.seconds * outcome.num_steps
+                self.before = len(self.blocks) - 1, self.blocks[-1].model_copy()
+            self._count(outcome, num_tokens, seconds)
+
+    def _count(self, outcome: StepOutcome, num_tokens: int, seconds: float) -> None:
+        """Add steps to the block; ``seconds`` are those of each."""
+        block = self.blocks[-1]
+        block.steps += outcome.num_steps
+        block.tokens += num_tokens
+        block.drafts += sum(outcome.num_drafts)
+        block.levels += outcome.num_levels
+        block.seconds += seconds * outcome.num_steps
 
     def forget(self, slots: Sequence[int]) -> None:
         """Let all variants forget these requests, whose answers have ended."""
@@ -218,11 +241,36 @@ def measure(engine: SideEngine, cell: Cell) -> CellResult:
     engine.llm.collective_rpc(begin, args=(cell.options,))
     engine.warm_up(cell)
     engine.llm.collective_rpc(begin, args=(cell.options,))
-    of_batches = cell.batch_size > 1
-    answer = full_batches.measure if of_batches else SideEngine.time_answers
-    result = answer(engine, cell)
+    alternation = Alternation.model_validate(cell.options)
+    if not alternation.block_tokens:
+        result = whole_answers(engine, cell, alternation.num_variants)
+    elif cell.batch_size > 1:
+        result = full_batches.measure(engine, cell)
+    else:
+        result = engine.time_answers(cell)
     [found] = engine.llm.collective_rpc(blocks)
     result.details = {"blocks": found}
+    return result
+
+
+def whole_answers(engine: SideEngine, cell: Cell, num_variants: int) -> CellResult:
+    """Answer each batch of prompts with one variant after the other."""
+    prompts = engine.prompts_of(cell)
+    params = engine.params(cell.temperature, cell.max_tokens or engine.job.max_tokens)
+    result = CellResult(cell=cell, seconds=0.0, num_tokens=[], tpot_ms=[], token_ids=[])
+    for first in range(0, len(prompts), cell.batch_size):
+        batch = prompts[first : first + cell.batch_size]
+        for _ in range(num_variants):
+            start = time.perf_counter()
+            outputs = engine.generate(batch, params, cell.batch_size)
+            seconds = time.perf_counter() - start
+            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            result.seconds += seconds
+            result.num_tokens += map(len, answers)
+            result.tpot_ms += map(tpot_ms, outputs)
+            result.token_ids += answers
+            num_tokens = sum(map(len, answers))
+            engine.llm.collective_rpc(end_answers, args=(num_tokens, seconds))
     return result
 
 
@@ -240,6 +288,12 @@ def begin(worker: Any, options: Mapping[str, Any]) -> None:
         decoder.drafter.method = decoder.method
         decoder.chooser.schedule = schedule
     schedule.begin()
+
+
+def end_answers(worker: Any, num_tokens: int, seconds: float) -> None:
+    """Tell a worker that answers have ended; the next ones are another variant's."""
+    schedule = worker.model_runner.decoder.method.schedule
+    schedule.end_answers(num_tokens, seconds)
 
 
 def blocks(worker: Any) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from benchmarks import alternate
 from benchmarks.__main__ import app
@@ -168,29 +169,52 @@ class Engine:
         """Answer once."""
         self.answer(20)
 
-    def answer(self, num_tokens: int) -> None:
+    def answer(self, num_tokens: int) -> list[int]:
         """Answer greedily, and compare with plain decoding."""
         self.num_answers += 1
         request = Request(str(self.num_answers), [1, 2, 3], num_tokens)
         check_greedy(self.fake, [request])
+        return request.output
+
+    def time_answers(self, cell: Cell) -> CellResult:
+        """Answer with as many tokens as fit."""
+        self.answer(90)
+        unused: Any = {"num_tokens": [], "tpot_ms": [], "token_ids": []}
+        return CellResult(cell=cell, seconds=1.0, **unused)
+
+    def prompts_of(self, cell: Cell) -> list[int]:
+        """Tokens that answers have."""
+        return [30, 40, 50]
+
+    def params(self, temperature: float, max_tokens: int) -> None:
+        """Need none."""
+
+    def generate(
+        self, prompts: list[int], params: None, batch_size: int
+    ) -> list[RequestOutput]:
+        """Answer prompts of one batch one by one."""
+        assert len(prompts) <= batch_size
+        outputs = []
+        for num_tokens in prompts:
+            answer = CompletionOutput(0, "", self.answer(num_tokens), None, None)
+            output = RequestOutput("", None, [], None, [answer], finished=True)
+            output.metrics = SimpleNamespace(first_token_ts=0.0, last_token_ts=1.0)
+            outputs.append(output)
+        return outputs
 
 
-def answered(engine: Engine, cell: Cell) -> CellResult:
-    """Answer with as many tokens as fit."""
-    engine.answer(90)
-    return CellResult(cell=cell, seconds=1.0, num_tokens=[], tpot_ms=[], token_ids=[])
-
-
-def test_answers_stay_while_variants_alternate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Red when a variant changes greedy answers, is not drawn by, or is not timed."""
+@pytest.fixture
+def engine() -> Any:
+    """An engine whose steps take a second."""
     language = Language(0)
     method = replace(METHOD, schedule=measured())
     fake = FakeEngine(language, method, [ToyDraftModel(language)], Habits())
     fake.decoder.chooser.clock = lambda: float(fake.decoder.step)
-    monkeypatch.setattr(alternating.SideEngine, "time_answers", answered)
-    engine: Any = Engine(fake)
+    return Engine(fake)
+
+
+def test_answers_stay_while_variants_alternate(engine: Any) -> None:
+    """Red when a variant changes greedy answers, is not drawn by, or is not timed."""
     result = alternating.measure(engine, CELL)
     blocks = [Block.model_validate(block) for block in result.details["blocks"]]
     by_name = {block.variant: block for block in blocks if block.steps}
@@ -204,10 +228,36 @@ def test_answers_stay_while_variants_alternate(
     assert again.details["blocks"] != result.details["blocks"]
 
 
+def test_whole_answers_are_given_by_each_variant(engine: Any) -> None:
+    """Red when a variant is not asked the same prompts, or answers with another's."""
+    options = {**OPTIONS, "block_tokens": 0}
+    cell = CELL.model_copy(update={"batch_size": 2, "options": options})
+    engine.job = SimpleNamespace(max_tokens=64)
+    result = alternating.measure(engine, cell)
+    assert result.num_tokens == [30, 40] * 3 + [50] * 3
+    found = [Block.model_validate(block) for block in result.details["blocks"]]
+    blocks = [block for block in found if block.steps]
+    assert [block.tokens for block in blocks] == [70] * 3 + [50] * 3
+    for cycle in (blocks[:3], blocks[3:]):
+        by_name = {block.variant: block for block in cycle}
+        assert by_name.keys() == set(ALL)
+        assert by_name["plain"].drafts == 0
+        assert by_name["plain"].steps > by_name["fixed"].steps
+        assert by_name["fixed"].drafts > 0
+    assert sum(block.seconds for block in blocks) == pytest.approx(result.seconds)
+
+
 def in_turn(seconds: dict[str, float], count: int) -> list[Block]:
-    """Blocks of 8 tokens, some slower and some faster."""
+    """Blocks of 8 tokens; the first variant becomes slower, the second faster."""
+    changes = dict(zip(seconds, (0.1, -0.1), strict=True))
     return [
-        Block(variant=name, steps=4, tokens=8, drafts=2, seconds=time * (0.8 + 0.1 * n))
+        Block(
+            variant=name,
+            steps=4,
+            tokens=8,
+            drafts=2,
+            seconds=time * (1 + changes[name] * (2 * n / (count - 1) - 1)),
+        )
         for n in range(count)
         for name, time in seconds.items()
     ]
@@ -228,6 +278,7 @@ def test_variants_are_compared_with_the_first() -> None:
     assert fixed.low is not None
     assert fixed.high is not None
     assert 1.5 < fixed.low < 2.0 < fixed.high < 2.6
+    assert alternate.interval(blocks[:-1:2], blocks[:-1:2]) == (1.0, 1.0)
     few = alternate.outcomes("side", CELL, in_turn({"plain": 1.0, "fixed": 2.0}, 4))
     assert few[1].ratio == pytest.approx(0.5)
     assert few[1].low is None
