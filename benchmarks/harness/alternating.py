@@ -114,8 +114,10 @@ class AlternatingSchedule(Schedule):
         self.number = number
         self.cycles = cycles(variants)
         self.blocks: list[Block] = []
-        # of the block, of all requests, and requests of its latest step
-        self.num_emitted, self.num_reqs = 0, 0
+        # of the block, of all requests
+        self.num_emitted = 0
+        # of the latest choice of the block's variant; 0: it has not chosen yet
+        self.num_reqs = 0
         # number of a block, and what it was before the latest step with a tree
         self.before: tuple[int, Block] | None = None
         self._begin_block()
@@ -125,12 +127,14 @@ class AlternatingSchedule(Schedule):
         self.blocks.clear()
         self.before = None
         self._begin_block()
+        self.num_reqs = 0
 
     def end_answers(self, num_tokens: int, seconds: float) -> None:
         """End a block of whole answers: what they emitted, and how long they took."""
         self.blocks[-1].tokens = num_tokens
         self.blocks[-1].seconds = seconds
         self._begin_block()
+        self.num_reqs = 0
 
     def _begin_block(self) -> None:
         self.variant = next(self.cycles)
@@ -155,6 +159,9 @@ class AlternatingSchedule(Schedule):
 
     def observe(self, outcome: StepOutcome) -> None:
         """Count the steps that the last choice held for; its variant learns."""
+        if not self.num_reqs:
+            # It was another variant's, and its trees did not come back.
+            return
         num_tokens = self.num_reqs * outcome.num_steps + sum(outcome.num_accepted)
         self.num_emitted += num_tokens
         self.variant.schedule.observe(outcome)
