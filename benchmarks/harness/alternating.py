@@ -10,7 +10,7 @@ import copy
 import pkgutil
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,11 +97,11 @@ class PlainSchedule(Schedule):
 
 
 class AlternatingSchedule(Schedule):
-    """Lets variants choose in turn, each for some tokens of every request.
+    """Lets variants choose in turn, each for whole answers, or for some tokens of them.
 
-    Each of them comes once in a *cycle*, in an order of its own. A block ends after
-    tokens, not after steps: a variant whose steps bring more would see less of the text
-    in which they do, and others more.
+    Each of them comes once in a *cycle*, in an order of its own that is the same on
+    every rank. A block ends after tokens, not after steps: a variant whose steps bring
+    more would see less of the text in which they do, and others more.
     """
 
     def __init__(
@@ -112,7 +112,9 @@ class AlternatingSchedule(Schedule):
         self.variants = variants
         self.block_tokens = block_tokens
         self.number = number
-        self.cycles = cycles(variants)
+        self.random = random.Random(0)
+        # of the cycle
+        self.left: list[Variant] = []
         self.blocks: list[Block] = []
         # of the block, of all requests
         self.num_emitted = 0
@@ -123,8 +125,9 @@ class AlternatingSchedule(Schedule):
         self._begin_block()
 
     def begin(self) -> None:
-        """Forget the blocks, and begin one."""
+        """Forget the blocks, and begin a cycle."""
         self.blocks.clear()
+        self.left.clear()
         self.before = None
         self._begin_block()
         self.num_reqs = 0
@@ -137,7 +140,9 @@ class AlternatingSchedule(Schedule):
         self.num_reqs = 0
 
     def _begin_block(self) -> None:
-        self.variant = next(self.cycles)
+        if not self.left:
+            self.left = self.random.sample(self.variants, len(self.variants))
+        self.variant = self.left.pop()
         self.blocks.append(Block(variant=self.variant.name))
         self.num_emitted = 0
         if self.variant.value is not None:
@@ -199,13 +204,6 @@ class AlternatingSchedule(Schedule):
             number, block = self.before
             self.blocks[number] = block
             self.before = None
-
-
-def cycles(variants: Sequence[Variant]) -> Iterator[Variant]:
-    """All variants in random order, again and again, the same on every rank."""
-    order = random.Random(0)
-    while True:
-        yield from order.sample(variants, len(variants))
 
 
 def variants_of(schedule: Schedule, alternation: Alternation) -> list[Variant]:

@@ -246,6 +246,9 @@ def test_whole_answers_are_given_by_each_variant(engine: Any) -> None:
         assert plain.steps > by_name["fixed"].steps
         assert by_name["fixed"].drafts > 0
     assert sum(block.seconds for block in blocks) == pytest.approx(result.seconds)
+    again = alternating.measure(engine, cell)
+    names = [block["variant"] for block in again.details["blocks"]]
+    assert sorted(names[:3]) == sorted(ALL), "a cell begins inside a cycle"
 
 
 def in_turn(seconds: dict[str, float], count: int) -> list[Block]:
