@@ -21,6 +21,12 @@ HOPE = 0.5
 FRUITLESS_ROUNDS = 2.5
 # Times of an earlier start are another machine's where new ones differ by more.
 SAME_MACHINE = 1.5
+# Steps that take so much longer, or less, show that the machine's speed has changed.
+# Then an option that is not the best is timed again, if its times are so many steps
+# old, and so many for each step that this loses: a two-hundredth of the time at most.
+ANOTHER_SPEED = 1.2
+LEAST_AGE = 16
+STEPS_FOR_A_LOST_ONE = 200
 
 
 class PlainSeconds(NamedTuple):
@@ -50,6 +56,11 @@ class StepCosts:
         # batch size, option's index -> seconds of an earlier start, not yet checked
         self.recalled: dict[tuple[int, int | None], float] = {}
         self.is_other_machine = False
+        # batch size, index of the best option and of another one -> step in which the
+        # other one was timed last, and seconds of the best one's steps at that time
+        self.seen_together: dict[
+            tuple[int, int | None, int | None], tuple[int, float]
+        ] = {}
         # batch size, option's index -> rounds in which no step could be timed
         self.fruitless: dict[tuple[int, int | None], FadingMean] = {}
 
@@ -218,6 +229,36 @@ class StepCosts:
     def is_timed(self, batch_size: int, index: int | None) -> bool:
         """Whether an option was timed at a batch size, not too long ago."""
         return index in self._known(batch_size)
+
+    def is_due(
+        self, batch_size: int, best: int | None, rival: int | None, lost: float
+    ) -> bool:
+        """Whether an option that is not the best should be timed again.
+
+        So it is where the best one's steps take another time than when the rival was
+        timed last: then the machine's speed has changed.
+
+        Args:
+            batch_size: of the steps.
+            best: index of the best option.
+            rival: index of the other one.
+            lost: of a round's time, in steps, what the rival loses if the ratio of both
+                has not changed.
+
+        """
+        known = self._known(batch_size)
+        if best not in known or rival not in known:
+            return False
+        times, seconds = known[rival], known[best].seconds
+        key = batch_size, best, rival
+        seen_at, before = self.seen_together.get(key, (-1, 0.0))
+        if seen_at != times.timed_at:
+            self.seen_together[key] = times.timed_at, seconds
+            return False
+        age = self.steps_at[batch_size] - times.timed_at
+        if age < max(LEAST_AGE, STEPS_FOR_A_LOST_ONE * lost):
+            return False
+        return not 1 / ANOTHER_SPEED < seconds / before < ANOTHER_SPEED
 
     def is_fruitless(self, batch_size: int, index: int | None) -> bool:
         """Whether an option is not known, and could not be timed in several rounds."""

@@ -163,6 +163,8 @@ class StepTimes:
     # mean of the latest ones, without what disturbed them
     seconds: float = 0.0
     count: FadingMean = field(default_factory=FadingMean)
+    # step of the latest one
+    timed_at: int = 0
 
     def add(self, step: int, seconds: float, num_steps: int = 1) -> None:
         """Add the time of a step, or of each of some steps."""
@@ -175,6 +177,7 @@ class StepTimes:
         most = LONGEST * median(steady)
         self.seconds = sum(min(time, most) for time in steady) / len(steady)
         self.count.add(step, num_steps, 0.0)
+        self.timed_at = step
 
     def is_known(self, step: int) -> bool:
         """Whether times are left that are not too old."""

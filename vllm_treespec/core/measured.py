@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from vllm_treespec.core.acceptance import ANY_SIZE, Acceptance
 from vllm_treespec.core.asking import REST_ROUNDS, Asking
@@ -14,6 +12,7 @@ from vllm_treespec.core.batch_sizes import measured_together
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.learned import FadingMean
 from vllm_treespec.core.levels import AcceptedLevels
+from vllm_treespec.core.offers import Gain, Offer, best_offer
 from vllm_treespec.core.options import Option, guessed_accepted
 from vllm_treespec.core.prices import DraftParts, Prices, Promises
 from vllm_treespec.core.schedule import (
@@ -36,22 +35,6 @@ MANY_TOKENS = 16
 # Rounds of a batch size in which plain steps are timed again, where a model drafts: the
 # first times may be those of a cold machine, and trees are judged by them.
 CHECKED_ROUNDS = (6, 24)
-# Requests for which a draft model is asked that was not timed at this batch size, and
-# must read their prompts first.
-FIRST_TRIED = 1
-
-
-class Gain(NamedTuple):
-    """What a request's tree may bring."""
-
-    # hoped-for accepted tokens
-    tokens: float
-    slot: int
-    # of a whole tree
-    share: float
-    # that draft models take for the request's tokens that they are behind, as a part of
-    # each step that it will go on
-    seconds: float
 
 
 class MeasuredSchedule(Schedule):
@@ -319,11 +302,10 @@ class MeasuredSchedule(Schedule):
     def _best(
         self, batch_size: int, requests: RunningRequests
     ) -> tuple[Option, frozenset[int]]:
-        """The option that promises the most tokens a second.
+        """The option that promises the most tokens a second, or one to time again.
 
         Returns:
-            it, and the slots of requests for which it is not drawn: their trees would
-            cost more than they bring.
+            it, and the slots of requests for which it is not drawn.
 
         """
         nobody: frozenset[int] = frozenset()
@@ -333,38 +315,63 @@ class MeasuredSchedule(Schedule):
             return self.plain, nobody
         self.plain_seconds = plain.seconds
         self.costs.borrow(batch_size, self.times.costs_by_kind[not self.is_sampled])
-        best, left_out = self.plain, nobody
-        best_rate = WORTH_A_TREE * requests.num_reqs / plain.hopeful
-        for option in self.options[1:]:
-            if self.costs.is_fruitless(batch_size, option.index):
-                continue
-            extra = self.costs.extra_seconds(batch_size, option.index, plain.seconds)
-            gains = self._gains(batch_size, option, requests)
-            is_new = self.costs.is_new(option.index)
-            is_timed = self.costs.is_timed(batch_size, option.index)
-            tokens: float = requests.num_reqs
-            num_trees = behind = 0.0
-            for count, gain in enumerate(gains[: self.max_trees], start=1):
-                tokens += gain.tokens
-                num_trees += gain.share
-                behind += gain.seconds
-                # Fewer trees cost less, but more than their share.
-                share = math.sqrt(num_trees / requests.num_reqs)
-                rate = tokens / (plain.seconds + extra * share + behind)
-                if rate > best_rate:
-                    best, best_rate = option, rate
-                    num_drawn = count if is_timed or not behind else FIRST_TRIED
-                    left_out = frozenset(left.slot for left in gains[num_drawn:])
-            if is_new:
-                # Larger trees wait for what this one will show.
-                break
-        if self.free is not None and best in (self.plain, self.free):
+        num_reqs = requests.num_reqs
+        plainly = Offer(
+            WORTH_A_TREE * num_reqs / plain.hopeful,
+            num_reqs / plain.seconds,
+            self.plain,
+        )
+        offers = self._offers(batch_size, requests)
+        best = max([plainly, *offers], key=lambda offer: offer.rate)
+        rivals = [plainly]
+        if best.option in (self.plain, self.free):
+            rivals = [offer for offer in offers if offer.option is not self.free]
+            rivals = [max(rivals, key=lambda offer: offer.likely)] if rivals else []
+        for rival in rivals:
+            if self._is_due(batch_size, requests, rival, best):
+                return rival.option, rival.left_out
+        if self.free is not None and best.option in (self.plain, self.free):
             asked = self.asking.pays(batch_size, plain.seconds)
             asked |= self.rounds_at[batch_size] % REST_ROUNDS == 0
             return self.free if asked else self.plain, nobody
         if self.rounds_at[batch_size] in CHECKED_ROUNDS:
             return self.plain, nobody
-        return best, left_out
+        return best.option, best.left_out
+
+    def _offers(self, batch_size: int, requests: RunningRequests) -> list[Offer]:
+        """What each option promises, from the smallest to the largest."""
+        offers = []
+        plain = self.plain_seconds
+        for option in self.options[1:]:
+            if self.costs.is_fruitless(batch_size, option.index):
+                continue
+            offer = best_offer(
+                option,
+                self._gains(batch_size, option, requests),
+                requests.num_reqs,
+                self.max_trees,
+                plain,
+                self.costs.extra_seconds(batch_size, option.index, plain),
+                self.costs.is_timed(batch_size, option.index),
+            )
+            offers.append(offer)
+            if self.costs.is_new(option.index):
+                # Larger trees wait for what this one will show.
+                break
+        return offers
+
+    def _is_due(
+        self, batch_size: int, requests: RunningRequests, rival: Offer, best: Offer
+    ) -> bool:
+        """Whether an option that is not the best should be timed again."""
+        lost = max(1 - rival.likely / best.likely, 0.0)
+        if rival.option.num_levels:
+            each = self.costs.caught_up_seconds(batch_size, self.plain_seconds)
+            reading = each * sum(requests.num_behind)
+            lost += reading / (ROUND_STEPS * self.plain_seconds)
+        return self.costs.is_due(
+            batch_size, best.option.index, rival.option.index, lost * ROUND_STEPS
+        )
 
     def _gains(
         self, batch_size: int, option: Option, requests: RunningRequests
@@ -402,5 +409,6 @@ class MeasuredSchedule(Schedule):
             tokens = min(expected + (hoped - expected) / caution, limit)
             # It goes on as long as others, or as it did so far.
             num_steps = max(self.step - self.begun[slot], life)
-            gains.append(Gain(tokens, slot, option.share(limit), seconds / num_steps))
+            share = option.share(limit)
+            gains.append(Gain(tokens, slot, share, seconds / num_steps, expected))
         return sorted(gains, reverse=True)
