@@ -22,7 +22,13 @@ from benchmarks.harness.alternating import (
     Block,
 )
 from benchmarks.harness.models import find_models
-from benchmarks.harness.plan import StoredCell, base_job, make_plan, run_plan
+from benchmarks.harness.plan import (
+    StoredCell,
+    base_job,
+    make_plan,
+    run_plan,
+    without_text,
+)
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content
 from benchmarks.workloads import (
@@ -150,7 +156,7 @@ def alternate(
         )
         side_engines = engines_of(sides, cells, rounds)
         plan = make_plan(job, side_engines, out, models.named(), fresh)
-    asked = prompts_asked(data, found, top_p, repetition_penalty)
+    asked = prompts_asked(data, job)
     origin = provenance("alternate", models=models.named(), prompts=asked)
     run_plan(plan, origin, partial(contents, cells), render, dry_run)
 
@@ -202,10 +208,7 @@ def contents(cells: Sequence[Cell], finished: Sequence[StoredCell]) -> Content:
     ]
     return {
         "rows": [row.model_dump(mode="json") for row in rows],
-        "runs": [
-            stored.model_dump(mode="json", exclude={"result": {"token_ids"}})
-            for stored in finished
-        ],
+        "runs": without_text(finished),
     }
 
 

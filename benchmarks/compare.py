@@ -11,7 +11,14 @@ import typer
 
 from benchmarks.harness import options, plot, report
 from benchmarks.harness.models import find_models, take_prompts
-from benchmarks.harness.plan import Engine, StoredCell, base_job, make_plan, run_plan
+from benchmarks.harness.plan import (
+    Engine,
+    StoredCell,
+    base_job,
+    make_plan,
+    run_plan,
+    without_text,
+)
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content, number
 from benchmarks.rsd.trees import PAPER_TREES
@@ -147,10 +154,7 @@ def comparison(cells: Sequence[Cell], finished: Sequence[StoredCell]) -> Content
     rows = with_speedups(sorted(rows, key=place))
     return {
         "rows": [row.model_dump(mode="json") for row in rows],
-        "runs": [
-            stored.model_dump(mode="json", exclude={"result": {"token_ids"}})
-            for stored in finished
-        ],
+        "runs": without_text(finished),
     }
 
 

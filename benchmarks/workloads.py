@@ -19,7 +19,7 @@ from benchmarks.harness.turns import execute_in_turns
 from benchmarks.workload_prompts import find_workloads
 from vllm_treespec.tools import sides as kinds
 from vllm_treespec.tools.rows import MIN_SPEEDUP, Row
-from vllm_treespec.tools.sides import PLAIN, Cell, Side
+from vllm_treespec.tools.sides import PLAIN, Cell, Job, Side
 from vllm_treespec.tools.store import settings_of
 
 SUFFIX = "suffix_tree"
@@ -111,7 +111,7 @@ def workloads(
         )
         side_engines = engines_of(chosen, cells, rounds)
         plan = make_plan(job, side_engines, out, models.named(), fresh)
-    asked = prompts_asked(data, found, top_p, repetition_penalty)
+    asked = prompts_asked(data, job)
     origin = provenance("workloads", models=models.named(), prompts=asked)
     measure = partial(execute_in_turns, together=together) if together > 1 else None
     contents = partial(comparison, cells)
@@ -154,18 +154,14 @@ def find_cells(
     return found, cells
 
 
-def prompts_asked(
-    data: Path,
-    found: dict[str, list[str]],
-    top_p: float | None,
-    repetition_penalty: float | None,
-) -> str:
+def prompts_asked(data: Path, job: Job) -> str:
     """Write what is asked, for the provenance."""
-    counts = ", ".join(f"{len(prompts)} {name}" for name, prompts in found.items())
-    asked = f"{counts} of {data.name} ({settings_of(found)})"
-    asked += f", top_p {top_p:g}" if top_p else ""
-    if repetition_penalty:
-        asked += f", repetition_penalty {repetition_penalty:g}"
+    prompts = job.workloads
+    counts = ", ".join(f"{len(texts)} {name}" for name, texts in prompts.items())
+    asked = f"{counts} of {data.name} ({settings_of(prompts)})"
+    asked += f", top_p {job.top_p:g}" if job.top_p else ""
+    if job.repetition_penalty:
+        asked += f", repetition_penalty {job.repetition_penalty:g}"
     return asked
 
 

@@ -130,21 +130,19 @@ class AlternatingSchedule(Schedule):
         self.left.clear()
         self.before = None
         self._begin_block()
-        self.num_reqs = 0
 
     def end_answers(self, num_tokens: int, seconds: float) -> None:
         """End a block of whole answers: what they emitted, and how long they took."""
         self.blocks[-1].tokens = num_tokens
         self.blocks[-1].seconds = seconds
         self._begin_block()
-        self.num_reqs = 0
 
     def _begin_block(self) -> None:
         if not self.left:
             self.left = self.random.sample(self.variants, len(self.variants))
         self.variant = self.left.pop()
         self.blocks.append(Block(variant=self.variant.name))
-        self.num_emitted = 0
+        self.num_emitted = self.num_reqs = 0
         if self.variant.value is not None:
             module, _, name = self.number.partition(":")
             setattr(pkgutil.resolve_name(module), name, self.variant.value)
@@ -154,9 +152,9 @@ class AlternatingSchedule(Schedule):
 
     def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
         """Let the block's variant choose, or the next one's."""
-        self.num_reqs = requests.num_reqs
-        if 0 < self.block_tokens * self.num_reqs <= self.num_emitted:
+        if 0 < self.block_tokens * requests.num_reqs <= self.num_emitted:
             self._begin_block()
+        self.num_reqs = requests.num_reqs
         return self.variant.schedule.choose(requests)
 
     def _prices(self, slots: Sequence[int]) -> Prices | None:

@@ -39,6 +39,12 @@ class StoredCell(Stored):
     result: CellResult
 
 
+def without_text(finished: Sequence[StoredCell]) -> list[Content]:
+    """What results.json holds of measured cells: all but the answers."""
+    exclude = {"result": {"token_ids"}}
+    return [stored.model_dump(mode="json", exclude=exclude) for stored in finished]
+
+
 @dataclass(frozen=True)
 class Engine:
     """A side, the cells that its engine measures, and how often."""

@@ -323,13 +323,12 @@ class MeasuredSchedule(Schedule):
         )
         offers = self._offers(batch_size, requests)
         best = max([plainly, *offers], key=lambda offer: offer.rate)
-        rivals = [plainly]
+        rival: Offer | None = plainly
         if best.option in (self.plain, self.free):
-            rivals = [offer for offer in offers if offer.option is not self.free]
-            rivals = [max(rivals, key=lambda offer: offer.likely)] if rivals else []
-        for rival in rivals:
-            if self._is_due(batch_size, requests, rival, best):
-                return rival.option, rival.left_out
+            others = [offer for offer in offers if offer.option is not self.free]
+            rival = max(others, key=lambda offer: offer.likely, default=None)
+        if rival is not None and self._is_due(batch_size, requests, rival, best):
+            return rival.option, rival.left_out
         if self.free is not None and best.option in (self.plain, self.free):
             asked = self.asking.pays(batch_size, plain.seconds)
             asked |= self.rounds_at[batch_size] % REST_ROUNDS == 0
@@ -364,13 +363,12 @@ class MeasuredSchedule(Schedule):
         self, batch_size: int, requests: RunningRequests, rival: Offer, best: Offer
     ) -> bool:
         """Whether an option that is not the best should be timed again."""
-        lost = max(1 - rival.likely / best.likely, 0.0)
+        lost = ROUND_STEPS * max(1 - rival.likely / best.likely, 0.0)
         if rival.option.num_levels:
             each = self.costs.caught_up_seconds(batch_size, self.plain_seconds)
-            reading = each * sum(requests.num_behind)
-            lost += reading / (ROUND_STEPS * self.plain_seconds)
+            lost += each * sum(requests.num_behind) / self.plain_seconds
         return self.costs.is_due(
-            batch_size, best.option.index, rival.option.index, lost * ROUND_STEPS
+            batch_size, best.option.index, rival.option.index, lost
         )
 
     def _gains(

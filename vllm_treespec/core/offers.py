@@ -65,7 +65,8 @@ def best_offer(
     tokens: float = num_reqs
     likely: float = num_reqs
     num_trees = behind = 0.0
-    offers = []
+    best = best_likely = 0.0
+    num_drawn = 0
     for count, gain in enumerate(gains[:max_trees], start=1):
         tokens += gain.tokens
         likely += gain.likely
@@ -74,7 +75,8 @@ def best_offer(
         # Fewer trees cost less, but more than their share.
         share = math.sqrt(num_trees / num_reqs)
         seconds = plain + extra * share + behind
-        num_drawn = count if is_timed or not behind else FIRST_TRIED
-        left_out = frozenset(left.slot for left in gains[num_drawn:])
-        offers.append(Offer(tokens / seconds, likely / seconds, option, left_out))
-    return max(offers, key=lambda offer: offer.rate)
+        if tokens / seconds > best:
+            best, best_likely = tokens / seconds, likely / seconds
+            num_drawn = count if is_timed or not behind else FIRST_TRIED
+    left_out = frozenset(left.slot for left in gains[num_drawn:])
+    return Offer(best, best_likely, option, left_out)
