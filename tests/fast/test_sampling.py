@@ -48,6 +48,50 @@ def test_probs_equal_naive_top_k_and_top_p(vocab_size: int) -> None:
     assert torch.allclose(found.double(), expected, atol=1e-6, rtol=0)
 
 
+# of a large vocabulary that is a whole number of blocks, and of one that is not
+BLOCKS = [64 * sampling.BLOCK * 4, 5003]
+
+
+@pytest.mark.parametrize("vocab_size", BLOCKS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_narrow_nuclei_equal_naive_ones(vocab_size: int, tied: bool) -> None:
+    """Red when a nucleus that is found without the other tokens is another one.
+
+    Tied logits are those of bfloat16: of equal ones at the end the first are inside.
+    """
+    random = torch.Generator().manual_seed(vocab_size)
+    logits = 6 * torch.randn((9, vocab_size), generator=random)
+    if tied:
+        logits = logits.bfloat16().float()
+    top_p = torch.tensor([0.01, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0])
+    parameters = SamplingTensors(torch.ones(9), None, top_p)
+    with patch.object(sampling, "_restrict", wraps=sampling._restrict) as restrict:
+        found = parameters.probs(logits)
+    # Most are narrow; one is no nucleus.
+    assert 1 <= len(restrict.call_args.args[0]) < 5
+    with patch.object(sampling, "MANY_TOKENS", 1):
+        expected = parameters.probs(logits)
+    assert found.gt(0).equal(expected.gt(0))
+    assert torch.allclose(found, expected, rtol=1e-5, atol=0)
+    alone = [parameters.select(torch.tensor([r])).probs(logits[[r]]) for r in range(9)]
+    assert torch.cat(alone).equal(found)
+
+
+@pytest.mark.parametrize("vocab_size", BLOCKS)
+@pytest.mark.parametrize("count", [1, 64])
+def test_the_likeliest_tokens_are_found_in_blocks(vocab_size: int, count: int) -> None:
+    """Red when blocks are left out that hold one of them."""
+    random = torch.Generator().manual_seed(count)
+    logits = torch.randn((3, vocab_size), generator=random)
+    # all in one block, ties among them
+    logits[0, 128:256] = (9 * torch.rand(128, generator=random)).round()
+    logits[1] = 0.0
+    mass, tokens = sampling.most_likely(logits, count)
+    assert mass.equal(logits.topk(count, dim=1).values)
+    assert mass.equal(logits.gather(1, tokens))
+    assert all(len(set(row)) == count for row in tokens.tolist())
+
+
 LIMITS = {
     "top-k": (torch.tensor([40, 1, 1001]), None),
     "top-p": (None, torch.tensor([0.9, 0.3, 1.0])),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import draw
+from vllm_treespec.core.sampling import draw, most_likely
 
 # Tokens whose noise is looked at one by one. All others together have one noise.
 LIKELIEST = 64
@@ -73,7 +73,7 @@ def draw_coupled(probs: Tensor, keys: Tensor, host_may_wait: bool = False) -> Te
         int64 [rows]; token 0 where no token has positive probability.
 
     """
-    mass, tokens = probs.topk(min(LIKELIEST, probs.shape[1]), dim=1)
+    mass, tokens = most_likely(probs, min(LIKELIEST, probs.shape[1]))
     values, best = (mass.double().log() + noise_of(keys[:, None], tokens)).max(dim=1)
     chosen = tokens.gather(1, best[:, None])[:, 0].masked_fill(values.isneginf(), 0)
     noise = noise_of(keys, torch.full_like(best, OTHERS))

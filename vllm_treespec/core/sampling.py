@@ -19,6 +19,11 @@ THIN = 1e-6
 # sum. With this bound no quotient is denormal. Such a number has few exact bits, and is
 # 0 on some GPUs.
 SMALLEST = 1e-37
+# A nucleus of fewer tokens is found among the likeliest ones alone.
+MANY_TOKENS = 128
+# On a CPU the likeliest tokens are looked for in the blocks of so many tokens that hold
+# the likeliest ones.
+BLOCK = 128
 # Probabilities of 32 bits are grouped by their leading bits, sign and exponent and
 # four bits more: 2048 groups hold all of [0, 1].
 DROPPED_BITS, NUM_GROUPS = 19, 2048
@@ -78,13 +83,38 @@ class SamplingTensors:
         if not self.all_greedy:
             scale = torch.where(self.greedy, 1.0, self.temperature)
             logits = logits / _per_row(scale, logits)
+        if self.top_p is not None and self.top_k is None and _is_on_cpu(logits):
+            limits = _per_row(self.top_p, logits).expand(*logits.shape[:-1], 1)
+            flat = logits.reshape(-1, logits.shape[-1])
+            return _nucleus(flat, limits.reshape(-1)).view_as(logits)
         if self.top_k is not None or self.top_p is not None:
             logits = _restrict(logits, self.top_k, self.top_p)
-        probs = torch.threshold_(torch.softmax(logits, dim=-1), SMALLEST, 0.0)
-        # A softmax that has NaN anywhere has it everywhere.
-        no_law = probs[..., 0].isnan()
-        probs.nan_to_num_(0.0)[..., 0].masked_fill_(no_law, 1.0)
-        return probs
+        return _law(logits)
+
+
+def most_likely(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the likeliest tokens; of equally likely ones any.
+
+    Args:
+        probs: [rows, vocab_size]. A row with NaN gives any tokens.
+        count: at most the size of the vocabulary.
+
+    Returns:
+        their probabilities, the highest first, and tokens, int64, both [rows, count].
+
+    """
+    num_rows, vocab_size = probs.shape
+    num_blocks = vocab_size // BLOCK
+    if not _is_on_cpu(probs) or vocab_size % BLOCK or num_blocks < 2 * count:
+        found = probs.topk(count, dim=1)
+        return found.values, found.indices
+    # Each of them is in one of as many blocks as have the likeliest tokens.
+    blocks = probs.reshape(-1, BLOCK)
+    best = blocks.amax(1).view(num_rows, -1).topk(count, dim=1).indices
+    first = num_blocks * torch.arange(num_rows)[:, None]
+    within = blocks.index_select(0, (first + best).view(-1)).view(num_rows, -1)
+    mass, places = within.topk(count, dim=1)
+    return mass, best.gather(1, places // BLOCK) * BLOCK + places % BLOCK
 
 
 def likeliest(logits: Tensor, rows: Sequence[int]) -> list[int]:
@@ -95,7 +125,7 @@ def likeliest(logits: Tensor, rows: Sequence[int]) -> list[int]:
         rows: of the logits.
 
     """
-    if logits.device.type != "cpu":
+    if not _is_on_cpu(logits):
         found: list[int] = logits[rows].to(torch.float32).argmax(dim=-1).tolist()
         return found
     # On a CPU torch takes many times as long: it converts to float32, and wakes its
@@ -111,13 +141,56 @@ def likeliest(logits: Tensor, rows: Sequence[int]) -> list[int]:
     return tokens
 
 
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _law(logits: Tensor) -> Tensor:
+    """Softmax, float32; see ``SamplingTensors.probs`` for logits without one."""
+    probs = torch.threshold_(torch.softmax(logits, dim=-1), SMALLEST, 0.0)
+    # A softmax that has NaN anywhere has it everywhere.
+    no_law = probs[..., 0].isnan()
+    probs.nan_to_num_(0.0)[..., 0].masked_fill_(no_law, 1.0)
+    return probs
+
+
+def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The law of the likeliest tokens that together reach ``top_p``, on a CPU.
+
+    Of equally likely tokens the first ones count as likelier.
+
+    Args:
+        logits: float32 [rows, vocab_size].
+        top_p: float32 [rows].
+
+    Returns:
+        float32 [rows, vocab_size].
+
+    """
+    probs = logits.softmax(dim=-1)
+    mass, tokens = most_likely(probs, min(MANY_TOKENS, logits.shape[1]))
+    tokens, order = tokens.sort(dim=1)
+    mass, order = mass.gather(1, order).sort(dim=1, descending=True, stable=True)
+    likelier = mass.double().cumsum(1) - mass
+    is_outside = likelier >= top_p[:, None]
+    # Tokens that were not looked at may be as likely as the last one that was.
+    is_narrow = mass.masked_fill(is_outside, torch.inf).amin(dim=1) > mass[:, -1]
+    inside = mass.masked_fill(is_outside, 0.0)
+    inside = torch.threshold_(inside / inside.sum(dim=1, keepdim=True), SMALLEST, 0.0)
+    law = probs.zero_().scatter_(1, tokens.gather(1, order), inside)
+    is_wide = ~(is_narrow & (top_p < 1))
+    if bool(is_wide.any()):
+        law[is_wide] = _law(_restrict(logits[is_wide], None, top_p[is_wide]))
+    return law
+
+
 def _per_row(values: Tensor, logits: Tensor) -> Tensor:
     return values.view(-1, *[1] * (logits.dim() - 1))
 
 
 def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Set logits outside top-k, then outside the top-p nucleus, to -inf."""
-    if logits.device.type == "cpu":
+    if _is_on_cpu(logits):
         found = _restrict_unsorted(logits, top_k, top_p)
         if found is not None:
             return found
@@ -254,7 +327,7 @@ def draw_without_replacement(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, T
             thin = left[:, 0] < THIN * total[:, 0]
             again = valid[:, k] & (thin | repeated)
             # Rare. On a GPU, reading the flag takes longer than an unnecessary draw.
-            if probs.device.type != "cpu" or bool(again.any()):
+            if not _is_on_cpu(probs) or bool(again.any()):
                 rest = probs.scatter(1, tokens[:, :k], 0.0)
                 token = torch.where(again[:, None], _invert(rest, uniform), token)
         tokens[:, k] = token[:, 0]
