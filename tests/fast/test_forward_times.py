@@ -14,6 +14,7 @@ from vllm_treespec.core.forward_times import (
     MOST_RUNS,
     NOT_TIMED,
     ROWS,
+    TARGET_SECONDS,
     ForwardTimes,
     at,
     time_rows,
@@ -52,7 +53,9 @@ class Clock:
             told.append(rank_0[len(told)] if rank_0 else seconds)
             return told[-1]
 
-        found = time_rows(self.run, share, most_rows, clock=lambda: self.now)
+        found = time_rows(
+            self.run, share, most_rows, TARGET_SECONDS, clock=lambda: self.now
+        )
         return found, told
 
 

@@ -14,8 +14,9 @@ from itertools import pairwise
 # Rows of the forwards that are timed, and how often each is at most.
 ROWS = (1, 8, 16, 32, 64)
 MOST_RUNS = 5
-# All of them together take about so many seconds at most.
-SECONDS = 2.5
+# All forwards of the target take about so many seconds at most, and all levels of
+# draft models.
+TARGET_SECONDS, LEVELS_SECONDS = 3.5, 1.5
 # Rows that the drafts of a step are thought to add.
 MORE_ROWS = 48
 # Rows of a forward in which a draft model catches up.
@@ -92,6 +93,7 @@ def time_rows(
     run: Callable[[int], None],
     share: Callable[[list[float]], list[float]],
     most_rows: int,
+    most_seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
     """Time forwards in turn; of several runs the shortest counts.
@@ -103,6 +105,7 @@ def time_rows(
         run: one forward of so many rows, until it is done.
         share: hands out rank 0's times; all ranks call it as often.
         most_rows: that a forward may have.
+        most_seconds: that all of them may take.
         clock: gives seconds.
 
     Returns:
@@ -117,7 +120,7 @@ def time_rows(
 
     rows = [num_rows for num_rows in ROWS if num_rows <= most_rows]
     (of_one_row,) = share([min(timed(rows[0]), timed(rows[0]))])
-    num_runs = min(int(SECONDS / (len(rows) * of_one_row)), MOST_RUNS)
+    num_runs = min(int(most_seconds / (len(rows) * of_one_row)), MOST_RUNS)
     if num_runs < 2:
         return {}
     runs = [[timed(num_rows) for num_rows in rows] for _ in range(num_runs)]

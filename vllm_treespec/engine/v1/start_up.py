@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_treespec.core.forward_times import ForwardTimes, time_rows
+from vllm_treespec.core.forward_times import (
+    LEVELS_SECONDS,
+    TARGET_SECONDS,
+    ForwardTimes,
+    time_rows,
+)
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.engine.draft_model import PagedDraftModel
 
@@ -46,8 +51,10 @@ def time_forwards(runner: TreeRunnerMixin) -> None:
 
     start = time.perf_counter()
     share, most_rows = schedule.times.share, runner.max_num_tokens
-    target = time_rows(run_target, share, most_rows)
-    draft = time_rows(run_level, share, most_rows) if models else {}
+    target = time_rows(run_target, share, most_rows, TARGET_SECONDS)
+    draft: dict[int, float] = {}
+    if models:
+        draft = time_rows(run_level, share, most_rows, LEVELS_SECONDS)
     schedule.times.begin_with(ForwardTimes(target, draft))
     logger.info(
         "The schedule begins with timed forwards (%.1f s): %s",
