@@ -112,7 +112,7 @@ class DynamicTree(Proposer):
             log_probs.append(children.flatten(1))
             if level + 1 == self.depth:
                 break
-            place = frontier(log_probs[-1], self.top_k)
+            place = frontier(log_probs[-1], self._num_read(log_probs[-1], inputs))
             joint = log_probs[-1].gather(1, place)
             if worth.ends(level + 1, joint.exp().sum(1)):
                 break
@@ -131,6 +131,15 @@ class DynamicTree(Proposer):
         promised = (values.exp() * kept).sum(1)
         keys = inputs.uniforms if follows_noise else None
         return replace(tree, promised=promised, num_levels=len(tokens), keys=keys)
+
+    def _num_read(self, values: Tensor, inputs: ProposerInputs) -> int:
+        """Nodes of a level that are read of each tree: no more than any tree has."""
+        if not inputs.host_may_wait:
+            return self.top_k
+        num_nodes = values.isfinite().sum(1)
+        if inputs.num_drafts is not None:
+            num_nodes *= inputs.num_drafts > 0
+        return min(max(int(num_nodes.max()), 1), self.top_k)
 
 
 def following_noise(

@@ -53,6 +53,8 @@ class SureModel:
         rows = [[p] + [o] * 7 for p, o in zip(sureness, others, strict=True)]
         self.logits = torch.tensor(rows).log()
         self.num_read = 0
+        # nodes of each request, by level
+        self.widths: list[int] = []
 
     def root_logits(self) -> torch.Tensor:
         """Logits below the roots."""
@@ -61,6 +63,7 @@ class SureModel:
     def extend(self, token_ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """Logits below a level."""
         self.num_read += 1
+        self.widths.append(token_ids.shape[1])
         return self.logits[:, None].expand(-1, token_ids.shape[1], -1)
 
 
@@ -114,6 +117,29 @@ def test_dear_rows_leave_drafts_out(name: str) -> None:
     assert int(dear.num_nodes[0]) == 1 + 2 < int(cheap.num_nodes[0])
     assert dear.promised is not None
     assert float(dear.promised[0]) == pytest.approx(0.7 + 0.49, abs=1e-5)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_nodes_that_are_left_out_are_not_read(greedy: bool) -> None:
+    """Red when a model reads nodes that no tree has, or when leaving them out tells."""
+    proposer = DynamicTree(4, 3, 12)
+    dear = Prices(0.06, 0.0, [1.0, 1.0])
+    free = Prices(0.0, 0.0, [1.0, 1.0])
+    for prices, widths in ((dear, [2, 3]), (free, [4, 4])):
+        draft, on_a_gpu = SureModel(0.55, 0.95), SureModel(0.55, 0.95)
+        # The first request's model knows two tokens, 0.9 and 0.1.
+        for model in (draft, on_a_gpu):
+            model.logits[0, 2:] = -torch.inf
+        tree = propose(proposer, draft, prices, greedy)
+        other = propose(proposer, on_a_gpu, prices, greedy, may_wait=False)
+        assert draft.widths == widths
+        assert on_a_gpu.widths == [4, 4]
+        for found, expected in zip(
+            (tree.token_ids, tree.parents, tree.num_nodes),
+            (other.token_ids, other.parents, other.num_nodes),
+            strict=True,
+        ):
+            assert found.equal(expected)
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
