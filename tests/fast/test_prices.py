@@ -70,6 +70,42 @@ def test_costs_of_levels_are_told_from_those_of_drafts(level: float, seed: int) 
     assert prices.level == pytest.approx(level * 8 / PLAIN, rel=0.25, abs=0.2)
 
 
+def test_levels_are_told_by_how_long_models_draft() -> None:
+    """Red when a machine whose target is disturbed does not know what a level takes.
+
+    Deeper trees have more drafts, so times of whole steps tell both apart badly.
+    """
+    level, each = 0.2 * PLAIN, 0.02 * PLAIN
+    errors, errors_of_sums = [], []
+    for seed in range(8):
+        source, known, unknown = random.Random(seed), DraftCosts(), DraftCosts()
+        for step in range(60):
+            num_levels = source.randrange(1, 4)
+            num_drafts = 8 * num_levels + source.randrange(3)
+            models = level * num_levels * source.gauss(1, 0.05)
+            target = (PLAIN + each * num_drafts) * source.gauss(1, 0.25)
+            counts = DraftParts.of_step(num_levels, num_drafts, 0, False)
+            known.add(step, 8, counts, target + models, PLAIN, models)
+            unknown.add(step, 8, counts, target + models, PLAIN)
+        for costs, found in ((known, errors), (unknown, errors_of_sums)):
+            price = costs.prices(60, 8, PLAIN, [1.0]).level
+            found.append(abs(price - 8 * 0.2))
+    assert max(errors) < 0.05 * 8 * 0.2
+    assert sum(errors_of_sums) > 5 * sum(errors)
+
+
+def test_drafting_takes_no_time_of_the_target() -> None:
+    """Red when what models take makes rows or any drafts dear, too."""
+    costs = DraftCosts()
+    counts = DraftParts.of_step(2, 8, 0, False)
+    for step in range(60):
+        costs.add(step, 8, counts, 2 * PLAIN, PLAIN, PLAIN)
+    prices = costs.prices(60, 8, PLAIN, [1.0])
+    assert prices.level == pytest.approx(4.0, rel=0.05)
+    assert prices.draft < 0.05
+    assert prices.first < 0.4
+
+
 def test_levels_are_learned_where_no_draft_was_worth_a_row() -> None:
     """Red when a model whose drafts are all left out looks cheap."""
     costs = DraftCosts()

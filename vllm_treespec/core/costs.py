@@ -105,15 +105,25 @@ class StepCosts:
         times.add(self.steps_at[batch_size], seconds, num_steps)
         self._check_recalled(batch_size, index)
 
-    def add_drafts(self, batch_size: int, counts: DraftParts, seconds: float) -> None:
-        """Add what a step took whose drafts were weighed; a plain one without any."""
+    def add_drafts(
+        self, batch_size: int, counts: DraftParts, seconds: float, models: float
+    ) -> None:
+        """Add what a step took whose drafts were weighed; a plain one without any.
+
+        Args:
+            batch_size: of the step.
+            counts: how often each part came.
+            seconds: what it took.
+            models: of these seconds those in which models drafted; 0: not known.
+
+        """
         if not any(counts):
             self.add(batch_size, None, 0.0, seconds)
             return
         plain = self.times.get(batch_size, {}).get(None)
         if plain is not None:
             step = self.steps_at[batch_size]
-            self.drafts.add(step, batch_size, counts, seconds, plain.seconds)
+            self.drafts.add(step, batch_size, counts, seconds, plain.seconds, models)
 
     def borrow(self, batch_size: int, other: StepCosts) -> None:
         """Begin with what drafts cost in the other kind of steps.

@@ -103,7 +103,7 @@ class MeasuredSchedule(Schedule):
         self.acceptance = Acceptance(self.options, self.free, self.steps_at)
         # of trees whose proposers weigh drafts, and of a model's part beside an index
         self.promises, self.model_promises = Promises(), Promises()
-        self.times = TimedSteps(self.options, share)
+        self.times = TimedSteps(self.options, share, host_may_wait)
         # the step in which a request decoded first, by slot
         self.begun: dict[int, int] = {}
         # steps that requests had

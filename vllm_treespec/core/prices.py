@@ -199,10 +199,28 @@ class DraftCosts:
         counts: DraftParts,
         seconds: float,
         plain: float,
+        models: float = 0.0,
     ) -> None:
-        """Add a step with drafts, and the seconds of a plain one."""
+        """Add a step with drafts.
+
+        Args:
+            step: its number.
+            batch_size: of the step.
+            counts: how often each part came.
+            seconds: what it took.
+            plain: seconds of a plain one.
+            models: seconds in which models drafted, which tell levels from the other
+                parts; 0: not known.
+
+        """
         times = self._times(step, batch_size, plain)
-        expected = plain + times.fit(step).seconds(counts)
+        parts = times.fit(step)
+        if models:
+            of_models = DraftParts(0, counts.level, 0, counts.caught_up, 0)
+            most = parts.seconds(of_models) + (LONGEST - 1) * plain
+            times.add(step, of_models, min(models, most))
+            counts, seconds = counts._replace(level=0, caught_up=0), seconds - models
+        expected = plain + parts.seconds(counts)
         times.add(step, counts, min(seconds, LONGEST * expected) - plain)
 
     def prices(

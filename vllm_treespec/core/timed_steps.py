@@ -42,14 +42,18 @@ class TimedSteps:
         self,
         options: Sequence[Option],
         share: Callable[[list[float]], list[float]],
+        host_may_wait: bool = True,
     ) -> None:
         """Begin with nothing measured.
 
         Args:
             options: one of them is plain.
             share: hands out rank 0's times.
+            host_may_wait: for the device; else what drafting takes does not show on the
+                host.
 
         """
+        self.host_may_wait = host_may_wait
         self.has_index = any(option.is_free for option in options)
         self.share = share
         # whether some request is sampled -> times
@@ -95,7 +99,10 @@ class TimedSteps:
             asking = self.asking_by_kind[timed.is_sampled]
             if option.weighs_drafts:
                 rest = self._without_asking(timed, seconds, drafting)
-                costs.add_drafts(size, timed.counts, rest)
+                models = 0.0
+                if self.host_may_wait:
+                    models = max(rest - (seconds - drafting), 0.0)
+                costs.add_drafts(size, timed.counts, rest, models)
             if timed.settled:
                 caught_up = timed.counts.caught_up
                 usual = costs.without_catching_up(size, caught_up, seconds)
