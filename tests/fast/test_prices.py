@@ -76,7 +76,8 @@ def test_levels_are_told_by_how_long_models_draft() -> None:
     Deeper trees have more drafts, so times of whole steps tell both apart badly.
     """
     level, each = 0.2 * PLAIN, 0.02 * PLAIN
-    errors, errors_of_sums = [], []
+    errors: list[float] = []
+    errors_of_sums: list[float] = []
     for seed in range(8):
         source, known, unknown = random.Random(seed), DraftCosts(), DraftCosts()
         for step in range(60):

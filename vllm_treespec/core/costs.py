@@ -106,7 +106,11 @@ class StepCosts:
         self._check_recalled(batch_size, index)
 
     def add_drafts(
-        self, batch_size: int, counts: DraftParts, seconds: float, models: float
+        self,
+        batch_size: int,
+        counts: DraftParts,
+        seconds: float,
+        models: float = 0.0,
     ) -> None:
         """Add what a step took whose drafts were weighed; a plain one without any.
 
