@@ -52,29 +52,57 @@ def test_probs_equal_naive_top_k_and_top_p(vocab_size: int) -> None:
 BLOCKS = [64 * sampling.BLOCK * 4, 5003]
 
 
+# of nine requests: top-k of all, of some, and of none
+FEW_K = [1, 2, 5, 20, 20, 20, 100, 127, 20]
+SOME_K = [1, 10**9, 5, 10**9, 20, 10**9, 100, 10**9, 4000]
+
+
 @pytest.mark.parametrize("vocab_size", BLOCKS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_narrow_nuclei_equal_naive_ones(vocab_size: int, tied: bool) -> None:
-    """Red when a nucleus that is found without the other tokens is another one.
+@pytest.mark.parametrize(
+    ("top_k", "has_top_p"),
+    [(FEW_K, False), (SOME_K, False), (FEW_K, True), (SOME_K, True), (None, True)],
+)
+def test_few_tokens_have_the_same_law(
+    vocab_size: int, tied: bool, top_k: list[int] | None, has_top_p: bool
+) -> None:
+    """Red when tokens that are found without the others are other ones.
 
-    Tied logits are those of bfloat16: of equal ones at the end the first are inside.
+    Tied logits are those of bfloat16: of equal ones at the end of top-p the first are
+    inside, of those at the end of top-k all.
     """
     random = torch.Generator().manual_seed(vocab_size)
     logits = 6 * torch.randn((9, vocab_size), generator=random)
     if tied:
         logits = logits.bfloat16().float()
     top_p = torch.tensor([0.01, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0])
-    parameters = SamplingTensors(torch.ones(9), None, top_p)
+    limits = None if top_k is None else torch.tensor(top_k).clamp(max=vocab_size)
+    parameters = SamplingTensors(torch.ones(9), limits, top_p if has_top_p else None)
     with patch.object(sampling, "_restrict", wraps=sampling._restrict) as restrict:
         found = parameters.probs(logits)
-    # Most are narrow; one is no nucleus.
-    assert 1 <= len(restrict.call_args.args[0]) < 5
+    assert sum(len(call.args[0]) for call in restrict.call_args_list) <= 6
     with patch.object(sampling, "MANY_TOKENS", 1):
         expected = parameters.probs(logits)
     assert found.gt(0).equal(expected.gt(0))
     assert torch.allclose(found, expected, rtol=1e-5, atol=0)
     alone = [parameters.select(torch.tensor([r])).probs(logits[[r]]) for r in range(9)]
     assert torch.cat(alone).equal(found)
+
+
+@pytest.mark.parametrize("logit", [torch.nan, -torch.inf, torch.inf])
+@pytest.mark.parametrize("top_k", [None, torch.tensor([3, 3])])
+@pytest.mark.parametrize("top_p", [None, torch.tensor([0.9, 0.9])])
+def test_logits_without_a_softmax_give_token_0(
+    logit: float, top_k: Tensor | None, top_p: Tensor | None
+) -> None:
+    """Red when few tokens of a row are found whose probabilities are NaN."""
+    logits = torch.arange(5003.0).repeat(2, 1)
+    logits[1] = logit
+    if logit == torch.inf:
+        logits[1, 1:] = 0.0
+    probs = SamplingTensors(torch.ones(2), top_k, top_p).probs(logits)
+    assert probs[1].tolist() == [1.0] + [0.0] * 5002
+    assert float(probs[0].sum()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("vocab_size", BLOCKS)

@@ -19,7 +19,7 @@ THIN = 1e-6
 # sum. With this bound no quotient is denormal. Such a number has few exact bits, and is
 # 0 on some GPUs.
 SMALLEST = 1e-37
-# A nucleus of fewer tokens is found among the likeliest ones alone.
+# Fewer tokens within top-k and top-p are found among the likeliest ones alone.
 MANY_TOKENS = 128
 # On a CPU the likeliest tokens are looked for in the blocks of so many tokens that hold
 # the likeliest ones.
@@ -83,13 +83,18 @@ class SamplingTensors:
         if not self.all_greedy:
             scale = torch.where(self.greedy, 1.0, self.temperature)
             logits = logits / _per_row(scale, logits)
-        if self.top_p is not None and self.top_k is None and _is_on_cpu(logits):
-            limits = _per_row(self.top_p, logits).expand(*logits.shape[:-1], 1)
-            flat = logits.reshape(-1, logits.shape[-1])
-            return _nucleus(flat, limits.reshape(-1)).view_as(logits)
-        if self.top_k is not None or self.top_p is not None:
-            logits = _restrict(logits, self.top_k, self.top_p)
-        return _law(logits)
+        if self.top_k is None and self.top_p is None:
+            return _law(logits)
+        if not _is_on_cpu(logits):
+            return _law(_restrict(logits, self.top_k, self.top_p))
+        flat = logits.reshape(-1, logits.shape[-1])
+        top_k, top_p = (
+            None
+            if limits is None
+            else _per_row(limits, logits).expand(*logits.shape[:-1], 1).reshape(-1)
+            for limits in (self.top_k, self.top_p)
+        )
+        return _narrow_law(flat, top_k, top_p).view_as(logits)
 
 
 def most_likely(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -154,33 +159,53 @@ def _law(logits: Tensor) -> Tensor:
     return probs
 
 
-def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The law of the likeliest tokens that together reach ``top_p``, on a CPU.
+def _narrow_law(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """The law of few tokens within top-k, then top-p, on a CPU.
 
-    Of equally likely tokens the first ones count as likelier.
+    Of equally likely tokens the first ones count as likelier for top-p. Rows with many
+    such tokens are left to ``_restrict``.
 
     Args:
         logits: float32 [rows, vocab_size].
-        top_p: float32 [rows].
+        top_k: int64 [rows], or None.
+        top_p: float32 [rows], or None.
 
     Returns:
         float32 [rows, vocab_size].
 
     """
-    probs = logits.softmax(dim=-1)
-    mass, tokens = most_likely(probs, min(MANY_TOKENS, logits.shape[1]))
+    num_rows, vocab_size = logits.shape
+    count = min(MANY_TOKENS, vocab_size)
+    values, tokens = most_likely(logits, count)
     tokens, order = tokens.sort(dim=1)
-    mass, order = mass.gather(1, order).sort(dim=1, descending=True, stable=True)
-    likelier = mass.double().cumsum(1) - mass
-    is_outside = likelier >= top_p[:, None]
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    tokens = tokens.gather(1, order)
+    probs = logits.softmax(dim=-1)
+    mass = probs.gather(1, tokens)
+    is_outside = torch.zeros_like(tokens, dtype=torch.bool)
+    is_narrow = torch.zeros(num_rows, dtype=torch.bool)
+    if top_k is not None:
+        is_narrow |= top_k <= count
+        least = values.gather(1, (top_k.clamp(1, count) - 1).long()[:, None])
+        is_outside |= (values < least) & is_narrow[:, None]
+        mass = mass.masked_fill(is_outside, 0.0)
+        mass = torch.where(is_narrow[:, None], mass / mass.sum(1, keepdim=True), mass)
+    if top_p is not None:
+        is_cut = top_p < 1
+        likelier = mass.double().cumsum(1) - mass
+        is_outside |= (likelier >= top_p[:, None]) & is_cut[:, None]
+        is_narrow |= is_cut if top_k is None else is_cut & (top_k >= vocab_size)
+    # A softmax that has NaN anywhere has it everywhere.
+    is_narrow &= ~probs[:, 0].isnan()
     # Tokens that were not looked at may be as likely as the last one that was.
-    is_narrow = mass.masked_fill(is_outside, torch.inf).amin(dim=1) > mass[:, -1]
+    is_narrow &= values.masked_fill(is_outside, torch.inf).amin(dim=1) > values[:, -1]
     inside = mass.masked_fill(is_outside, 0.0)
     inside = torch.threshold_(inside / inside.sum(dim=1, keepdim=True), SMALLEST, 0.0)
-    law = probs.zero_().scatter_(1, tokens.gather(1, order), inside)
-    is_wide = ~(is_narrow & (top_p < 1))
-    if bool(is_wide.any()):
-        law[is_wide] = _law(_restrict(logits[is_wide], None, top_p[is_wide]))
+    law = probs.zero_().scatter_(1, tokens, inside)
+    if not bool(is_narrow.all()):
+        rest = ~is_narrow
+        limits = (None if each is None else each[rest] for each in (top_k, top_p))
+        law[rest] = _law(_restrict(logits[rest], *limits))
     return law
 
 
