@@ -129,6 +129,19 @@ def test_prices_begin_with_timed_forwards() -> None:
     assert untimed.level == pytest.approx(guessed.level * 4 / plain)
 
 
+def test_no_draft_costs_less_than_half_a_timed_row() -> None:
+    """Red when two disturbed steps make rows free, and trees as large as can be."""
+    timed, untimed = DraftCosts(TIMED), DraftCosts()
+    for step, (num_drafts, seconds) in enumerate([(10, 0.5), (31, 0.2)] * 4):
+        counts = DraftParts.of_step(0, num_drafts, 0, True)
+        for costs in (timed, untimed):
+            costs.add(step, 8, counts, seconds, 0.11)
+    row = TIMED.target_row(8)
+    assert row is not None
+    assert timed.prices(8, 8, 0.11, ()).draft == pytest.approx(row / 2 * 8 / 0.11)
+    assert untimed.prices(8, 8, 0.11, ()).draft < row / 2 * 8 / 0.11
+
+
 def test_a_head_s_levels_are_guessed() -> None:
     """Red when the levels of a source that was not timed cost nothing."""
     prices = DraftCosts(ForwardTimes(TIMED.target)).prices(0, 1, 0.1, ())

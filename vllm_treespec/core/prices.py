@@ -26,12 +26,15 @@ FREE_ROWS = 16
 GUESSED_EACH = 0.5
 GUESSED_CAUGHT_UP = 0.01
 GUESSED_BRANCHES = 0.04
-# Standard error of a measured time, as a part of a plain step.
-ERROR = 0.06
+# Standard error of a measured time, as a part of a plain step. On a quiet machine it is
+# less, which then costs a few steps; where it is more, few steps must not tell much.
+ERROR = 0.15
 # A measured time counts up to so many times what was expected.
 LONGEST = 1.5
 # The least that a draft costs, as a part of a plain step's time for a request.
 LEAST_EACH = 0.001
+# The same, as a part of a row's time when forwards were timed.
+LEAST_OF_A_ROW = 0.5
 # Promised tokens that a guess counts for: of the text, and of a request.
 GUESSED_PROMISES = 6.0
 GUESSED_REQUEST_PROMISES = 4.0
@@ -229,7 +232,9 @@ class DraftCosts:
         """What drafts must promise where plain steps take so many seconds."""
         parts = self._times(step, batch_size, plain).fit(step)
         tokens_a_second = batch_size / plain
-        each = max(parts.each, LEAST_EACH * plain / batch_size)
+        row = self.forwards.target_row(batch_size) or 0.0
+        least = max(LEAST_OF_A_ROW * row, LEAST_EACH * plain / batch_size)
+        each = max(parts.each, least)
         return Prices(
             draft=each * tokens_a_second,
             first=parts.first * tokens_a_second,
