@@ -52,9 +52,13 @@ class SureModel:
         others = [(1 - p) / 7 for p in sureness]
         rows = [[p] + [o] * 7 for p, o in zip(sureness, others, strict=True)]
         self.logits = torch.tensor(rows).log()
-        self.num_read = 0
         # nodes of each request, by level
         self.widths: list[int] = []
+
+    @property
+    def num_read(self) -> int:
+        """Levels that were read."""
+        return len(self.widths)
 
     def root_logits(self) -> torch.Tensor:
         """Logits below the roots."""
@@ -62,7 +66,6 @@ class SureModel:
 
     def extend(self, token_ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         """Logits below a level."""
-        self.num_read += 1
         self.widths.append(token_ids.shape[1])
         return self.logits[:, None].expand(-1, token_ids.shape[1], -1)
 

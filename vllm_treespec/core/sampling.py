@@ -85,8 +85,6 @@ class SamplingTensors:
             logits = logits / _per_row(scale, logits)
         if self.top_k is None and self.top_p is None:
             return _law(logits)
-        if not _is_on_cpu(logits):
-            return _law(_restrict(logits, self.top_k, self.top_p))
         flat = logits.reshape(-1, logits.shape[-1])
         top_k, top_p = (
             None
@@ -94,32 +92,35 @@ class SamplingTensors:
             else _per_row(limits, logits).expand(*logits.shape[:-1], 1).reshape(-1)
             for limits in (self.top_k, self.top_p)
         )
-        return _narrow_law(flat, top_k, top_p).view_as(logits)
+        if _is_on_cpu(logits):
+            return _narrow_law(flat, top_k, top_p).view_as(logits)
+        return _law(_restrict(flat, top_k, top_p)).view_as(logits)
 
 
-def most_likely(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def most_likely(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Find the likeliest tokens; of equally likely ones any.
 
     Args:
-        probs: [rows, vocab_size]. A row with NaN gives any tokens.
+        numbers: [rows, vocab_size], probabilities or logits. A row with NaN gives any
+            tokens.
         count: at most the size of the vocabulary.
 
     Returns:
-        their probabilities, the highest first, and tokens, int64, both [rows, count].
+        their numbers, the highest first, and tokens, int64, both [rows, count].
 
     """
-    num_rows, vocab_size = probs.shape
+    num_rows, vocab_size = numbers.shape
     num_blocks = vocab_size // BLOCK
-    if not _is_on_cpu(probs) or vocab_size % BLOCK or num_blocks < 2 * count:
-        found = probs.topk(count, dim=1)
+    if not _is_on_cpu(numbers) or vocab_size % BLOCK or num_blocks < 2 * count:
+        found = numbers.topk(count, dim=1)
         return found.values, found.indices
     # Each of them is in one of as many blocks as have the likeliest tokens.
-    blocks = probs.reshape(-1, BLOCK)
+    blocks = numbers.reshape(-1, BLOCK)
     best = blocks.amax(1).view(num_rows, -1).topk(count, dim=1).indices
     first = num_blocks * torch.arange(num_rows)[:, None]
     within = blocks.index_select(0, (first + best).view(-1)).view(num_rows, -1)
-    mass, places = within.topk(count, dim=1)
-    return mass, best.gather(1, places // BLOCK) * BLOCK + places % BLOCK
+    highest, places = within.topk(count, dim=1)
+    return highest, best.gather(1, places // BLOCK) * BLOCK + places % BLOCK
 
 
 def likeliest(logits: Tensor, rows: Sequence[int]) -> list[int]:
@@ -214,7 +215,14 @@ def _per_row(values: Tensor, logits: Tensor) -> Tensor:
 
 
 def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Set logits outside top-k, then outside the top-p nucleus, to -inf."""
+    """Set logits outside top-k, then outside the top-p nucleus, to -inf.
+
+    Args:
+        logits: float32 [rows, vocab_size].
+        top_k: int64 [rows], or None.
+        top_p: float32 [rows], or None.
+
+    """
     if _is_on_cpu(logits):
         found = _restrict_unsorted(logits, top_k, top_p)
         if found is not None:
@@ -223,11 +231,11 @@ def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     vocab_size = logits.shape[-1]
     if top_k is not None:
         place = (vocab_size - top_k.clamp(1, vocab_size)).to(torch.int64)
-        place = _per_row(place, logits).expand(*logits.shape[:-1], 1)
-        ordered = ordered.masked_fill(ordered < ordered.gather(-1, place), -torch.inf)
+        least = ordered.gather(-1, place[:, None])
+        ordered = ordered.masked_fill(ordered < least, -torch.inf)
     if top_p is not None:
         mass_below = ordered.softmax(dim=-1).cumsum(dim=-1)
-        outside = mass_below <= 1 - _per_row(top_p, logits)
+        outside = mass_below <= 1 - top_p[:, None]
         outside[..., -1] = False
         ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, index, ordered)
@@ -246,19 +254,16 @@ def _restrict_unsorted(
     if top_k is not None and bool((top_k < vocab_size).any()):
         limited = top_k < vocab_size
         most = int(top_k[limited].max())
-        place = _per_row(top_k.clamp(1, most) - 1, logits)
-        place = place.expand(*logits.shape[:-1], 1)
+        place = (top_k.clamp(1, most) - 1)[:, None]
         least = logits.topk(most, dim=-1).values.gather(-1, place)
-        least = least.masked_fill(~_per_row(limited, logits), -torch.inf)
+        least = least.masked_fill(~limited[:, None], -torch.inf)
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p is None:
         return logits
-    probs = logits.softmax(dim=-1).view(-1, vocab_size)
+    probs = logits.softmax(dim=-1)
     if bool(probs[:, 0].isnan().any()):
         return None
-    limits = _per_row(top_p, logits).expand(*logits.shape[:-1], 1)
-    outside = _outside_nucleus(probs, limits.reshape(-1))
-    return logits.masked_fill(outside.view_as(logits), -torch.inf)
+    return logits.masked_fill(_outside_nucleus(probs, top_p), -torch.inf)
 
 
 def _outside_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:

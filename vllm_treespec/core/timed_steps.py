@@ -98,11 +98,9 @@ class TimedSteps:
             costs = self.costs_by_kind[timed.is_sampled]
             asking = self.asking_by_kind[timed.is_sampled]
             if option.weighs_drafts:
-                rest = self._without_asking(timed, seconds, drafting)
-                models = 0.0
-                if self.host_may_wait:
-                    models = max(rest - (seconds - drafting), 0.0)
-                costs.add_drafts(size, timed.counts, rest, models)
+                asked = self._asking_seconds(timed, seconds, drafting)
+                models = max(drafting - asked, 0.0) if self.host_may_wait else 0.0
+                costs.add_drafts(size, timed.counts, seconds - asked, models)
             if timed.settled:
                 caught_up = timed.counts.caught_up
                 usual = costs.without_catching_up(size, caught_up, seconds)
@@ -111,20 +109,20 @@ class TimedSteps:
                 asking.took(size, drafting)
         self.new_steps, self.new_seconds = [], []
 
-    def _without_asking(
+    def _asking_seconds(
         self, timed: TimedStep, seconds: float, drafting: float
     ) -> float:
-        """What a step would have taken without asking an index; learns what that takes.
+        """What asking an index took in a step; learns from one without drafts.
 
-        So asking is no part of the price of drafts, nor of a plain step, as which one
-        counts that had no drafts.
+        It is no part of the price of drafts, nor of a plain step, as which one counts
+        that had no drafts.
         """
         size, asking = timed.batch_size, self.asking_by_kind[timed.is_sampled]
         if not self.has_index:
-            return seconds
+            return 0.0
         if any(timed.counts):
-            return seconds - asking.seconds(size)
+            return asking.seconds(size)
         plain = self.costs_by_kind[timed.is_sampled].plain(size)
         if plain is not None:
             asking.found_nothing(size, seconds - plain.seconds)
-        return seconds - drafting
+        return drafting
