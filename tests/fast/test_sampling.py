@@ -120,6 +120,26 @@ def test_the_likeliest_tokens_are_found_in_blocks(vocab_size: int, count: int) -
     assert all(len(set(row)) == count for row in tokens.tolist())
 
 
+@pytest.mark.parametrize("vocab_size", BLOCKS)
+@pytest.mark.parametrize("top_k", [None, 20, 4000])
+@pytest.mark.parametrize("top_p", [None, 0.9])
+@pytest.mark.parametrize("width", [(), (4,)])
+def test_no_requests_have_no_laws(
+    vocab_size: int, top_k: int | None, top_p: float | None, width: tuple[int, ...]
+) -> None:
+    """Red when a step fails in which no request asks for a law.
+
+    Rules ask for what the requests have left whose drafts are accepted: often none.
+    """
+    limits = [
+        None if each is None else torch.full((2,), each) for each in (top_k, top_p)
+    ]
+    parameters = SamplingTensors(torch.ones(2), *limits)
+    nobody = torch.empty(0, dtype=torch.int64)
+    logits = torch.zeros((0, *width, vocab_size))
+    assert parameters.select(nobody).probs(logits).shape == logits.shape
+
+
 LIMITS = {
     "top-k": (torch.tensor([40, 1, 1001]), None),
     "top-p": (None, torch.tensor([0.9, 0.3, 1.0])),

@@ -116,9 +116,10 @@ def most_likely(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return found.values, found.indices
     # Each of them is in one of as many blocks as have the likeliest tokens.
     blocks = numbers.reshape(-1, BLOCK)
-    best = blocks.amax(1).view(num_rows, -1).topk(count, dim=1).indices
+    best = blocks.amax(1).view(num_rows, num_blocks).topk(count, dim=1).indices
     first = num_blocks * torch.arange(num_rows)[:, None]
-    within = blocks.index_select(0, (first + best).view(-1)).view(num_rows, -1)
+    within = blocks.index_select(0, (first + best).view(-1))
+    within = within.view(num_rows, count * BLOCK)
     highest, places = within.topk(count, dim=1)
     return highest, best.gather(1, places // BLOCK) * BLOCK + places % BLOCK
 
