@@ -65,7 +65,7 @@ class Confidence:
         likely = (self.nodes.exp() * drawn).amax(1)
         self.promised = self.promised + likely
         self.num_levels += 1
-        return self.worth.ends(self.num_levels, likely)
+        return self.worth.ends(self.num_levels, likely[:, None])
 
     def promise(self, tree: TreeBatch) -> TreeBatch:
         """Note in the trees what they promise: of each level its likeliest node."""

@@ -114,7 +114,7 @@ class DynamicTree(Proposer):
                 break
             place = frontier(log_probs[-1], self._num_read(log_probs[-1], inputs))
             joint = log_probs[-1].gather(1, place)
-            if worth.ends(level + 1, joint.exp().sum(1)):
+            if worth.ends(level + 1, joint.exp()):
                 break
             read = tokens[-1].gather(1, place)
             logits = draft_model.extend(read, place // count)

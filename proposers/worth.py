@@ -9,6 +9,10 @@ from torch import Tensor
 
 from vllm_treespec.proposers.base import ProposerInputs
 
+# Accepted tokens that the next level brings over those that it is thought to. Levels
+# look best just before they end.
+HOPED = 0.9
+
 
 class Worth:
     """What drafts must promise: ``min_probability``, and the step's prices.
@@ -48,27 +52,29 @@ class Worth:
     def ends(self, level: int, likely: Tensor) -> bool:
         """Whether no level below this one is worth reading.
 
-        The next level is thought as likely as those above were in the mean. Where the
-        host must not wait for the device, the step's prices say how many are read.
+        Below each node a draft is hoped for that is as likely, beside its parent, as
+        levels were in the mean beside those above them. Where the host must not wait
+        for the device, the step's prices say how many levels are read.
 
         Args:
             level: of the drafts that were found last, from 1.
-            likely: float64 [num_reqs], how likely one of those that would be read is
-                accepted; 0 where there is none.
+            likely: float64 [num_reqs, width], how likely each of those that would be
+                read is accepted; 0 where there is none.
 
         """
         inputs, prices = self.inputs, self.inputs.prices
         if not inputs.host_may_wait:
             return prices is not None and level == prices.num_levels
         if inputs.num_drafts is not None:
-            likely = likely * (inputs.num_drafts > 0)
+            likely = likely * (inputs.num_drafts > 0)[:, None]
         if prices is None:
             return not bool(likely.any())
-        hoped = likely ** ((level + 1) / level)
+        hoped = HOPED * likely * likely.sum(1, keepdim=True) ** (1 / level)
         found = inputs.found or [0.0] * len(prices.kept)
         gains = [
-            max(promised * kept - prices.draft, 0.0) * (1 - elsewhere)
-            for promised, kept, elsewhere in zip(
+            sum(max(promised * kept - prices.draft, 0.0) for promised in nodes)
+            * (1 - elsewhere)
+            for nodes, kept, elsewhere in zip(
                 hoped.tolist(), prices.kept, found, strict=True
             )
         ]

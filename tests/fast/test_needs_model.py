@@ -90,7 +90,7 @@ def test_levels_add_nothing_where_the_index_is_right() -> None:
             host_may_wait=True,
             found=found,
         )
-        return Worth(0.1, inputs).ends(1, torch.tensor([0.8], dtype=torch.float64))
+        return Worth(0.1, inputs).ends(1, torch.tensor([[0.8]], dtype=torch.float64))
 
     assert not ends(None)
     assert not ends([0.1])

@@ -31,6 +31,7 @@ from vllm_treespec.proposers import (
     RsdS,
     Sd,
 )
+from vllm_treespec.proposers.worth import Worth
 from vllm_treespec.scorers import recursive_rejection
 
 EXACT = 1e-12
@@ -143,6 +144,23 @@ def test_nodes_that_are_left_out_are_not_read(greedy: bool) -> None:
             strict=True,
         ):
             assert found.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("likely", "ends"),
+    [([0.8], False), ([0.4, 0.4], True), ([0.8, 0.1], False), ([0.45, 0.35], True)],
+)
+def test_each_node_pays_for_the_draft_below_it(likely: list[float], ends: bool) -> None:
+    """Red when unlikely nodes together pay for drafts that none of them is worth."""
+    inputs = ProposerInputs(
+        torch.zeros(1, dtype=torch.int64),
+        plain_sampling(1),
+        torch.zeros(1, 0, dtype=torch.float64),
+        prices=Prices(0.35, 0.0, [1.0], level=0.15),
+        host_may_wait=True,
+    )
+    nodes = torch.tensor([likely], dtype=torch.float64)
+    assert Worth(None, inputs).ends(1, nodes) == ends
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
