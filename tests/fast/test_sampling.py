@@ -131,10 +131,11 @@ def test_no_requests_have_no_laws(
 
     Rules ask for what the requests have left whose drafts are accepted: often none.
     """
-    limits = [
-        None if each is None else torch.full((2,), each) for each in (top_k, top_p)
-    ]
-    parameters = SamplingTensors(torch.ones(2), *limits)
+    parameters = SamplingTensors(
+        torch.ones(2),
+        None if top_k is None else torch.full((2,), top_k),
+        None if top_p is None else torch.full((2,), top_p),
+    )
     nobody = torch.empty(0, dtype=torch.int64)
     logits = torch.zeros((0, *width, vocab_size))
     assert parameters.select(nobody).probs(logits).shape == logits.shape
