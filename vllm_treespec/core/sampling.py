@@ -188,7 +188,7 @@ def _narrow_law(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> T
     is_narrow = torch.zeros(num_rows, dtype=torch.bool)
     if top_k is not None:
         is_narrow |= top_k <= count
-        least = values.gather(1, (top_k.clamp(1, count) - 1).long()[:, None])
+        least = values.gather(1, (top_k.clamp(1, count) - 1)[:, None])
         is_outside |= (values < least) & is_narrow[:, None]
         mass = mass.masked_fill(is_outside, 0.0)
         mass = torch.where(is_narrow[:, None], mass / mass.sum(1, keepdim=True), mass)
@@ -231,8 +231,8 @@ def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     ordered, index = logits.sort(dim=-1, descending=False)
     vocab_size = logits.shape[-1]
     if top_k is not None:
-        place = (vocab_size - top_k.clamp(1, vocab_size)).to(torch.int64)
-        least = ordered.gather(-1, place[:, None])
+        place = (vocab_size - top_k.clamp(1, vocab_size))[:, None]
+        least = ordered.gather(-1, place)
         ordered = ordered.masked_fill(ordered < least, -torch.inf)
     if top_p is not None:
         mass_below = ordered.softmax(dim=-1).cumsum(dim=-1)
