@@ -44,7 +44,7 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     assert (config.head, config.models) == (config.model_dump()["model"], ())
     assert config.scheduled_trees()[0].name == "redrafter 4x2x5"
     medusa = parse("medusa_tree")
-    assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "target_draw")
+    assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "coupled_draw")
     assert medusa.proposer().sizes.max_nodes == 6
     assert medusa.proposer().sizes.max_depth <= 3
 

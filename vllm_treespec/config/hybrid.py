@@ -87,7 +87,7 @@ class HybridConfig(IndexConfig):
 
     @property
     def rule(self) -> str:
-        """What the model drafts for sampled requests follows the target's noise."""
+        """Drafts that were not drawn have no distribution to reject by."""
         return "coupled_draw"
 
     @property

@@ -65,10 +65,8 @@ class ReDrafterConfig(HeadMethodConfig):
 
     @property
     def rule(self) -> str:
-        """Drawn beams have a distribution to reject by; dynamic trees follow noise."""
-        if self.tree == "dynamic":
-            return "coupled_draw"
-        if self.beam_search == "stochastic":
+        """Drawn beams have a distribution to reject by."""
+        if self.tree != "dynamic" and self.beam_search == "stochastic":
             return "recursive_rejection"
         return super().rule
 
