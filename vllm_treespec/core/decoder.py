@@ -159,7 +159,9 @@ class TreeDecoder:
         of_trees = sampling.select(trees.host_reqs, trees.reqs)
         penalties = self._penalties(trees, sampling)
         target = TargetLogits(logits, trees.root_rows, of_trees, penalties)
-        numbers = self.numbers(self.slots.keys(trees.slots), trees.root_positions)
+        numbers = torch.empty((len(trees.slots), 0))
+        if not of_trees.all_greedy:
+            numbers = self.numbers(self.slots.keys(trees.slots), trees.root_positions)
         with self._leaving_out(logits, sampling, trees.host_reqs, trees):
             self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
         return self.scored
