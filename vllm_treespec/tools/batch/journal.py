@@ -1,7 +1,7 @@
 """The journal of a batch: every finished row, appended and on the disk.
 
 The first line holds the options, each further one a finished row. A line that is no
-finished row, as a kill or a power cut leaves it, counts for nothing: its row is answered
+finished row, as a kill or a power cut leaves it, does not count: its row is answered
 again. What a kill cut off at the end is removed when the journal is opened.
 """
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_treespec.tools.batch.files import (
-    check_rows,
     check_kind,
+    check_rows,
     fingerprint,
     read_rows,
     write_answers,
