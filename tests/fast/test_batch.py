@@ -283,6 +283,20 @@ def test_odd_lines_of_a_journal_are_no_rows(
     assert ids_of(settings.bad_rows) == BAD
 
 
+def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Red when a batch that was half finished before an upgrade starts anew."""
+    settings = settings_of(tmp_path)
+    run(settings_of(tmp_path, limit=6))
+    first, *rows = settings.journal.read_bytes().splitlines(keepends=True)
+    options = json.loads(first)["options"]
+    earlier = json.dumps({"treespec_batch": 1, "options": options}).encode() + b"\n"
+    settings.journal.write_bytes(earlier + b"".join(rows))
+    answer = FakeAnswerer()
+    assert run(settings, answer) == Summary(answered=5, bad=3)
+    assert sorted(answer.asked) == [8, 9]
+    assert ids_of(settings.bad_rows) == BAD
+
+
 def test_a_row_twice_in_a_journal(tmp_path: Path) -> None:
     """Red when a row is answered and bad at once."""
     settings = settings_of(tmp_path)
