@@ -52,13 +52,18 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def jobs() -> list[dict]:
+def prompts() -> list[list[int]]:
+    """Prompts of eight lengths."""
+    tokens = [(7 * i * i + 3) % 509 for i in range(100)]
+    return [tokens[: 8 + 11 * i] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def jobs(prompts: list[list[int]]) -> list[dict]:
     """Eight requests at once (plain), then the same one by one, then three at once.
 
     The last two jobs are sampled, with drafts and without.
     """
-    tokens = [(7 * i * i + 3) % 509 for i in range(100)]
-    prompts = [tokens[: 8 + 11 * i] for i in range(8)]
     greedy = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
     return [
         *(
@@ -113,6 +118,15 @@ def test_sampled_tokens_equal_plain(adaptive: dict, method: str) -> None:
     if method in DRAWN:
         pytest.skip("its trees are drawn")
     assert_same_text(adaptive, SAMPLED)
+
+
+def test_the_measured_schedule_changes_no_text(
+    run_tiny: Callable[..., dict], tiny: dict[str, str], prompts: list[list[int]]
+) -> None:
+    """Turns red when the clock, which decides over trees, decides over tokens."""
+    spec = {"method": "hybrid", "model": tiny["draft"], "schedule": "measured"}
+    jobs = with_and_without_trees(prompts, 3, max_tokens=64)
+    assert_same_text(run_tiny(list(jobs), speculative_config=spec), 0)
 
 
 def test_batch_size_chose_the_tree(adaptive: dict, method: str) -> None:
