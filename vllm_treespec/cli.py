@@ -168,14 +168,13 @@ def convert_head(
     """Convert a published EAGLE head from pytorch_model.bin to safetensors."""
     import torch
 
-    from vllm_treespec.heads import convert, read_head_config
+    from vllm_treespec.heads import convert
 
     typer.echo(f"Reading {model}")
     try:
         kind = getattr(torch, dtype.value) if dtype else None
         size_mb = convert.convert_head(model, out, kind)
         typer.echo(f"Wrote {out}, {size_mb:.0f} MB")
-        read_head_config(out)
     except (OSError, ValueError) as error:
         raise _fail(error) from None
 

@@ -102,12 +102,12 @@ def config_of(head: PublishedHead, **keys: Any) -> PublishedHead:
         ),
         (
             config_of(HOT, intermediate_size=23),
-            "midlayer.mlp.gate_proj.weight, midlayer.mlp.up_proj.weight have the "
+            "midlayer.mlp.gate_proj.weight, midlayer.mlp.up_proj.weight has the "
             "shape [48, 16], and config.json says [46, 16]; correct it, or get",
         ),
         (
             config_of(PublishedHead("eagle", lm_head=False), hidden_size=8),
-            "fc.weight have the shape",
+            "fc.weight has the shape",
         ),
         (config_of(HOT, fc_norm=True), "missing fc_norm.0.weight, fc_norm.1.weight"),
         (PublishedHead(fc_norm=True, keys={"fc_norm": None}), "not known fc_norm.0.w"),
@@ -164,9 +164,9 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     folder = HOT.write(tmp_path / "head")
     weights = folder / "model.safetensors"
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "y.safetensors"}}))
-    assert "holds no y.safetensors; copy the head again" in refusal(folder)
+    assert "there is no file 'y.safetensors' beside it; copy" in refusal(folder)
     (folder / INDEX).write_text("{}")
-    assert "lists no files; copy the head again" in refusal(folder)
+    assert "lists no files; copy the folder again" in refusal(folder)
     (folder / INDEX).unlink()
     weights.write_bytes(weights.read_bytes()[:-9])
     assert "is cut short" in refusal(folder)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_treespec.heads.config import HeadError
 from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.json_files import read_json_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,13 +69,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise HeadError(f"{folder} holds no config.json; name the folder of a head")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise not_a_head(path, str(error)) from None
-    if not isinstance(config, dict):
-        raise not_a_head(path, "it holds no JSON object")
-    return config
+    return _read_object(path)
 
 
 def not_a_head(path: Path, reason: str) -> HeadError:
@@ -134,24 +129,32 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def listed_files(index: Path) -> list[Path]:
-    """The files of weights that an index lists, all of which must exist.
+    """The files of weights that an index lists; all lie beside it.
 
     Raises:
-        HeadError: it lists none, or one is missing.
+        HeadError: it lists none, one is missing, or one lies elsewhere.
 
     """
-    try:
-        names = set(
-            json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        )
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise HeadError(f"{index} lists no files; copy the head again") from None
-    missing = sorted(name for name in names if not (index.parent / name).is_file())
-    if missing:
+    listed = _read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
         raise HeadError(
-            f"{index.parent} holds no {', '.join(missing)}; copy the head again"
+            f"{index} cannot be read: it lists no files; copy the folder again"
         )
-    return [index.parent / name for name in sorted(names)]
+    there = {path.name for path in index.parent.iterdir() if path.is_file()}
+    for name in listed.values():
+        if not isinstance(name, str) or name not in there:
+            raise HeadError(
+                f"{index} cannot be read: there is no file {shortened(name)} beside "
+                f"it; copy the folder again"
+            )
+    return [index.parent / name for name in sorted(set(listed.values()))]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except ValueError as error:
+        raise HeadError(f"{error}; copy the folder again") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:

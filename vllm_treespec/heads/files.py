@@ -34,7 +34,7 @@ from vllm_treespec.heads.published import (
 )
 from vllm_treespec.heads.published_weights import load_weights
 from vllm_treespec.heads.redrafter import ReDrafterHead
-from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.heads.weights import misfit, weights_problem
 
 _OwnConfig = ReDrafterHeadConfig | MedusaHeadConfig | LyannaHeadConfig
 _ADAPTER: TypeAdapter[_OwnConfig] = TypeAdapter(
@@ -132,10 +132,18 @@ def _load_weights(head: Head, folder: Path) -> None:
         raise HeadError(f"{folder} holds no {WEIGHTS}; train the head again")
     if problem := weights_problem(path):
         raise HeadError(f"{problem}; copy the head again, or train it again")
-    try:
-        head.load_state_dict(load_file(path))
-    except RuntimeError as error:
-        raise HeadError(f"{path} does not fit its config.json: {error}") from None
+    found, own = load_file(path), head.state_dict()
+    problems = [
+        *(f"{name} is missing" for name in own.keys() - found.keys()),
+        *(f"{name} is not known" for name in found.keys() - own.keys()),
+        *(misfit(name, found[name], own[name]) for name in own.keys() & found.keys()),
+    ]
+    if problem := next(filter(None, problems), None):
+        raise HeadError(
+            f"{path} does not fit its config.json: {problem}; copy the head again, or "
+            f"train it again"
+        )
+    head.load_state_dict(found)
     head.eval().requires_grad_(False)
 
 
@@ -162,7 +170,7 @@ def load_eagle_head(
     if not isinstance(config, EagleHeadConfig) or isinstance(config, LyannaHeadConfig):
         raise HeadError(f"{folder} holds a {config.method} head; name an EAGLE head")
     head = EagleHead(config)
-    load_weights(head, Checkpoint.read(folder))
+    load_weights(head, folder, Checkpoint.read(folder).tensors())
     if hot_tokens is not None:
         head.restrict(read_heads_hot_tokens(hot_tokens, config))
     return head.eval().requires_grad_(False)

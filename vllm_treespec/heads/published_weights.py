@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_treespec.heads.checkpoint import WEIGHTS, Checkpoint
+from vllm_treespec.heads.checkpoint import WEIGHTS
 from vllm_treespec.heads.config import EagleHeadConfig, HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER, MIDDLE_LAYER, plain_key
+from vllm_treespec.heads.weights import misfit
 from vllm_treespec.sources.base import FINAL_LAYER
 
 # Published names by ours, of both versions; several are rows one below the other.
@@ -64,34 +66,40 @@ def published_names(name: str, version: int) -> tuple[str, ...]:
     raise KeyError(name)
 
 
-def load_weights(head: EagleHead, checkpoint: Checkpoint) -> None:
-    """Read the weights of a head that was made for them; dtypes are the files'.
+def load_weights(head: EagleHead, folder: Path, published: dict[str, Tensor]) -> None:
+    """Take the published tensors of a head that was made for them, in their dtypes.
+
+    Args:
+        head: made from the folder's config.json.
+        folder: for messages.
+        published: by published name.
 
     Raises:
-        HeadError: a tensor is missing, left over, or of another shape.
+        HeadError: a tensor is missing, left over, of another shape, no floating-point
+            number, NaN or infinite.
 
     """
-    config, folder = head.config, checkpoint.folder
+    config = head.config
     names = {
         name: published_names(name, config.version)
         for name in head.state_dict()
         if name != "hot_token_ids"
     }
     wanted = {key for keys in names.values() for key in keys}
-    found = {plain_key(key): key for key in checkpoint.shapes}
+    found = {plain_key(key): key for key in published}
     if config.version == 3 and not config.combines:
         # as vLLM: the combining layer of a head that combines nothing
         found.pop("fc.weight", None)
     lost = wanted - set(found)
     left = {found[key] for key in set(found) - wanted if not NOT_READ.fullmatch(key)}
-    left |= _spelled_twice(checkpoint)
+    left |= _spelled_twice(published.keys())
     if left or lost:
         raise HeadError(
             f"the weights in {folder} do not fit its config.json: "
             f"missing {_listed(lost)}, not known {_listed(left)}; "
             f"get the whole head, or one of a form that docs/eagle.md lists"
         )
-    read = {plain_key(key): tensor for key, tensor in checkpoint.tensors().items()}
+    read = {plain_key(key): tensor for key, tensor in published.items()}
     tensors = {name: _joined(read, keys) for name, keys in names.items()}
     if "d2t" in read:
         ids, order = _target_ids(read, config, folder).sort()
@@ -100,22 +108,19 @@ def load_weights(head: EagleHead, checkpoint: Checkpoint) -> None:
         if "output.weight" in tensors and not order.equal(torch.arange(len(order))):
             tensors["output.weight"] = tensors["output.weight"][order]
     for name, own in head.state_dict().items():
-        if tensors[name].shape != own.shape:
-            keys = ", ".join(found[key] for key in names[name])
+        keys = ", ".join(found[key] for key in names.get(name, ("d2t",)))
+        if problem := misfit(keys, tensors[name], own):
             raise HeadError(
-                f"the weights in {folder} do not fit its config.json: {keys} have the "
-                f"shape {list(tensors[name].shape)}, and config.json says "
-                f"{list(own.shape)}; correct it, or get the head again"
+                f"the weights in {folder} do not fit its config.json: {problem}; "
+                f"correct it, or get the head again"
             )
     head.load_state_dict(tensors, assign=True)
 
 
-def _spelled_twice(checkpoint: Checkpoint) -> set[str]:
+def _spelled_twice(keys: Set[str]) -> set[str]:
     """Tensors of ``layers.0.`` that ``midlayer.`` has, too."""
     return {
-        key
-        for key in checkpoint.shapes
-        if key.replace(FIRST_LAYER, MIDDLE_LAYER, 1) in checkpoint.shapes.keys() - {key}
+        key for key in keys if key.replace(FIRST_LAYER, MIDDLE_LAYER, 1) in keys - {key}
     }
 
 
@@ -133,6 +138,12 @@ def _target_ids(
     read: dict[str, Tensor], config: EagleHeadConfig, folder: Path
 ) -> Tensor:
     """The target's id of each row of the output layer, from its offsets ``d2t``."""
+    for key in {"d2t", "t2d"} & read.keys():
+        if read[key].ndim != 1 or read[key].is_floating_point():
+            raise HeadError(
+                f"{key!r} in {folder} is {read[key].dtype} {list(read[key].shape)}, no "
+                f"list of whole numbers; get the head again"
+            )
     ids = torch.arange(len(read["d2t"])) + read["d2t"].long()
     if not (ids.min() >= 0 and ids.max() < config.vocab_size):
         raise HeadError(

@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from vllm_treespec.atomic_files import replaced
+from vllm_treespec.heads.weights import weights_problem
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.model import TargetStatistics
@@ -153,9 +156,8 @@ def cache_teacher(
                 continue
             layers = tuple(sorted({*options.layers, *(kept or ())}))
             tensors = _run_target(target, part, replace(options, layers=layers))
-            partial = shard.with_suffix(".partial")
-            save_file(tensors, partial, metadata={"fingerprint": fingerprint})
-            partial.rename(shard)
+            with replaced(shard) as part:
+                save_file(tensors, part, metadata={"fingerprint": fingerprint})
     return shards
 
 
@@ -170,8 +172,14 @@ def _fingerprint(rows: list[Row], target_name: str, options: TeacherOptions) -> 
 
 
 def _layers_of(shard: Path, fingerprint: str) -> set[int] | None:
-    """Which hidden states a shard holds; None: it is missing, or another text's."""
+    """Which hidden states a shard holds; None: it is missing, or another text's.
+
+    A shard that was cut short is named on the console, and counts as missing.
+    """
     if not shard.exists():
+        return None
+    if problem := weights_problem(shard):
+        Console().print(f"{problem}: made again", soft_wrap=True)
         return None
     with safe_open(shard, "pt") as file:
         if (file.metadata() or {}).get("fingerprint") != fingerprint:
