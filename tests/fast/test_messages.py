@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
@@ -84,6 +84,7 @@ def test_odd_hot_tokens_of_a_draft_model(
         (b"", "is not JSON"),
         (b'{"model_type": "\xff"}', "is not JSON"),
         (b"[1, 2]", "holds no JSON object"),
+        pytest.param(b"[" * 100_000, "are nested too deeply", id="deep"),
         (b"null", "holds no JSON object"),
         (without("vocab_size").encode(), "says no vocab_size; add it"),
         (without("num_hidden_layers").encode(), "says no num_hidden_layers; add it"),
@@ -101,13 +102,21 @@ def test_odd_configuration_of_a_draft_model(
 
 @pytest.mark.parametrize(
     "change",
-    [{"vocab_size": "many"}, {"vocab_size": None}, {"model_type": "no such type"}],
+    [
+        {"vocab_size": "many"},
+        {"vocab_size": None},
+        {"model_type": "no such type"},
+        {"nested": None},
+    ],
 )
 def test_configuration_that_transformers_refuses(
     change: dict[str, Any], draft: Path
 ) -> None:
     """Red when transformers' own words reach users without the name of the file."""
-    (draft / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    content = json.dumps({**CONFIG, **change})
+    if "nested" in change:
+        content = content.replace('"nested": null', '"nested": ' + "[" * 100_000)
+    (draft / "config.json").write_text(content)
     with pytest.raises(SpecConfigError) as error:
         read_config("'model'", str(draft), AutoConfig.from_pretrained)
     assert f"'model': {draft / 'config.json'} cannot be read" in str(error.value)
@@ -144,6 +153,34 @@ def test_truncated_weights_of_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda t, name: t.update({name: t[name][:-1]}), "has the shape ["),
+        (
+            lambda t, name: t.update({name: t[name].int()}),
+            "is torch.int32, and",
+        ),
+        (lambda t, name: t[name].fill_(torch.nan), "holds NaN or infinity; copy the"),
+        (lambda t, name: t[name].fill_(-torch.inf), "holds NaN or infinity; copy the"),
+        (lambda t, name: t.pop(name), "is missing; copy the head again, or train it"),
+    ],
+)
+def test_odd_weights_of_a_head(edit: Any, says: str, tmp_path: Path) -> None:
+    """Red when weights that no head of this config.json has are loaded."""
+    write_head(tmp_path, "redrafter")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
+    edit(tensors, name)
+    save_file(tensors, file)
+    with pytest.raises(HeadError) as error:
+        load_head(tmp_path)
+    message = f"{file} does not fit its config.json: {name} {says}"
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("old", "new"),
     [
         ('"vocab_size": 32', '"vocab_size": true'),
@@ -152,6 +189,7 @@ def test_truncated_weights_of_a_head(tmp_path: Path) -> None:
         ("0.5", "Infinity"),
         ("0.5", "1.5"),
         ("{", "\xff"),
+        pytest.param("{", "[" * 100_000, id="deep"),
     ],
 )
 def test_odd_configuration_of_a_head(old: str, new: str, tmp_path: Path) -> None:

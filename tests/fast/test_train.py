@@ -368,7 +368,8 @@ WRONG_ROWS = {
     b"[1, 2]": "not a JSON object; a line is",
     b"token_ids": "not JSON",
     b"": "not JSON",
-    b'{"token_ids": [1, 2], "prompt_len": 1, "note": "\xff"}': "not UTF-8; save",
+    b'{"token_ids": [1, 2], "prompt_len": 1, "note": "\xff"}': "it is not UTF-8 text",
+    b"[" * 100_000: "its lists and objects are nested too deeply",
 }
 
 

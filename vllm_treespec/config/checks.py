@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from vllm_treespec.heads.checkpoint import tensor_shapes
 from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.heads.published import is_eagle
 from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.json_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,7 +59,7 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {folder} holds no config.json; name the "
                 f"folder of a model in Hugging Face format"
             )
-        _check_config_file(folder / "config.json", config)
+        said = _check_config_file(folder / "config.json", config)
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise SpecConfigError(
@@ -71,29 +71,35 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {problem}; copy or save the draft model "
                 f"again"
             )
-        if is_eagle(name for file in files for name in tensor_shapes(file)):
-            raise _no_draft_model(folder, "eagle", config)
+        if kind := kind_of_head(said, files):
+            raise _no_draft_model(folder, kind, config)
 
 
-def _check_config_file(path: Path, method: MethodConfig) -> None:
-    """Check that a config.json is a model's, and says what a draft model's must."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SpecConfigError(
-            f"speculative_config 'model': {path} is not JSON ({error}); copy or save "
-            f"the draft model again"
-        ) from None
-    if not isinstance(config, dict):
-        raise SpecConfigError(
-            f"speculative_config 'model': {path} holds no JSON object; name the folder "
-            f"of a model in Hugging Face format"
-        )
+def kind_of_head(config: dict[str, Any], files: Iterable[Path] = ()) -> str | None:
+    """Which kind of head a folder holds, None: none.
+
+    Args:
+        config: its config.json.
+        files: of its weights, which must be whole.
+
+    """
     kind = config.get("method")
     if isinstance(kind, str) and kind in HEAD_METHODS:
+        return kind
+    names = (name for file in files for name in tensor_shapes(file))
+    return "eagle" if "speculators_model_type" in config or is_eagle(names) else None
+
+
+def _check_config_file(path: Path, method: MethodConfig) -> dict[str, Any]:
+    """Check that a config.json is a model's, and says what a draft model's must."""
+    try:
+        config = read_json_object(path)
+    except ValueError as error:
+        raise SpecConfigError(
+            f"speculative_config 'model': {error}; copy or save the draft model again"
+        ) from None
+    if kind := kind_of_head(config):
         raise _no_draft_model(path.parent, kind, method)
-    if "speculators_model_type" in config:
-        raise _no_draft_model(path.parent, "eagle", method)
     text = config.get("text_config")
     keys = {*config, *(text if isinstance(text, dict) else ())}
     for size, names in SIZES.items():
@@ -102,11 +108,12 @@ def _check_config_file(path: Path, method: MethodConfig) -> None:
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"
             )
+    return config
 
 
 def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfigError:
     return SpecConfigError(
-        f"speculative_config 'model': {folder} holds {_a_head(kind)}, not a draft "
+        f"speculative_config 'model': {folder} holds {a_head(kind)}, not a draft "
         f"model; write {_key_of_head(kind, config)}"
     )
 
@@ -145,9 +152,9 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
     head = read_head_config(folder)
     if head.method != config.head_kind:
         raise HeadError(
-            f"{folder} holds {_a_head(head.method)}; write "
+            f"{folder} holds {a_head(head.method)}; write "
             f"{_key_of_head(head.method, config)}, or name the folder of "
-            f"{_a_head(str(config.head_kind))}"
+            f"{a_head(str(config.head_kind))}"
         )
     if head.method == "eagle":
         # reading it has read the headers of its weights
@@ -165,7 +172,8 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
         )
 
 
-def _a_head(kind: str) -> str:
+def a_head(kind: str) -> str:
+    """Name a head of a kind, with its article."""
     return f"{'an' if kind == 'eagle' else 'a'} {kind} head"
 
 
@@ -185,7 +193,7 @@ def read_config(
     """
     try:
         return read(model, **options)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (OSError, ValueError, RecursionError, StrictDataclassError) as error:
         file = Path(model) / "config.json"
         where = str(file) if file.is_file() else f"the configuration of {model}"
         reason = " ".join(str(error).split())

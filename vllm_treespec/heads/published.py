@@ -326,4 +326,5 @@ def first_problem(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     problem = error.errors()[0]
-    return ": ".join([*map(str, problem["loc"]), problem["msg"]])
+    said = problem["msg"].removeprefix("Value error, ")
+    return ": ".join([*map(str, problem["loc"]), said])

@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedModel
 
 from vllm_treespec.atomic_files import atomic_writes, replaced
+from vllm_treespec.config.checks import read_config
 from vllm_treespec.heads import (
     DraftHead,
     HeadError,
@@ -63,7 +64,8 @@ def collect_text(
         ValueError: there are no rows, or one cannot be trained on.
     """
     work.mkdir(parents=True, exist_ok=True)
-    size = AutoConfig.from_pretrained(target).get_text_config().vocab_size
+    config = read_config("--target", target, AutoConfig.from_pretrained)
+    size = config.get_text_config().vocab_size
     if not text:
         questions = [prompt for path in prompts or [] for prompt in read_prompts(path)]
         path = work / "text.jsonl"

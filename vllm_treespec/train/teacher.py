@@ -29,11 +29,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from vllm_treespec.atomic_files import replaced
 from vllm_treespec.heads.weights import weights_problem
 from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.tools.load import load_model
 from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.model import TargetStatistics
 from vllm_treespec.train.states import StateFiles, is_state, layer_of, state_name
@@ -101,10 +102,14 @@ class TeacherCache:
 
 
 def load_target(target: str) -> PreTrainedModel:
-    """Load the target frozen in bfloat16, on the GPU if there is one."""
+    """Load the target frozen in bfloat16, on the GPU if there is one.
+
+    Raises:
+        SpecConfigError: it is not whole.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False).to(device)
+    model = load_model("--target", target, dtype=torch.bfloat16)
+    return model.requires_grad_(False).to(device)
 
 
 def length_buckets(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:

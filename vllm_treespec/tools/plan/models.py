@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.checks import read_config
-from vllm_treespec.heads.checkpoint import INDEX, tensor_shapes
+from vllm_treespec.heads import HeadError
+from vllm_treespec.heads.checkpoint import INDEX, listed_files, tensor_shapes
 from vllm_treespec.heads.weights import weights_problem
 
 if TYPE_CHECKING:
@@ -226,11 +226,15 @@ def file_shapes(
     """
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
-        files = _indexed_files(option, folder / INDEX)
+        try:
+            files = listed_files(folder / INDEX)
+        except HeadError as error:
+            raise SpecConfigError(
+                f"{option}: {error}, or name the config.json alone"
+            ) from None
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        problem = weights_problem(file) if file.is_file() else f"there is no {file}"
-        if problem:
+        if problem := weights_problem(file):
             raise SpecConfigError(
                 f"{option}: {problem}; copy the file again, or name the config.json "
                 f"alone"
@@ -240,14 +244,3 @@ def file_shapes(
         # a copy of the embedding, which vLLM does not load
         shapes.pop("lm_head.weight", None)
     return shapes
-
-
-def _indexed_files(option: str, index: Path) -> list[Path]:
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [index.parent / name for name in sorted(set(names))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SpecConfigError(
-            f"{option}: {index} lists no files ({type(error).__name__}); copy it "
-            f"again, or name the config.json alone"
-        ) from None
