@@ -82,6 +82,11 @@ class Reader:
         self.kept = torch.cat([self.kept, columns < count[:, None]], dim=1)
         return hidden
 
+    def forget(self) -> None:
+        """Drop the columns behind the texts."""
+        if beyond := self.cache.get_seq_length() - self.kept.shape[1]:
+            self.cache.crop(-beyond)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits after hidden states."""
         return torch.nn.functional.linear(hidden, self.output)
@@ -177,7 +182,7 @@ class Simulation:
                 draft_models=(drafts,),
             )
         )
-        self.draft.cache.crop(self.draft.kept.shape[1])
+        self.draft.forget()
         target: Any = LazyTarget(self.target, tree, self.roots, sampling)
         if tree.keys is None:
             size = (num_reqs, 1 + proposer.sizes.max_nodes)

@@ -91,6 +91,7 @@ def text(name: str, content: str) -> Callable[[Path], Any]:
 
 
 BIN = "pytorch_model.bin"
+DEEP = "[" * 100_000
 # What was done to a head's folder; the file, and the words of the message.
 REFUSED: list[tuple[Callable[[Path], Any], str, str]] = [
     (lambda f: (f / BIN).unlink(), "", "holds no pytorch_model.bin; heads with model."),
@@ -114,8 +115,8 @@ REFUSED: list[tuple[Callable[[Path], Any], str, str]] = [
     (lambda f: listing(f, a=["x"]), INDEX, "there is no file ['x'] beside it"),
     (lambda f: listing(f, a="x" * 4000), INDEX, "there is no file 'xxxxxxxxxxxx...xxx"),
     (listing, INDEX, "cannot be read: it lists no files; copy the folder again"),
-    (text(INDEX, "[" * 100_000), INDEX, "its lists and objects are nested too deeply"),
-    (text("config.json", "[" * 100_000), "config.json", "are nested too deeply"),
+    (text(INDEX, DEEP), INDEX, "its lists and objects are nested too deeply"),
+    (text("config.json", DEEP), "config.json", "are nested too deeply"),
     (
         text("config.json", "[1]"),
         "config.json",

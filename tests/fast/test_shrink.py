@@ -145,7 +145,7 @@ def test_refusals(draft: Path, tmp_path: Path) -> None:
         ((tmp_path / "none", tmp_path / "new"), "none cannot be read ("),
         (
             (eagle, tmp_path / "new"),
-            "holds an eagle head, and shrink is for draft mode",
+            "holds an eagle head, and shrink is for draft",
         ),
         ((eagle, tmp_path / "new"), "as it is, with method 'eagle_tree'"),
         ((redrafter, tmp_path / "new"), "holds a redrafter head, and shrink is for"),

@@ -373,7 +373,7 @@ WRONG_ROWS = {
 }
 
 
-@pytest.mark.parametrize("line", WRONG_ROWS)
+@pytest.mark.parametrize("line", WRONG_ROWS, ids=lambda line: repr(line[:60]))
 def test_wrong_rows_are_refused_by_line(tmp_path: Path, line: bytes) -> None:
     """Red when a row that cannot be trained on passes, or its line is not named."""
     path = tmp_path / "text.jsonl"
