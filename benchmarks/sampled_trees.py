@@ -7,6 +7,7 @@ that a step costs as many target tokens as it emits, however large its trees are
 
 from __future__ import annotations
 
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +82,12 @@ class Reader:
         hidden = self.read(tokens, first[:, None] + columns, causal)
         self.kept = torch.cat([self.kept, columns < count[:, None]], dim=1)
         return hidden
+
+    def copy(self) -> Reader:
+        """One more reader of the same texts."""
+        made = copy(self)
+        made.cache = deepcopy(self.cache)
+        return made
 
     def forget(self) -> None:
         """Drop the columns behind the texts."""
@@ -158,6 +165,12 @@ class Simulation:
         self.unread = torch.tensor([prompt[-1:] for prompt in prompts])
         self.num_unread = torch.ones_like(count)
 
+    def copy(self) -> Simulation:
+        """One more that goes on from here."""
+        made = copy(self)
+        made.target, made.draft = self.target.copy(), self.draft.copy()
+        return made
+
     def step(
         self, proposer: Proposer, top_p: float, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
@@ -196,11 +209,16 @@ class Simulation:
 
 
 @torch.inference_mode()
-def tokens_a_step(
-    simulation: Simulation, proposer: Proposer, top_p: float, steps: int, end: int
-) -> tuple[float, float, int]:
-    """Mean emitted tokens of a step, its standard error over texts, and the steps."""
-    generator = torch.Generator().manual_seed(0)
+def decode(
+    simulation: Simulation,
+    proposer: Proposer,
+    top_p: float,
+    steps: int,
+    end: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Emitted tokens and steps of each text, int64 [num_reqs]."""
+    generator = torch.Generator().manual_seed(seed)
     goes_on = torch.ones_like(simulation.roots, dtype=torch.bool)
     emitted, taken = torch.zeros(2, len(goes_on), dtype=torch.int64)
     for _ in range(steps):
@@ -208,9 +226,7 @@ def tokens_a_step(
         emitted += count * goes_on
         taken += goes_on
         goes_on &= ~(tokens == end).any(dim=1)
-    mean = float(emitted.sum() / taken.sum())
-    off = (emitted - mean * taken).double().square().sum().sqrt() / taken.sum()
-    return mean, float(off), int(taken.sum())
+    return emitted, taken
 
 
 def trees_of(budget: int) -> dict[str, Proposer]:
@@ -226,8 +242,9 @@ def sampled_trees(
     data: Data,
     out: Annotated[Path, typer.Option(help="For results.")] = Path("runs/sampled"),
     budgets: Budgets = "6,10,16,32",
-    num_prompts: NumPrompts = 24,
-    steps: Steps = 40,
+    num_prompts: NumPrompts = 20,
+    steps: Steps = 30,
+    rounds: options.Rounds = 2,
     top_p: TopP = 1.0,
     target: options.Target = "",
     draft: options.Draft = "",
@@ -246,28 +263,39 @@ def sampled_trees(
         for m in (models.target, models.draft)
     ]
     hot = read_hot_tokens(Path(models.draft) / "hot_tokens.json", len(tokenizer))
-    origin = provenance("sampled-trees", models=models.named(), prompts=len(prompts))
+    end = tokenizer.eos_token_id
+    asked = f"{num_prompts} chat, {num_prompts} code"
+    origin = provenance("sampled-trees", models=models.named(), prompts=asked)
     origin |= {"top_p": top_p, "steps of a text, at most": steps}
-    rows: list[dict[str, Any]] = []
-    for budget in sizes:
-        for name, proposer in trees_of(budget).items():
-            simulation = Simulation(*loaded, hot, prompts)
-            mean, error, taken = tokens_a_step(
-                simulation, proposer, top_p, steps, tokenizer.eos_token_id
-            )
-            rows.append(
-                {
-                    "nodes": budget,
-                    "tree": name,
-                    "tokens": mean,
-                    "error": error,
-                    "steps": taken,
-                }
-            )
-            options.console.print(rows[-1])
-            content = {**report.header(origin, {}, []), "rows": rows}
-            report.write_json(out, content)
-            render(content, out)
+    start = Simulation(*loaded, hot, prompts)
+    texts: dict[tuple[int, str], list[list[int]]] = {}
+    for seed in range(rounds):
+        for budget in sizes:
+            for name, proposer in trees_of(budget).items():
+                counts = decode(start.copy(), proposer, top_p, steps, end, seed)
+                pairs = torch.stack(counts, dim=1).tolist()
+                texts.setdefault((budget, name), []).extend(pairs)
+                rows = [row_of(*key, torch.tensor(n)) for key, n in texts.items()]
+                content = {**report.header(origin, {}, []), "rows": rows}
+                report.write_json(out, content)
+                render(content, out)
+                options.console.print(f"round {seed}: {budget} nodes, {name}")
+
+
+def row_of(budget: int, name: str, counts: Tensor) -> dict[str, Any]:
+    """Tokens a step of a tree, and their standard error over texts.
+
+    Args:
+        budget: nodes of the tree.
+        name: of the tree.
+        counts: int64 [num_texts, 2], emitted tokens and steps.
+
+    """
+    emitted, taken = counts.double().unbind(1)
+    mean = emitted.sum() / taken.sum()
+    error = (emitted - mean * taken).square().sum().sqrt() / taken.sum()
+    found = {"tokens": float(mean), "error": float(error), "steps": int(taken.sum())}
+    return {"nodes": budget, "tree": name, **found}
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
