@@ -267,7 +267,7 @@ def sampled_trees(
     asked = f"{num_prompts} chat, {num_prompts} code"
     origin = provenance("sampled-trees", models=models.named(), prompts=asked)
     origin |= {"top_p": top_p, "steps of a text, at most": steps}
-    start = Simulation(*loaded, hot, prompts)
+    start = Simulation(loaded[0], loaded[1], hot, prompts)
     texts: dict[tuple[int, str], list[list[int]]] = {}
     for seed in range(rounds):
         for budget in sizes:

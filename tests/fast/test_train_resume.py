@@ -109,7 +109,7 @@ def shards(path: Path) -> None:
 
 
 # What a kill, or a damaged disk, does to the newest checkpoint.
-LEFT: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
+LEFT: dict[str, list[tuple[str, Callable[[Path], Any]]]] = {
     DRAFT: [
         ("model.safetensors", empty),
         ("model.safetensors", cut),

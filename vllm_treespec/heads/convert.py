@@ -58,9 +58,9 @@ def convert_head(model: str, out: Path, dtype: torch.dtype | None = None) -> flo
     for name, tensor in tensors.items():
         if dtype is not None and tensor.is_floating_point():
             tensors[name] = tensor.to(dtype)
-    if name := first_not_finite(tensors):
+    if beyond := first_not_finite(tensors):
         raise HeadError(
-            f"{name} in {folder} holds numbers beyond those of {dtype}; leave out "
+            f"{beyond} in {folder} holds numbers beyond those of {dtype}; leave out "
             f"--dtype, or give bfloat16"
         )
     with atomic_writes(out) as partial:

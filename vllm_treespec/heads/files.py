@@ -134,9 +134,9 @@ def _load_weights(head: Head, folder: Path) -> None:
         raise HeadError(f"{problem}; copy the head again, or train it again")
     found, own = load_file(path), head.state_dict()
     problems = [
-        *(f"{name} is missing" for name in own.keys() - found.keys()),
-        *(f"{name} is not known" for name in found.keys() - own.keys()),
-        *(misfit(name, found[name], own[name]) for name in own.keys() & found.keys()),
+        *(f"{name} is missing" for name in own if name not in found),
+        *(f"{name} is not known" for name in found if name not in own),
+        *(misfit(name, found[name], own[name]) for name in own if name in found),
     ]
     if problem := next(filter(None, problems), None):
         raise HeadError(

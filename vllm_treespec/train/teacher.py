@@ -161,8 +161,8 @@ def cache_teacher(
                 continue
             layers = tuple(sorted({*options.layers, *(kept or ())}))
             tensors = _run_target(target, part, replace(options, layers=layers))
-            with replaced(shard) as part:
-                save_file(tensors, part, metadata={"fingerprint": fingerprint})
+            with replaced(shard) as written:
+                save_file(tensors, written, metadata={"fingerprint": fingerprint})
     return shards
 
 
