@@ -8,6 +8,7 @@ that a step costs as many target tokens as it emits, however large its trees are
 from __future__ import annotations
 
 from copy import copy, deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -233,16 +234,15 @@ def trees_of(budget: int) -> dict[str, Proposer]:
     """The trees of so many nodes, by name."""
     shapes = {name: map(int, name.split("x")) for name in BEAMS[budget]}
     dynamic = DynamicTree(min(TOP_K, budget), min(DEPTH, budget), budget)
-    return {f"rsd_s {name}": RsdS(*shape) for name, shape in shapes.items()} | {
-        "dynamic": dynamic
-    }
+    beams = {f"rsd_s {name}": RsdS(*shape) for name, shape in shapes.items()}
+    return {"dynamic": dynamic, **beams}
 
 
 def sampled_trees(
     data: Data,
     out: Annotated[Path, typer.Option(help="For results.")] = Path("runs/sampled"),
     budgets: Budgets = "6,10,16,32",
-    num_prompts: NumPrompts = 20,
+    num_prompts: NumPrompts = 24,
     steps: Steps = 30,
     rounds: options.Rounds = 2,
     top_p: TopP = 1.0,
@@ -252,40 +252,46 @@ def sampled_trees(
     """Compare trees of drawn tokens and ranked trees with the noise of the draws."""
     with options.one_line_errors("sampled-trees"):
         sizes = options.numbers(budgets, "--budgets", int, 1)
-        found = find_workloads(data, ["chat", "code"], num_prompts)
+        found = find_workloads(data, ["chat", "code"], 2 * num_prompts)
         models = find_models(target, draft)
         if models.draft is None:
             raise ValueError("--draft: the trees need a draft model; name one")
     tokenizer = AutoTokenizer.from_pretrained(models.target)
-    prompts = [prompt_ids(tokenizer, p) for part in found.values() for p in part]
     loaded = [
-        AutoModelForCausalLM.from_pretrained(m).eval().requires_grad_(False)
+        AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32).requires_grad_(
+            False
+        )
         for m in (models.target, models.draft)
     ]
     hot = read_hot_tokens(Path(models.draft) / "hot_tokens.json", len(tokenizer))
     end = tokenizer.eos_token_id
-    asked = f"{num_prompts} chat, {num_prompts} code"
-    origin = provenance("sampled-trees", models=models.named(), prompts=asked)
+    starts = {}
+    for workload, asked in found.items():
+        ids = sorted((prompt_ids(tokenizer, prompt) for prompt in asked), key=len)
+        starts[workload] = Simulation(loaded[0], loaded[1], hot, ids[:num_prompts])
+    taken = f"of each workload the {num_prompts} shortest of {2 * num_prompts}"
+    origin = provenance("sampled-trees", models=models.named(), prompts=taken)
     origin |= {"top_p": top_p, "steps of a text, at most": steps}
-    start = Simulation(loaded[0], loaded[1], hot, prompts)
-    texts: dict[tuple[int, str], list[list[int]]] = {}
-    for seed in range(rounds):
-        for budget in sizes:
-            for name, proposer in trees_of(budget).items():
-                counts = decode(start.copy(), proposer, top_p, steps, end, seed)
-                pairs = torch.stack(counts, dim=1).tolist()
-                texts.setdefault((budget, name), []).extend(pairs)
-                rows = [row_of(*key, torch.tensor(n)) for key, n in texts.items()]
-                content = {**report.header(origin, {}, []), "rows": rows}
-                report.write_json(out, content)
-                render(content, out)
-                options.console.print(f"round {seed}: {budget} nodes, {name}")
+    texts: dict[tuple[str, int, str], list[list[int]]] = {}
+    for seed, (workload, start), budget in product(
+        range(rounds), starts.items(), sizes
+    ):
+        for name, proposer in trees_of(budget).items():
+            counts = decode(start.copy(), proposer, top_p, steps, end, seed)
+            pairs = torch.stack(counts, dim=1).tolist()
+            texts.setdefault((workload, budget, name), []).extend(pairs)
+            rows = [row_of(*key, torch.tensor(n)) for key, n in texts.items()]
+            content = {**report.header(origin, {}, []), "rows": rows}
+            report.write_json(out, content)
+            render(content, out)
+            options.console.print(f"round {seed}, {workload}: {budget} nodes, {name}")
 
 
-def row_of(budget: int, name: str, counts: Tensor) -> dict[str, Any]:
+def row_of(workload: str, budget: int, name: str, counts: Tensor) -> dict[str, Any]:
     """Tokens a step of a tree, and their standard error over texts.
 
     Args:
+        workload: of the prompts.
         budget: nodes of the tree.
         name: of the tree.
         counts: int64 [num_texts, 2], emitted tokens and steps.
@@ -295,7 +301,7 @@ def row_of(budget: int, name: str, counts: Tensor) -> dict[str, Any]:
     mean = emitted.sum() / taken.sum()
     error = (emitted - mean * taken).square().sum().sqrt() / taken.sum()
     found = {"tokens": float(mean), "error": float(error), "steps": int(taken.sum())}
-    return {"nodes": budget, "tree": name, **found}
+    return {"workload": workload, "nodes": budget, "tree": name, **found}
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -312,14 +318,15 @@ def render(content: report.Content, out: Path) -> None:
     """Write the table."""
     lines = [
         [
-            str(r["nodes"]),
-            r["tree"],
-            f"{r['tokens']:.3f} ± {r['error']:.3f}",
-            str(r["steps"]),
+            row["workload"],
+            str(row["nodes"]),
+            row["tree"],
+            f"{row['tokens']:.3f} ± {row['error']:.3f}",
+            str(row["steps"]),
         ]
-        for r in content["rows"]
+        for row in content["rows"]
     ]
-    heading = ["nodes", "tree", "tokens a step", "steps"]
+    heading = ["workload", "nodes", "tree", "tokens a step", "steps"]
     parts = ["Means and standard errors over texts.", report.table(heading, lines)]
     report.write_markdown(
         out, "Drawn and ranked trees at temperature 1", parts, content

@@ -32,6 +32,6 @@ def test_a_perfect_draft_model_is_always_accepted(tree: Proposer) -> None:
 
 def test_standard_errors_are_over_texts() -> None:
     """Red when steps of one text count as if they were independent."""
-    row = row_of(6, "dynamic", torch.tensor([[20, 10], [40, 10]]))
+    row = row_of("chat", 6, "dynamic", torch.tensor([[20, 10], [40, 10]]))
     assert (row["tokens"], row["steps"]) == (3.0, 20)
     assert row["error"] == pytest.approx(200**0.5 / 20)
