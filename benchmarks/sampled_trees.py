@@ -8,7 +8,6 @@ that a step costs as many target tokens as it emits, however large its trees are
 from __future__ import annotations
 
 from copy import copy, deepcopy
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,12 +28,13 @@ from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 
 # Nodes of a tree, and beams (width x depth) of as many.
-BEAMS = {6: ("2x3", "3x2"), 10: ("2x5", "5x2"), 16: ("2x8", "4x4"), 32: ("4x8", "8x4")}
+BEAMS = {6: ("2x3", "3x2"), 10: ("2x5", "5x2"), 16: ("4x4",), 32: ("8x4",)}
 TOP_K, DEPTH = 8, 8
 Data = Annotated[Path, typer.Option(help="Folder of the prompts' files.")]
 Steps = Annotated[int, typer.Option(min=1, help="Steps of each text, at most.")]
 NumPrompts = Annotated[int, typer.Option(min=2, help="Prompts of each workload.")]
 TopP = Annotated[float, typer.Option(min=0.01, max=1.0, help="Of target and drafts.")]
+Workloads = Annotated[str, typer.Option(help="Of the prompts.")]
 Budgets = Annotated[str, typer.Option(help="Nodes of a tree.")]
 
 
@@ -217,8 +217,8 @@ def decode(
     steps: int,
     end: int,
     seed: int,
-) -> tuple[Tensor, Tensor]:
-    """Emitted tokens and steps of each text, int64 [num_reqs]."""
+) -> Tensor:
+    """Emitted tokens and steps of each text, int64 [num_reqs, 2]."""
     generator = torch.Generator().manual_seed(seed)
     goes_on = torch.ones_like(simulation.roots, dtype=torch.bool)
     emitted, taken = torch.zeros(2, len(goes_on), dtype=torch.int64)
@@ -227,7 +227,7 @@ def decode(
         emitted += count * goes_on
         taken += goes_on
         goes_on &= ~(tokens == end).any(dim=1)
-    return emitted, taken
+    return torch.stack([emitted, taken], dim=1)
 
 
 def trees_of(budget: int) -> dict[str, Proposer]:
@@ -242,9 +242,10 @@ def sampled_trees(
     data: Data,
     out: Annotated[Path, typer.Option(help="For results.")] = Path("runs/sampled"),
     budgets: Budgets = "6,10,16,32",
+    workloads: Workloads = "chat,code",
     num_prompts: NumPrompts = 24,
     steps: Steps = 30,
-    rounds: options.Rounds = 2,
+    rounds: options.Rounds = 1,
     top_p: TopP = 1.0,
     target: options.Target = "",
     draft: options.Draft = "",
@@ -252,7 +253,7 @@ def sampled_trees(
     """Compare trees of drawn tokens and ranked trees with the noise of the draws."""
     with options.one_line_errors("sampled-trees"):
         sizes = options.numbers(budgets, "--budgets", int, 1)
-        found = find_workloads(data, ["chat", "code"], 2 * num_prompts)
+        found = find_workloads(data, options.words(workloads), 2 * num_prompts)
         models = find_models(target, draft)
         if models.draft is None:
             raise ValueError("--draft: the trees need a draft model; name one")
@@ -265,26 +266,24 @@ def sampled_trees(
     ]
     hot = read_hot_tokens(Path(models.draft) / "hot_tokens.json", len(tokenizer))
     end = tokenizer.eos_token_id
-    starts = {}
-    for workload, asked in found.items():
-        ids = sorted((prompt_ids(tokenizer, prompt) for prompt in asked), key=len)
-        starts[workload] = Simulation(loaded[0], loaded[1], hot, ids[:num_prompts])
     taken = f"of each workload the {num_prompts} shortest of {2 * num_prompts}"
     origin = provenance("sampled-trees", models=models.named(), prompts=taken)
     origin |= {"top_p": top_p, "steps of a text, at most": steps}
-    texts: dict[tuple[str, int, str], list[list[int]]] = {}
-    for seed, (workload, start), budget in product(
-        range(rounds), starts.items(), sizes
-    ):
-        for name, proposer in trees_of(budget).items():
-            counts = decode(start.copy(), proposer, top_p, steps, end, seed)
-            pairs = torch.stack(counts, dim=1).tolist()
-            texts.setdefault((workload, budget, name), []).extend(pairs)
-            rows = [row_of(*key, torch.tensor(n)) for key, n in texts.items()]
-            content = {**report.header(origin, {}, []), "rows": rows}
-            report.write_json(out, content)
-            render(content, out)
-            options.console.print(f"round {seed}, {workload}: {budget} nodes, {name}")
+    rows: list[dict[str, Any]] = []
+    for workload, asked in found.items():
+        ids = sorted((prompt_ids(tokenizer, prompt) for prompt in asked), key=len)
+        start = Simulation(loaded[0], loaded[1], hot, ids[:num_prompts])
+        for budget in sizes:
+            for name, proposer in trees_of(budget).items():
+                counts = [
+                    decode(start.copy(), proposer, top_p, steps, end, seed)
+                    for seed in range(rounds)
+                ]
+                rows.append(row_of(workload, budget, name, torch.cat(counts)))
+                content = {**report.header(origin, {}, []), "rows": rows}
+                report.write_json(out, content)
+                render(content, out)
+                options.console.print(f"{workload}: {budget} nodes, {name}")
 
 
 def row_of(workload: str, budget: int, name: str, counts: Tensor) -> dict[str, Any]:

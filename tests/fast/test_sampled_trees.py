@@ -25,9 +25,8 @@ def test_a_perfect_draft_model_is_always_accepted(tree: Proposer) -> None:
     prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
     start = Simulation(model, model, torch.arange(13), prompts)
     for _ in range(2):
-        emitted, steps = decode(start.copy(), tree, 1.0, 5, end=-9, seed=1)
-        assert emitted.tolist() == [5 * (1 + tree.sizes.max_depth)] * 3
-        assert steps.tolist() == [5] * 3
+        counts = decode(start.copy(), tree, 1.0, 5, end=-9, seed=1)
+        assert counts.tolist() == [[5 * (1 + tree.sizes.max_depth), 5]] * 3
 
 
 def test_standard_errors_are_over_texts() -> None:
