@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import ValidationError
 
 from vllm_treespec.config import HEAD_METHODS, SpecConfigError
 from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
 from vllm_treespec.heads import (
     EagleHeadConfig,
@@ -22,15 +23,35 @@ from vllm_treespec.heads import (
     read_head_config,
 )
 from vllm_treespec.heads.checkpoint import tensor_shapes
-from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.heads.files import read_heads_hot_tokens, read_hot_tokens
+from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.heads.published import is_eagle
 from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.json_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
+A_MODEL = "the folder, or the hub id, of a model in Hugging Face format"
+# What readers of configurations raise, and pydantic for them.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    RecursionError,
+    ZeroDivisionError,
+    StrictDataclassError,
+)
+# What a text model has at least one of.
+POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 # What a draft model's config.json must say, with the names that it has there.
 SIZES = {
     "vocab_size": ("vocab_size",),
@@ -46,49 +67,65 @@ def check_weights(config: MethodConfig) -> None:
 
     """
     for model in config.models:
-        folder = Path(model)
-        if not folder.exists():
-            if folder.is_absolute() or model.startswith((".", "~")):
-                raise SpecConfigError(
-                    f"speculative_config 'model': there is no folder {model}; "
-                    f"`treespec assets` prints where the shipped draft models lie"
-                )
-            continue
-        if not (folder / "config.json").is_file():
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no config.json; name the "
-                f"folder of a model in Hugging Face format"
-            )
-        _check_config_file(folder / "config.json", config)
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no *.safetensors weights; "
-                f"convert them with save_pretrained(..., safe_serialization=True)"
-            )
-        for problem in filter(None, map(weights_problem, files)):
-            raise SpecConfigError(
-                f"speculative_config 'model': {problem}; copy or save the draft model "
-                f"again"
-            )
-        if is_eagle(name for file in files for name in tensor_shapes(file)):
-            raise _no_draft_model(folder, "eagle", config)
+        check_folder(model, config)
+        check_files(model, config)
+
+
+def check_folder(model: str, config: MethodConfig) -> None:
+    """Check that a draft model's folder is there, and its config.json a model's.
+
+    Raises:
+        SpecConfigError: naming the folder or the file.
+
+    """
+    if problem := no_such_model(model):
+        raise SpecConfigError(
+            f"speculative_config 'model': {problem}; `treespec assets` prints where "
+            f"the shipped draft models lie"
+        )
+    folder = Path(model)
+    if not folder.exists():
+        return
+    if not (folder / "config.json").is_file():
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no config.json; name the "
+            f"folder of a model in Hugging Face format"
+        )
+    _check_config_file(folder / "config.json", config)
+
+
+def check_files(model: str, config: MethodConfig) -> None:
+    """Check that the weights in a draft model's folder are there and whole.
+
+    Raises:
+        SpecConfigError: naming the file that is missing or broken.
+
+    """
+    folder = Path(model)
+    if not folder.exists():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no *.safetensors weights; "
+            f"convert them with save_pretrained(..., safe_serialization=True)"
+        )
+    for problem in filter(None, map(weights_problem, files)):
+        raise SpecConfigError(
+            f"speculative_config 'model': {problem}; copy or save the draft model again"
+        )
+    if is_eagle(name for file in files for name in tensor_shapes(file)):
+        raise _no_draft_model(folder, "eagle", config)
 
 
 def _check_config_file(path: Path, method: MethodConfig) -> None:
     """Check that a config.json is a model's, and says what a draft model's must."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_object(path)
     except ValueError as error:
         raise SpecConfigError(
-            f"speculative_config 'model': {path} is not JSON ({error}); copy or save "
-            f"the draft model again"
+            f"speculative_config 'model': {error}; copy or save the draft model again"
         ) from None
-    if not isinstance(config, dict):
-        raise SpecConfigError(
-            f"speculative_config 'model': {path} holds no JSON object; name the folder "
-            f"of a model in Hugging Face format"
-        )
     kind = config.get("method")
     if isinstance(kind, str) and kind in HEAD_METHODS:
         raise _no_draft_model(path.parent, kind, method)
@@ -183,16 +220,65 @@ def read_config(
         SpecConfigError: naming the model and what is wrong with it.
 
     """
+    if problem := no_such_model(model):
+        raise SpecConfigError(f"{what}: {problem}; name {A_MODEL}")
     try:
-        return read(model, **options)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        file = Path(model) / "config.json"
-        where = str(file) if file.is_file() else f"the configuration of {model}"
-        reason = " ".join(str(error).split())
-        raise SpecConfigError(
-            f"{what}: {where} cannot be read ({reason}); name the folder, or the hub "
-            f"id, of a model in Hugging Face format"
-        ) from None
+        config = read(model, **options)
+    except UNREADABLE as error:
+        raise unreadable(what, model, error) from None
+    check_sizes(what, model, config)
+    return config
+
+
+def unreadable(what: str, model: str, error: Exception) -> SpecConfigError:
+    """Say in one line why the configuration of a model could not be read.
+
+    Args:
+        what: the key or option that names the model.
+        model: folder or hub id.
+        error: one of ``UNREADABLE``.
+
+    """
+    reason = first_sentence(error)
+    file = Path(model) / "config.json"
+    if not file.parent.exists():
+        return SpecConfigError(
+            f"{what}: there is no folder {model}, and the hub gave no model of that "
+            f"name ({reason}); name {A_MODEL}"
+        )
+    if file.parent.is_dir() and not file.is_file():
+        return SpecConfigError(f"{what}: {model} holds no config.json; name {A_MODEL}")
+    where = file if file.is_file() else model
+    return SpecConfigError(
+        f"{what}: {where} cannot be read ({reason}); name a model that the installed "
+        f"vLLM serves: {A_MODEL}"
+    )
+
+
+def first_sentence(error: Exception) -> str:
+    """What an error says, without the advice that follows."""
+    if isinstance(error, ZeroDivisionError):
+        return "a size in it is 0"
+    said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+    text = " ".join(str(said).split()).removeprefix("Value error, ")
+    return text.split(". ")[0].removesuffix(".")
+
+
+def check_sizes(what: str, model: str, config: PretrainedConfig) -> None:
+    """Check that a model has layers, heads and so on.
+
+    Raises:
+        SpecConfigError: naming the size that is below 1.
+
+    """
+    said = config.get_text_config().to_dict()
+    for key in POSITIVE:
+        size = said.get(key)
+        if isinstance(size, int) and size < 1:
+            raise SpecConfigError(
+                f"{what}: the configuration of {model} says {key} {size}; correct it, "
+                f"or save the model again with save_pretrained"
+            )
 
 
 def check_text_only(model: str, draft: PretrainedConfig) -> None:
@@ -241,8 +327,12 @@ def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
         )
 
 
-def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
-    """Check the lists of hot tokens of draft models.
+def check_hot_tokens(config: MethodConfig, vocab_size: int | None = None) -> None:
+    """Check the lists of hot tokens of draft models and of EAGLE heads.
+
+    Args:
+        config: validated; its head's files are there.
+        vocab_size: of the target, if it is known.
 
     Raises:
         SpecConfigError: one cannot be read.
@@ -252,6 +342,11 @@ def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
         for file in config.hot_token_files:
             if file is not None:
                 read_hot_tokens(file, vocab_size)
+        if isinstance(config, EagleTreeConfig) and config.hot_tokens is not None:
+            head = read_head_config(config.model)
+            # others are refused by check_head_files
+            if isinstance(head, EagleHeadConfig):
+                read_heads_hot_tokens(Path(config.hot_tokens), head)
     except HeadError as error:
         raise SpecConfigError(f"speculative_config {error}") from None
 
@@ -332,7 +427,10 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     """
     if config.head is None:
         return
-    head = read_head_config(config.head)
+    try:
+        head = read_head_config(config.head)
+    except HeadError as error:
+        raise SpecConfigError(f"speculative_config 'model': {error}") from None
     sizes = {"vocab_size": (head.vocab_size, target.vocab_size)}
     if isinstance(head, EagleHeadConfig):
         states = (head.target_hidden_size, target.hidden_size)
