@@ -222,12 +222,11 @@ def read_config(
     """
     if problem := no_such_model(model):
         raise SpecConfigError(f"{what}: {problem}; name {A_MODEL}")
+    check_sizes(what, model)
     try:
-        config = read(model, **options)
+        return read(model, **options)
     except UNREADABLE as error:
         raise unreadable(what, model, error) from None
-    check_sizes(what, model, config)
-    return config
 
 
 def unreadable(what: str, model: str, error: Exception) -> SpecConfigError:
@@ -264,20 +263,29 @@ def first_sentence(error: Exception) -> str:
     return text.split(". ")[0].removesuffix(".")
 
 
-def check_sizes(what: str, model: str, config: PretrainedConfig) -> None:
-    """Check that a model has layers, heads and so on.
+def check_sizes(what: str, model: str) -> None:
+    """Check that a model in a folder has layers, heads and so on.
 
     Raises:
-        SpecConfigError: naming the size that is below 1.
+        SpecConfigError: naming the size that is below 1, or the file if it is no JSON.
 
     """
-    said = config.get_text_config().to_dict()
-    for key in POSITIVE:
-        size = said.get(key)
-        if isinstance(size, int) and size < 1:
+    file = Path(model)
+    file = file if file.suffix == ".json" else file / "config.json"
+    if not file.is_file():
+        return
+    try:
+        said = read_json_object(file)
+    except ValueError as error:
+        raise SpecConfigError(
+            f"{what}: {error}; copy or save the model again"
+        ) from None
+    text = said.get("text_config")
+    for key, size in {**said, **(text if isinstance(text, dict) else {})}.items():
+        if key in POSITIVE and isinstance(size, int) and size < 1:
             raise SpecConfigError(
-                f"{what}: the configuration of {model} says {key} {size}; correct it, "
-                f"or save the model again with save_pretrained"
+                f"{what}: {file} says {key} {size}; correct it, or save the model "
+                f"again with save_pretrained"
             )
 
 

@@ -153,16 +153,15 @@ def read_target(check: TargetCheck) -> ModelConfig:
 
     if problem := no_such_model(check.target):
         raise SpecConfigError(f"--target: {problem}; name {A_MODEL}")
+    check_sizes("--target", check.target)
     try:
-        target = EngineArgs(
+        return EngineArgs(
             model=check.target,
             skip_tokenizer_init=True,
             max_model_len=check.max_model_len,
         ).create_model_config()
     except UNREADABLE as error:
         raise unreadable_target(check, error) from None
-    check_sizes("--target", check.target, target.hf_text_config)
-    return target
 
 
 def unreadable_target(check: TargetCheck, error: Exception) -> SpecConfigError:
