@@ -152,8 +152,11 @@ def doctor(
     said = None if device is None else device.value
     if target is None:
         try:
-            if speculative_config is not None:
-                raise SpecConfigError("--speculative-config needs --target")
+            if speculative_config or max_model_len or tensor_parallel_size > 1:
+                raise SpecConfigError(
+                    "--speculative-config, --max-model-len and --tensor-parallel-size "
+                    "need --target"
+                )
             works = seams.doctor(Console(), said or platform_device(), verbose)
         except SpecConfigError as error:
             raise _fail(error) from None

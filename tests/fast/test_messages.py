@@ -11,8 +11,10 @@ from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from tests.heads import write_head
+from tests.published_heads import PublishedHead
+from vllm_treespec import __version__
 from vllm_treespec.cli import app
-from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.config.checks import (
     check_head_files,
     check_hot_tokens,
@@ -81,6 +83,39 @@ def test_odd_hot_tokens_of_a_draft_model(
     named = parse_spec_config({**spec, "hot_tokens": str(tmp_path / "hot.json")})
     with pytest.raises(SpecConfigError, match=f"hot.json {says}"):
         check_hot_tokens(named, 32)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("method", ["sd", "hybrid", "eagle_tree"])
+def test_hot_tokens_are_read_by_expand(
+    method: str, content: str | None, draft: Path, tmp_path: Path
+) -> None:
+    """Red when `expand` prints arguments with which an engine would not start."""
+    file = tmp_path / "hot.json"
+    if content is not None:
+        file.write_text(content)
+    model = str(draft)
+    if method == "eagle_tree":
+        model = str(PublishedHead().write(tmp_path / "head"))
+    spec = {"method": method, "model": model, "hot_tokens": str(file)}
+    done = CliRunner().invoke(app, ["expand", json.dumps(spec)])
+    assert done.exit_code == 1
+    assert f"'hot_tokens': {file}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_commands_say_what_they_are() -> None:
+    """Red when a method is left out of the list, or an option is missing."""
+    done = CliRunner().invoke(app, ["methods"])
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(METHODS)
+    assert all(" Needs " in line for line in lines)
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"treespec {__version__}\n"
+    for command in ([], ["expand"], ["train"], ["train", "draft"], ["batch"]):
+        done = CliRunner().invoke(app, [*command, "-h"])
+        assert done.exit_code == 0
+        assert "Usage: " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,26 @@ def test_models_whose_code_lacks_a_package(
         assert says in text
 
 
-def test_a_spec_config_needs_a_target() -> None:
-    """Red when the option is ignored."""
-    code, text = doctor("--speculative-config", "{}")
+@pytest.mark.parametrize(
+    "option", ["--speculative-config", "--max-model-len", "--tensor-parallel-size"]
+)
+def test_options_that_need_a_target(option: str) -> None:
+    """Red when one is ignored."""
+    code, text = doctor(option, 2)
     assert code == 1
-    assert "--speculative-config needs --target" in text
+    assert "need --target" in text
+
+
+def test_another_device_needs_no_such_machine(target: Path) -> None:
+    """Red when a laptop cannot say what a server with a GPU would refuse."""
+    for device in ("cpu", "cuda"):
+        code, text = doctor("--target", target, "--device", device)
+        assert code == 0, text
+        assert f"{target} on {device}" in text
+    code, text = doctor("--device", "cuda")
+    assert code == 0, text
+    assert " on cuda; supported" in text
+    assert len(text) < 300
 
 
 def test_slow_arithmetic_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

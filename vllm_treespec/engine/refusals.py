@@ -284,9 +284,9 @@ def drafter_problems(
             partial(check_positions, model, draft, target.max_model_len),
         ):
             yield from _problems(check)
-    for error in _problems(partial(check_head, config, target.hf_text_config)):
+    for problem in _problems(partial(check_head, config, target.hf_text_config)):
         readable = False
-        yield error
+        yield problem
     if readable:
         yield from _problems(partial(check_hot_tokens, config, vocab_size))
 
