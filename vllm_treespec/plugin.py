@@ -33,8 +33,8 @@ from vllm_treespec.config.checks import (
     check_vocabulary,
     check_weights,
     layers_read,
-    read_config,
 )
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
     SCHEDULER,

@@ -19,8 +19,8 @@ from vllm_treespec.config.checks import (
     check_head_files,
     check_hot_tokens,
     check_weights,
-    read_config,
 )
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads import HeadError, load_head, read_head_config
 
 SIZES = {

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
-    A_MODEL,
     check_attention,
     check_files,
     check_folder,
@@ -21,8 +20,8 @@ from vllm_treespec.config.checks import (
     check_text_only,
     check_vocabulary,
     head_joins_groups,
-    read_config,
 )
+from vllm_treespec.config.reading import A_MODEL, read_config
 from vllm_treespec.heads.names import no_such_model
 
 if TYPE_CHECKING:

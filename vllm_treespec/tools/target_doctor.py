@@ -15,12 +15,11 @@ from transformers.utils import is_torchvision_available
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config, read_spec
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import (
+from vllm_treespec.config.checks import check_head_files, check_weights
+from vllm_treespec.config.reading import (
     A_MODEL,
     UNREADABLE,
-    check_head_files,
     check_sizes,
-    check_weights,
     first_sentence,
     unreadable,
 )

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.checks import read_config
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads.checkpoint import INDEX, tensor_shapes
 from vllm_treespec.heads.weights import weights_problem
 
