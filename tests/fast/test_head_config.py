@@ -12,7 +12,7 @@ from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head, check_head_files, check_weights
-from vllm_treespec.plugin import expand_file, with_trees
+from vllm_treespec.plugin import expand, with_trees
 from vllm_treespec.proposers import DynamicTree, ReDrafter
 
 
@@ -185,7 +185,7 @@ def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None
         raise AssertionError("an engine was configured")
 
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
-        expand_file(file)
+        expand(str(file))
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
         with_trees(args, spec, configure)
 

@@ -11,14 +11,16 @@ from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from tests.heads import write_head
+from tests.published_heads import PublishedHead
+from vllm_treespec import __version__
 from vllm_treespec.cli import app
-from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.config.checks import (
     check_head_files,
     check_hot_tokens,
     check_weights,
-    read_config,
 )
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads import HeadError, load_head, read_head_config
 
 SIZES = {
@@ -30,6 +32,12 @@ SIZES = {
     "vocab_size": 32,
     "max_position_embeddings": 128,
 }
+# What reads a spec-config, given as text or as a file.
+COMMANDS = [
+    ["expand"],
+    ["soak", "--spec"],
+    ["plan", "TARGET", "--gpu-memory", "8GiB", "--speculative-config"],
+]
 CONFIG = LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES).to_dict()
 
 
@@ -75,6 +83,39 @@ def test_odd_hot_tokens_of_a_draft_model(
     named = parse_spec_config({**spec, "hot_tokens": str(tmp_path / "hot.json")})
     with pytest.raises(SpecConfigError, match=f"hot.json {says}"):
         check_hot_tokens(named, 32)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("method", ["sd", "hybrid", "eagle_tree"])
+def test_hot_tokens_are_read_by_expand(
+    method: str, content: str | None, draft: Path, tmp_path: Path
+) -> None:
+    """Red when `expand` prints arguments with which an engine would not start."""
+    file = tmp_path / "hot.json"
+    if content is not None:
+        file.write_text(content)
+    model = str(draft)
+    if method == "eagle_tree":
+        model = str(PublishedHead().write(tmp_path / "head"))
+    spec = {"method": method, "model": model, "hot_tokens": str(file)}
+    done = CliRunner().invoke(app, ["expand", json.dumps(spec)])
+    assert done.exit_code == 1
+    assert f"'hot_tokens': {file}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_commands_say_what_they_are() -> None:
+    """Red when a method is left out of the list, or an option is missing."""
+    done = CliRunner().invoke(app, ["methods"])
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(METHODS)
+    assert all(" Needs " in line for line in lines)
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"treespec {__version__}\n"
+    for command in ([], ["expand"], ["train"], ["train", "draft"], ["batch"]):
+        done = CliRunner().invoke(app, [*command, "-h"])
+        assert done.exit_code == 0
+        assert "Usage: " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -211,10 +252,11 @@ def test_odd_configuration_of_a_head(old: str, new: str, tmp_path: Path) -> None
         (b'{"a": NaN}', "NaN is no number of JSON's"),
         (b'{"max_trees": Infinity}', "Infinity is no number of JSON's"),
         (b"{", "is not JSON"),
-        (b"[]", "must hold one JSON object"),
+        (b"[]", "holds no JSON object"),
+        (b'{"a": ' + b"[" * 9999 + b"]" * 9999 + b"}", "nested too deeply"),
     ],
 )
-@pytest.mark.parametrize("command", [["expand"], ["soak", "--spec"]], ids=str)
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_spec_files(
     command: list[str], content: bytes, says: str, tmp_path: Path
 ) -> None:
@@ -228,14 +270,94 @@ def test_spec_files(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_target_of_expand_is_named(tmp_path: Path) -> None:
-    """Red when `treespec expand --target` of a wrong folder is a traceback."""
-    file = tmp_path / "spec.json"
-    file.write_text('{"method": "suffix_tree"}')
-    done = CliRunner().invoke(app, ["expand", str(file), "--target", "/nope"])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is no JSON object; write one such as"),
+        ('{"a": NaN}', "NaN is no number of JSON's"),
+        ('{"a": ' + "[" * 9999 + "]" * 9999 + "}", "nested too deeply"),
+        ("nowhere.json", "there is no file nowhere.json; name a JSON file"),
+        ("x" * 4000, "xx...xx"),
+        ('{"method": "ngram"}', "a method of vLLM's own"),
+    ],
+)
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_spec_configs_as_text(command: list[str], given: str, says: str) -> None:
+    """Red when a command takes files alone, or wrong text is a traceback."""
+    done = CliRunner().invoke(app, [*command, given])
     assert done.exit_code == 1
-    assert "--target: the configuration of /nope cannot be read" in done.stderr
-    assert "name the folder" in done.stderr
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert len(done.stderr) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("/nowhere/model", "there is no folder /nowhere/model"),
+        ("./model", "there is no folder ./model"),
+        ("~/model", "there is no folder ~/model (only a shell replaces ~"),
+        ("my model", "there is no folder my model, and it is no hub id either"),
+        ("models/llama/8b", "there is no folder models/llama/8b, and it is no hub id"),
+        ("/" + "x" * 4000, "there is no folder /xx"),
+        ("x" * 4000, "there is no folder xx"),
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "sd", "eagle_tree"])
+@pytest.mark.parametrize("command", ["expand", "plan", "doctor"])
+def test_wrong_names_of_models(
+    command: str, role: str, name: str, says: str, draft: Path
+) -> None:
+    """Red when a wrong name is a traceback, or the hub's words about its own ids."""
+    assert says in refused(command, role, name, draft)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "holds no config.json; name the folder"),
+        ({"num_attention_heads": 0}, "config.json says num_attention_heads 0; correct"),
+        ({"num_key_value_heads": -1}, "config.json says num_key_value_heads -1"),
+        ({"model_type": "odd"}, "has model type `odd` but Transformers does not"),
+        ("{", "config.json is not JSON ("),
+        ('{"a": ' + "[" * 9999 + "]" * 9999 + "}", "nested too deeply"),
+    ],
+)
+@pytest.mark.parametrize("role", ["target", "sd"])
+@pytest.mark.parametrize("command", ["expand", "plan", "doctor"])
+def test_odd_folders_of_models(
+    command: str, role: str, content: Any, says: str, draft: Path, tmp_path: Path
+) -> None:
+    """Red when a folder is a traceback, or the advice breaks vLLM's own versions."""
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    if content is not None:
+        text = json.dumps(CONFIG | content) if isinstance(content, dict) else content
+        (odd / "config.json").write_text(text)
+        save_file({}, odd / "model.safetensors")
+    message = refused(command, role, str(odd), draft)
+    assert says in message
+    assert str(odd) in message
+    assert "upgrade" not in message
+
+
+def refused(command: str, role: str, name: str, draft: Path) -> str:
+    """The line with which a command refuses a model, given as target or to a method."""
+    target = name if role == "target" else str(draft)
+    spec = {"method": role, "model": name}
+    text = json.dumps({"method": "suffix_tree"} if role == "target" else spec)
+    arguments = {
+        "expand": [text, "--target", target],
+        "plan": [target, "--gpu-memory", "8GiB", "--speculative-config", text],
+        "doctor": ["--target", target, "--speculative-config", text],
+    }[command]
+    done = CliRunner().invoke(app, [command, *arguments], env={"COLUMNS": "9999"})
+    assert done.exit_code == 1
+    lines = (done.stdout if command == "doctor" else done.stderr).splitlines()
+    line = next(line for line in lines if line.startswith(("refused: ", "treespec")))
+    assert len(line) < 500
+    return line
 
 
 def test_folder_of_assets_is_named(tmp_path: Path) -> None:

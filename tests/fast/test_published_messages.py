@@ -229,7 +229,7 @@ def test_heads_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     says = "there is no folder no/network, and the hub gave no head of that name (no "
     assert says in refusal("no/network")
     monkeypatch.undo()
-    with pytest.raises(HeadError, match="Repo id must"):
+    with pytest.raises(HeadError, match="a/b/c, and it is no hub id either"):
         head_folder("a/b/c")
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from vllm_treespec.config import HEAD_METHODS, SpecConfigError
 from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
 from vllm_treespec.heads import (
     EagleHeadConfig,
@@ -21,7 +20,8 @@ from vllm_treespec.heads import (
     read_head_config,
 )
 from vllm_treespec.heads.checkpoint import tensor_shapes
-from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.heads.files import read_heads_hot_tokens, read_hot_tokens
+from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.heads.published import is_eagle
 from vllm_treespec.heads.weights import weights_problem
 from vllm_treespec.json_files import read_json_object
@@ -46,33 +46,55 @@ def check_weights(config: MethodConfig) -> None:
 
     """
     for model in config.models:
-        folder = Path(model)
-        if not folder.exists():
-            if folder.is_absolute() or model.startswith((".", "~")):
-                raise SpecConfigError(
-                    f"speculative_config 'model': there is no folder {model}; "
-                    f"`treespec assets` prints where the shipped draft models lie"
-                )
-            continue
-        if not (folder / "config.json").is_file():
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no config.json; name the "
-                f"folder of a model in Hugging Face format"
-            )
-        said = _check_config_file(folder / "config.json", config)
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no *.safetensors weights; "
-                f"convert them with save_pretrained(..., safe_serialization=True)"
-            )
-        for problem in filter(None, map(weights_problem, files)):
-            raise SpecConfigError(
-                f"speculative_config 'model': {problem}; copy or save the draft model "
-                f"again"
-            )
-        if kind := kind_of_head(said, files):
-            raise _no_draft_model(folder, kind, config)
+        check_folder(model, config)
+        check_files(model, config)
+
+
+def check_folder(model: str, config: MethodConfig) -> None:
+    """Check that a draft model's folder is there, and its config.json a model's.
+
+    Raises:
+        SpecConfigError: naming the folder or the file.
+
+    """
+    if problem := no_such_model(model):
+        raise SpecConfigError(
+            f"speculative_config 'model': {problem}; `treespec assets` prints where "
+            f"the shipped draft models lie"
+        )
+    folder = Path(model)
+    if not folder.exists():
+        return
+    if not (folder / "config.json").is_file():
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no config.json; name the "
+            f"folder of a model in Hugging Face format"
+        )
+    _check_config_file(folder / "config.json", config)
+
+
+def check_files(model: str, config: MethodConfig) -> None:
+    """Check that the weights in a draft model's folder are there and whole.
+
+    Raises:
+        SpecConfigError: naming the file that is missing or broken.
+
+    """
+    folder = Path(model)
+    if not folder.exists():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no *.safetensors weights; "
+            f"convert them with save_pretrained(..., safe_serialization=True)"
+        )
+    for problem in filter(None, map(weights_problem, files)):
+        raise SpecConfigError(
+            f"speculative_config 'model': {problem}; copy or save the draft model again"
+        )
+    if kind := kind_of_head({}, files):
+        raise _no_draft_model(folder, kind, config)
 
 
 def kind_of_head(config: dict[str, Any], files: Iterable[Path] = ()) -> str | None:
@@ -90,7 +112,7 @@ def kind_of_head(config: dict[str, Any], files: Iterable[Path] = ()) -> str | No
     return "eagle" if "speculators_model_type" in config or is_eagle(names) else None
 
 
-def _check_config_file(path: Path, method: MethodConfig) -> dict[str, Any]:
+def _check_config_file(path: Path, method: MethodConfig) -> None:
     """Check that a config.json is a model's, and says what a draft model's must."""
     try:
         config = read_json_object(path)
@@ -108,7 +130,6 @@ def _check_config_file(path: Path, method: MethodConfig) -> dict[str, Any]:
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"
             )
-    return config
 
 
 def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfigError:
@@ -177,32 +198,6 @@ def a_head(kind: str) -> str:
     return f"{'an' if kind == 'eagle' else 'a'} {kind} head"
 
 
-def read_config(
-    what: str, model: str, read: Callable[..., PretrainedConfig], **options: Any
-) -> PretrainedConfig:
-    """Read the configuration of a model in Hugging Face format.
-
-    Args:
-        what: the key or option that names the model, for the message.
-        model: folder or hub id.
-        read: called with ``model`` and ``options``.
-
-    Raises:
-        SpecConfigError: naming the model and what is wrong with it.
-
-    """
-    try:
-        return read(model, **options)
-    except (OSError, ValueError, RecursionError, StrictDataclassError) as error:
-        file = Path(model) / "config.json"
-        where = str(file) if file.is_file() else f"the configuration of {model}"
-        reason = " ".join(str(error).split())
-        raise SpecConfigError(
-            f"{what}: {where} cannot be read ({reason}); name the folder, or the hub "
-            f"id, of a model in Hugging Face format"
-        ) from None
-
-
 def check_text_only(model: str, draft: PretrainedConfig) -> None:
     """Check that a draft model reads text alone: images are shown to the target only.
 
@@ -249,8 +244,12 @@ def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
         )
 
 
-def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
-    """Check the lists of hot tokens of draft models.
+def check_hot_tokens(config: MethodConfig, vocab_size: int | None = None) -> None:
+    """Check the lists of hot tokens of draft models and of EAGLE heads.
+
+    Args:
+        config: validated; its head's files are there.
+        vocab_size: of the target, if it is known.
 
     Raises:
         SpecConfigError: one cannot be read.
@@ -260,6 +259,11 @@ def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
         for file in config.hot_token_files:
             if file is not None:
                 read_hot_tokens(file, vocab_size)
+        if isinstance(config, EagleTreeConfig) and config.hot_tokens is not None:
+            head = read_head_config(config.model)
+            # others are refused by check_head_files
+            if isinstance(head, EagleHeadConfig):
+                read_heads_hot_tokens(Path(config.hot_tokens), head)
     except HeadError as error:
         raise SpecConfigError(f"speculative_config {error}") from None
 
@@ -340,7 +344,10 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     """
     if config.head is None:
         return
-    head = read_head_config(config.head)
+    try:
+        head = read_head_config(config.head)
+    except HeadError as error:
+        raise SpecConfigError(f"speculative_config 'model': {error}") from None
     sizes = {"vocab_size": (head.vocab_size, target.vocab_size)}
     if isinstance(head, EagleHeadConfig):
         states = (head.target_hidden_size, target.hidden_size)

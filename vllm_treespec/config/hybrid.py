@@ -23,6 +23,7 @@ class HybridConfig(IndexConfig):
 
     MODEL_SHAPE: ClassVar[tuple[str, ...]] = ("top_k", "model_depth")
     SHAPE = (*IndexConfig.SHAPE, *MODEL_SHAPE)
+    NEEDS = "a draft model or a head"
 
     method: Literal["hybrid"]
     model: str = Field(

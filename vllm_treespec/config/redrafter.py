@@ -34,6 +34,7 @@ class ReDrafterConfig(HeadMethodConfig):
 
     SHAPE = ("beam_width", "length", "num_drafts", "min_probability")
     HEAD = "redrafter"
+    NEEDS = "a ReDrafter head"
 
     method: Literal["redrafter"]
     beam_width: Count = Field(default=BEAM_WIDTH, le=MAX_DRAFTS, description="beams")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -9,12 +10,12 @@ from reprlib import repr as shortened
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vllm_treespec.heads.config import HeadError
+from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.heads.weights import weights_problem
 from vllm_treespec.json_files import read_json_object
 
@@ -35,13 +36,14 @@ def head_folder(model: str | Path, files: tuple[str, ...] = READ) -> Path:
         HeadError: there is no such folder, and it cannot be fetched.
 
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or folder.exists() or str(model).startswith((".", "~")):
+    if os.path.isdir(model):
+        return Path(model)
+    problem = no_such_model(str(model))
+    if problem is None and os.path.exists(model):
+        problem = f"{model} is no folder"
+    if problem is not None:
         raise HeadError(
-            f"there is no folder {model}; name the folder of a head, `treespec train` "
-            f"makes one"
+            f"{problem}; name the folder of a head, `treespec train` makes one"
         )
     return _fetched(str(model), files)
 
@@ -51,8 +53,8 @@ def _fetched(model: str, files: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(files)))
     # answers of the hub and a missing network are OSErrors
-    except (OSError, HFValidationError) as error:
-        reason = " ".join(str(error).split())
+    except OSError as error:
+        reason = " ".join(str(error).split()).split(". ")[0]
         raise HeadError(
             f"there is no folder {model}, and the hub gave no head of that name "
             f"({reason}); name the folder, or the hub id, of a head"

@@ -191,8 +191,12 @@ def read_heads_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
     return read_hot_tokens(path, config.vocab_size)
 
 
-def read_hot_tokens(path: Path, vocab_size: int) -> torch.Tensor:
+def read_hot_tokens(path: Path, vocab_size: int | None) -> torch.Tensor:
     """Read which tokens are to be drafted, ascending.
+
+    Args:
+        path: a JSON list of token ids.
+        vocab_size: tokens of the vocabulary, if it is known.
 
     Raises:
         HeadError: it is no list of tokens of this vocabulary.
@@ -206,10 +210,10 @@ def read_hot_tokens(path: Path, vocab_size: int) -> torch.Tensor:
             f"'hot_tokens': {path} is no JSON list of token ids ({reason})"
         ) from None
     hot = torch.tensor(sorted(set(ids)), dtype=torch.int64)
-    if len(hot) == 0 or hot[-1] >= vocab_size:
+    if len(hot) == 0 or (vocab_size is not None and hot[-1] >= vocab_size):
+        below = vocab_size and f" below {vocab_size}, the size of the vocabulary"
         raise HeadError(
-            f"'hot_tokens': {path} must name tokens below {vocab_size}, the size of "
-            f"the vocabulary, and at least one"
+            f"'hot_tokens': {path} must name tokens{below or ''}, and at least one"
         )
     return hot
 

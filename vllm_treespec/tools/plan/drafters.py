@@ -203,10 +203,10 @@ def read_drafters(
     """
     check_head(config, target.config)
     drafters: list[Drafter] = []
+    models = [read_model("speculative_config 'model'", name) for name in config.models]
     check_hot_tokens(config, target.vocab_size)
-    for name, hot_tokens in zip(config.models, config.hot_token_files, strict=True):
-        model = read_model("speculative_config 'model'", name)
-        check_vocabulary(name, target.vocab_size, model.vocab_size)
+    for model, hot_tokens in zip(models, config.hot_token_files, strict=True):
+        check_vocabulary(model.name, target.vocab_size, model.vocab_size)
         num_hot = 0
         if hot_tokens is not None:
             num_hot = len(read_hot_tokens(hot_tokens, model.vocab_size))

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.checks import read_config
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads import HeadError
 from vllm_treespec.heads.checkpoint import INDEX, listed_files, tensor_shapes
 from vllm_treespec.heads.weights import weights_problem
@@ -142,19 +142,8 @@ def read_model(option: str, name: str) -> Model:
         SpecConfigError: there is no such model, or trees do not support it.
 
     """
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise SpecConfigError(
-            f"{option}: {path} holds no config.json; name the folder of a model in "
-            f"Hugging Face format"
-        )
-    local = path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json"
-    if local and not path.exists():
-        raise SpecConfigError(
-            f"{option}: there is no {name}; name a model's folder, its config.json, "
-            f"or a hub id"
-        )
     config = read_config(option, name, AutoConfig.from_pretrained)
+    path = Path(name)
     refuse_model(option, name, config)
     shapes = file_shapes(option, path, config) if path.is_dir() else {}
     if shapes:
