@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import AutoConfig, PreTrainedModel
 
 from vllm_treespec.atomic_files import atomic_writes, replaced
-from vllm_treespec.config.checks import read_config
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads import (
     DraftHead,
     HeadError,
