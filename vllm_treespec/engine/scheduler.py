@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.matching import PADDING_TOKEN_ID
 from vllm_treespec.core.stats import StepCounts
 from vllm_treespec.metrics import open_counters
@@ -52,14 +53,19 @@ class TreeScheduler(Scheduler):
         """Make the stock scheduler."""
         super().__init__(*args, **options)
         self._parents: dict[str, list[int]] = {}
-        self._counters = open_counters(self.vllm_config) if self.log_stats else None
+        self._counting = Aid("Counting draft trees", "their metrics stand still")
+        self._counters = (
+            self._counting.run(None, open_counters, self.vllm_config)
+            if self.log_stats
+            else None
+        )
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the next drafts; those of the step before were sent, and are gone."""
         if isinstance(draft_token_ids, TreeDraftTokenIds):
             self._parents |= draft_token_ids.parents
             if self._counters is not None:
-                self._counters.add(draft_token_ids.counts)
+                self._counting.run(None, self._counters.add, draft_token_ids.counts)
         if not any(draft_token_ids.draft_token_ids):
             return
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
