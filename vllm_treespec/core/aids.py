@@ -37,7 +37,7 @@ class Aid:
         """
         self.name = name
         self.without = without
-        self.ending = (MemoryError, *ending)
+        self.ending: tuple[type[Exception], ...] = (MemoryError, *ending)
         self.is_on = True
 
     def run(
