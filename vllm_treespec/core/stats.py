@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,20 @@ class StepCounts:
     def nodes(self) -> int:
         """Nodes of the scored trees, roots included."""
         return sum(nodes * trees for nodes, trees in self.node_counts.items())
+
+    def without(self, trees: Iterable[tuple[int, int]]) -> StepCounts:
+        """The same without these trees, as far as they were counted.
+
+        Args:
+            trees: nodes of each, its root included, and accepted draft tokens.
+
+        """
+        node_counts, accepted = Counter(self.node_counts), Counter(self.accepted)
+        for num_nodes, num_accepted in trees:
+            if node_counts[num_nodes] and accepted[num_accepted]:
+                node_counts[num_nodes] -= 1
+                accepted[num_accepted] -= 1
+        return replace(self, node_counts=dict(node_counts), accepted=dict(accepted))
 
 
 class StepStats:

@@ -106,7 +106,7 @@ class ScheduleCache:
         try:
             if not self.file.exists():
                 return None
-            if not self.file.is_file() or self.file.stat().st_size > MOST_BYTES:
+            if not self.file.is_file() or os.path.getsize(self.file) > MOST_BYTES:
                 raise ValueError("no schedule's file")
             kept = Kept.model_validate_json(self.file.read_bytes())
             if kept.origin != self.origin:
