@@ -106,9 +106,10 @@ class ScheduleCache:
         try:
             if not self.file.exists():
                 return None
-            if not self.file.is_file() or os.path.getsize(self.file) > MOST_BYTES:
+            if not self.file.is_file():
                 raise ValueError("no schedule's file")
-            kept = Kept.model_validate_json(self.file.read_bytes())
+            with self.file.open("rb") as opened:
+                kept = Kept.model_validate_json(opened.read(MOST_BYTES))
             if kept.origin != self.origin:
                 raise ValueError("another engine's file")
             # Once all ranks begin with it, it must not fail.
