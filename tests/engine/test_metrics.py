@@ -49,7 +49,7 @@ async def generate_all(request: dict) -> dict[str, Any]:
         metrics = prometheus_client.generate_latest().decode()
         jobs = request["aborted"]
         await asyncio.gather(
-            *(generate(100 + i, *job, 2) for i, job in enumerate(jobs))
+            *(generate(100 + i, *job, most_outputs=2) for i, job in enumerate(jobs))
         )
         # The last requests' steps end.
         await asyncio.sleep(1)
