@@ -47,9 +47,9 @@ async def generate_all(request: dict) -> dict[str, Any]:
         (worker,) = await engine.collective_rpc("treespec_stats")
         await engine.do_log_stats()
         metrics = prometheus_client.generate_latest().decode()
-        jobs = request["aborted"]
+        left = enumerate(request["aborted"])
         await asyncio.gather(
-            *(generate(100 + i, *job, most_outputs=2) for i, job in enumerate(jobs))
+            *(generate(100 + i, p, params, 2) for i, (p, params) in left)
         )
         # The last requests' steps end.
         await asyncio.sleep(1)
