@@ -42,7 +42,7 @@ from vllm_treespec.sources.base import DraftSource, TextSource
 
 
 class RanksDiffer(SystemExit):
-    """A rank drew other drafts than rank 0, so that its text would be another.
+    """A rank drew other drafts than rank 0, or would, so that its text would differ.
 
     vLLM takes the answers of rank 0 alone, but it stops the engine when the process
     of any rank ends.
@@ -310,7 +310,12 @@ class TreeDecoder:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
-            by_part = self._count(batch, accepted)
+            by_part = self.chooser.aid.run(
+                np.zeros((batch.num_reqs, 2), dtype=np.int64),
+                self._count,
+                batch,
+                accepted,
+            )
             has_branches = self.trees is not None and self.trees.branching
             self.chooser.observe(
                 self.batch, batch, self.proposal, accepted, by_part, has_branches

@@ -100,7 +100,8 @@ class TreeDrafter:
             found = cast(Continuations, source.begin(roots))
             if self.method.shares is not None:
                 shares = self.method.shares.first(roots.slots, found.matches())
-        prices = self.method.schedule.prices(roots.slots.tolist())
+        schedule = self.method.schedule
+        prices = schedule.aid.run(None, schedule.prices, roots.slots.tolist())
         return Candidates(index, reqs, roots, found, shares, prices)
 
     def models_draft(self, candidates: Candidates) -> bool:
