@@ -109,10 +109,12 @@ def doctor(
 
     if target is None:
         from vllm_treespec.engine import seams
+        from vllm_treespec.tools import openmp
 
         if speculative_config is not None:
             raise _fail(ValueError("--speculative-config needs --target"))
         seams.doctor(Console())
+        openmp.report(Console())
         return
     from vllm_treespec.tools.target_doctor import TargetCheck, check_target
 
