@@ -31,7 +31,8 @@ def report(console: Console) -> None:
     elif library is None:
         console.print(
             f"[yellow]Intel's OpenMP is not installed[/], {NAME}: draft trees are "
-            "slower; pip install intel-openmp, then run treespec doctor again"
+            "slower; pip install intel-openmp, then run treespec doctor again",
+            soft_wrap=True,
         )
     else:
         console.print(
