@@ -32,7 +32,7 @@ test-fast: $(STAMP)  ## fast tier only: no vLLM engine, no download after setup
 	@echo "fast tier"
 	@$(BIN)/python -m pytest tests/fast --numprocesses 2 --dist worksteal
 
-deploy-check: $(STAMP)  ## charts, manifests, images, alerts: needs helm, promtool, a network
+deploy-check: $(STAMP)  ## charts, manifests, images, alerts; what needs a missing tool is skipped
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/deploy.txt
 	@deploy/third_party.sh
 	@$(BIN)/python -m pytest tests/fast/test_deploy_*.py --numprocesses 2

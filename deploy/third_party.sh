@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # usage: deploy/third_party.sh
+# Where GitHub cannot be reached it names what is missing; tests of that are skipped.
 # Gets the two charts that deploy/ has values for, and the definitions of custom resources, into
 # deploy/third_party/. `make deploy-check` checks our values against the charts; tests/crds holds
 # the schemas of the definitions. They belong to other projects (each under Apache-2.0) and are
@@ -15,9 +16,12 @@ get() { # folder repository reference path...
     git init --quiet "$folder.part"
     git -C "$folder.part" remote add origin "$url"
     git -C "$folder.part" sparse-checkout set --no-cone /LICENSE "${@/#//}"
-    git -C "$folder.part" fetch --quiet --depth 1 --filter blob:none origin "$reference"
-    git -C "$folder.part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD
-    mv "$folder.part" "$folder"
+    if git -C "$folder.part" fetch --quiet --depth 1 --filter blob:none origin "$reference" &&
+        git -C "$folder.part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD; then
+        mv "$folder.part" "$folder"
+    else
+        echo "not reached, left out: $folder"
+    fi
 }
 
 mkdir -p third_party

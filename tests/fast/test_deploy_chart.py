@@ -10,10 +10,20 @@ import yaml
 
 import vllm_treespec
 from deploy import values_schema
-from tests.fast.deployment import CHART, DEPLOY, EXAMPLES, example, run, run_any
+from tests.fast.deployment import (
+    CHART,
+    DEPLOY,
+    EXAMPLES,
+    documents,
+    example,
+    run,
+    run_any,
+)
 from vllm_treespec.config import METHODS
 
 SMALL = ["--set", "image.repository=r", "--set", "model=m"]
+ON_MANY_NODES = ["--set", "storage.models.accessModes={ReadWriteMany}"]
+DRAFTER = ["--set", "storage.drafter.existingClaim=d"]
 
 
 def schema() -> dict[str, Any]:
@@ -22,6 +32,12 @@ def schema() -> dict[str, Any]:
 
 def default_values() -> dict[str, Any]:
     return yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
+
+
+def rendered(kind: str, *values: str) -> dict[str, Any]:
+    text = run("helm", "template", "t", CHART, *SMALL, *values)
+    (found,) = [d for d in documents(text) if d["kind"] == kind]
+    return found
 
 
 def refusal(*values: str) -> str:
@@ -81,8 +97,15 @@ def test_examples_pass_helms_own_check(path: Path) -> None:
         (["--set", "model="], "model is empty: name"),
         (["--set", "image.repository="], "image.repository is empty: build"),
         (["--set", "kind=LeaderWorkerSet,device=cpu"], "set device: cuda"),
-        (["--set", "kind=LeaderWorkerSet"], "set [ReadWriteMany]"),
+        (["--set", "kind=LeaderWorkerSet"], "storage.models.accessModes: 2 pods"),
         (["--set", "storage.models.readOnly=true"], "existingClaim too"),
+        (["--set", "replicas=2"], "storage.models.accessModes: 2 pods"),
+        (["--set", "autoscaling.kind=keda"], "storage.models.accessModes: 4 pods"),
+        ([*ON_MANY_NODES, *DRAFTER, "--set", "replicas=2"], "storage.drafter.access"),
+        (["--set", "strategy.type=RollingUpdate"], "strategy.type RollingUpdate"),
+        (["--set", "ingress.enabled=true"], "ingress.host is empty"),
+        (["--set", "service.type=LoadBalancer"], "add an ipBlock to networkPolicy"),
+        (["--set", "image.digest=sha256:0"], "/image/digest"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1],
 )
@@ -99,6 +122,56 @@ def test_the_version_is_the_packages() -> None:
 def test_without_a_spec_config_vllm_serves_plainly() -> None:
     none = ["--set-json", "specConfig=null"]
     assert "speculative" not in run("helm", "template", "t", CHART, *SMALL, *none)
+
+
+@pytest.mark.parametrize(
+    ("values", "strategy"),
+    [
+        ([], "Recreate"),
+        (ON_MANY_NODES, "RollingUpdate"),
+        ([*ON_MANY_NODES, *DRAFTER], "Recreate"),
+        ([*ON_MANY_NODES, "--set", "strategy.type=Recreate"], "Recreate"),
+    ],
+)
+def test_no_new_pod_waits_for_the_old_ones_volume(
+    values: list[str], strategy: str
+) -> None:
+    """Red when an update starts a second pod beside a claim of one node."""
+    deployment = rendered("Deployment", *values)
+    assert deployment["spec"]["strategy"]["type"] == strategy
+
+
+def test_the_network_policy_lets_the_ingress_controller_in() -> None:
+    """Red when the chart makes an Ingress that its own policy shuts out."""
+    values = ["--set", "ingress.enabled=true,ingress.host=h"]
+    (rule,) = rendered("Ingress", *values)["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"]["name"] == "t"
+    policy = rendered("NetworkPolicy", *values)
+    assert {"kubernetes.io/metadata.name": "ingress-nginx"} in [
+        sender.get("namespaceSelector", {}).get("matchLabels")
+        for rule in policy["spec"]["ingress"]
+        for sender in rule["from"]
+    ]
+
+
+def test_pods_take_a_digest_and_what_a_user_adds() -> None:
+    digest = "sha256:" + "0" * 64
+    volume = {"name": "more", "emptyDir": {}}
+    mount = {"name": "more", "mountPath": "/more"}
+    first = {"name": "fetch", "image": "i"}
+    values = {
+        "image": {"repository": "r", "tag": "t", "digest": digest},
+        "extraVolumes": [volume],
+        "extraVolumeMounts": [mount],
+        "initContainers": [first],
+    }
+    flags = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    options = [word for flag in flags for word in ("--set-json", flag)]
+    pod = rendered("Deployment", *options)["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == f"r@{digest}"
+    assert volume in pod["volumes"]
+    assert mount in pod["containers"][0]["volumeMounts"]
+    assert pod["initContainers"] == [first]
 
 
 def test_board_and_rules_are_installed_as_they_are() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.fast.deployment import DEPLOY, run
+from vllm_treespec.engine.seams import supported
+from vllm_treespec.tools.openmp import NAME
 
 ROOT = DEPLOY.parent
 FILES = sorted((DEPLOY / "docker").glob("Dockerfile.?pu"))
@@ -35,9 +37,25 @@ def test_it_runs_as_an_unprivileged_user(path: Path) -> None:
     assert users[-1] == "2000:2000"
 
 
-def test_the_gpu_image_has_a_vllm_that_we_support() -> None:
-    """Red when setup.py asks for another vLLM."""
+def test_the_gpu_image_has_the_vllm_that_ran_on_a_card() -> None:
+    """Red when the image takes another vLLM than docs/versions.md names for GPUs."""
     text = (DEPLOY / "docker" / "Dockerfile.gpu").read_text()
-    (version,) = re.findall(r"^ARG VLLM_VERSION=(.*)$", text, re.MULTILINE)
-    lock = (ROOT / "requirements" / "cpu.lock").read_text()
-    assert f"\nvllm-cpu=={version}\n" in lock
+    (version,) = re.findall(r"^ARG BASE=\S+:v([\d.]+)$", text, re.MULTILINE)
+    assert supported(version)
+    versions = (ROOT / "docs" / "versions.md").read_text()
+    (row,) = [line for line in versions.splitlines() if "engines on one H200" in line]
+    assert version.startswith(row.split()[1] + ".")
+
+
+def test_the_cpu_image_preloads_intels_openmp() -> None:
+    """Red when the image serves slower than what was published."""
+    text = (DEPLOY / "docker" / "Dockerfile.cpu").read_text()
+    (venv,) = re.findall(r"^COPY --from=build \S+ (\S+)$", text, re.MULTILINE)
+    assert f"LD_PRELOAD={venv}/lib/{NAME} " in text
+
+
+def test_every_base_of_an_image_can_be_pinned() -> None:
+    """Red when a FROM names an image that no argument can replace by a digest."""
+    for path in FILES:
+        bases = re.findall(r"^FROM (\S+)", path.read_text(), re.MULTILINE)
+        assert {*bases} <= {"${BASE}", "${BUILDER}"}

@@ -134,7 +134,7 @@ def test_vllm_and_we_accept_the_arguments(
 
 def kuberay_config() -> dict[str, Any]:
     """The model that KubeRay serves."""
-    (service,) = manifests("kuberay/rayservice.yaml")
+    (service, _) = manifests("kuberay/rayservice.yaml")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     (config,) = application["args"]["llm_configs"]
     return config
@@ -221,6 +221,53 @@ def test_a_start_may_take_a_quarter_of_an_hour(source: str) -> None:
                 assert 900 <= seconds < deadline
                 found.append(seconds)
     assert found
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_claim_of_one_node_has_one_pod_at_a_time(source: str) -> None:
+    """Red when an update or an autoscaler starts a pod that waits for a volume."""
+    found = manifests(source)
+    one_node = {
+        document["metadata"]["name"]
+        for document in found
+        if document["kind"] == "PersistentVolumeClaim"
+        and not {*document["spec"]["accessModes"]} & {"ReadWriteMany", "ReadOnlyMany"}
+    }
+    for document in found:
+        for pod in pods(document):
+            claims = {
+                volume["persistentVolumeClaim"]["claimName"]
+                for volume in pod.get("volumes", [])
+                if "persistentVolumeClaim" in volume
+            }
+            if claims & one_node:
+                assert document["kind"] == "Deployment"
+                assert document["spec"]["strategy"]["type"] == "Recreate"
+                assert document["spec"]["replicas"] == 1
+                assert "ScaledObject" not in {d["kind"] for d in found}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_server_that_ends_with_0_is_started_again(source: str) -> None:
+    """vLLM ends with 0 when its engine was killed, too."""
+    for document in manifests(source):
+        for pod in pods(document):
+            assert pod.get("restartPolicy", "Always") == "Always"
+
+
+def test_rays_dashboard_needs_a_token_and_has_a_policy() -> None:
+    """Red when whoever reaches the cluster's network can run programs on it."""
+    (service, policy) = manifests("kuberay/rayservice.yaml")
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    chosen = policy["spec"]["podSelector"]["matchLabels"]
+    for group in groups:
+        assert chosen.items() <= group["template"]["metadata"]["labels"].items()
+    for rule in policy["spec"]["ingress"]:
+        open_to_others = any("podSelector" not in sender for sender in rule["from"])
+        if open_to_others or {"podSelector": {}} in rule["from"]:
+            assert {port["port"] for port in rule["ports"]} <= {8000, 8080}
 
 
 def test_other_charts_are_named_by_the_script() -> None:

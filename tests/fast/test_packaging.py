@@ -36,7 +36,8 @@ def files_in(folder: Path) -> set[Path]:
 
 def locked() -> dict[str, str]:
     lines = LOCK.read_text().splitlines()
-    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    words = [line.split() for line in lines if not line.startswith("#")]
+    pins = [pin.split("==") for pin, *_ in words]
     return {canonicalize_name(name): version for name, version in pins}
 
 
@@ -199,9 +200,10 @@ def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
     assert run_python(tmp_path, "-c", code).strip() == "[]"
 
 
-def test_lock_pins_everything_and_nothing_local() -> None:
+def test_lock_pins_everything_by_hash_and_nothing_local() -> None:
+    """Red when a pin has no hash: run ``python requirements/hashes.py``."""
     lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
-    pin = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+")
+    pin = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+( --hash=sha256:[0-9a-f]{64})+")
     assert [line for line in lines if not pin.fullmatch(line)] == []
     assert len(locked()) == len(lines)
 

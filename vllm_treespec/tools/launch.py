@@ -16,6 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from vllm_treespec.tools.openmp import intel_openmp
+
 Event = dict[str, Any]
 OnEvent = Callable[[Event], None]
 Send = Callable[..., None]
@@ -140,9 +142,8 @@ def engine_environment(one_process: bool) -> dict[str, str]:
     env["VLLM_NO_USAGE_STATS"] = "1"
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one_process else "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
-    # vLLM's CPU guide asks for Intel's OpenMP to be preloaded.
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if openmp.is_file():
+    openmp = intel_openmp()
+    if openmp is not None:
         earlier = [env["LD_PRELOAD"]] if env.get("LD_PRELOAD") else []
         env["LD_PRELOAD"] = ":".join([*earlier, str(openmp)])
     return env

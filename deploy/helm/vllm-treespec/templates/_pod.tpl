@@ -35,9 +35,13 @@ affinity:
 topologySpreadConstraints:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- with .initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 containers:
   - name: vllm
-    image: "{{ .image.repository }}:{{ .image.tag | default $root.Chart.AppVersion }}"
+    image: {{ include "treespec.image" $root | quote }}
     imagePullPolicy: {{ .image.pullPolicy }}
     command: [vllm, serve]
     args:
@@ -79,6 +83,9 @@ containers:
         mountPath: /tmp
       - name: shm
         mountPath: /dev/shm
+      {{- with .extraVolumeMounts }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
 volumes:
   - name: models
     persistentVolumeClaim:
@@ -100,6 +107,9 @@ volumes:
     emptyDir:
       medium: Memory
       sizeLimit: {{ .storage.shm.sizeLimit }}
+  {{- with .extraVolumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end }}
 {{- end }}
 
