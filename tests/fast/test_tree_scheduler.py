@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
@@ -105,6 +105,7 @@ class Manager(StructuredOutputManager):
 def request(name: str, structured: bool = True) -> Request:
     """A request that has drafts, with a grammar or without."""
     made = make_request(name, regex="a*" if structured else None)
+    made.status = RequestStatus.RUNNING
     made.spec_token_ids = [9]
     if structured:
         assert made.structured_output_request is not None

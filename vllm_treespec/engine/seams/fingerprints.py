@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "819f966e7389a240", "0.33": "72c743245b8ac64c"}
+SEEN: dict[str, str] = {"0.32": "d968695952378199", "0.33": "1b62f74d40d645a4"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -107,6 +107,10 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "Scheduler.get_grammar_bitmask": {
             "0.32": "eaf68339d2b801a1",
             "0.33": "eaf68339d2b801a1",
+        },
+        "Scheduler._handle_stopped_request": {
+            "0.32": "3e301d6f6441e40e",
+            "0.33": "a0a036a9b5cad08a",
         },
     },
     "vllm.v1.attention.backends.cpu_attn": {
