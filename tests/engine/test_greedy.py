@@ -13,6 +13,7 @@ TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. "
     "He counted the steps, one by one, and wrote the weather into his book. "
 )
+LIST = "Animals, again:\n" + "red fox, blue jay, green frog, grey owl;\n" * 3
 BLOCKS = 4
 
 
@@ -37,11 +38,12 @@ def prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def jobs(prompts: list[list[int]]) -> list[dict]:
+def jobs(prompts: list[list[int]], tokenize: Callable[[str], list[int]]) -> list[dict]:
     """The same prompts one by one, eight at once, and again from the prefix cache.
 
     36 tokens end in another block than the prompt; log probabilities need fewer. Two
-    requests have a grammar.
+    requests have a grammar. The input of three comes in parts; their turns end at
+    different places in a tree.
     """
     greedy = {"temperature": 0.0, "max_tokens": 36, "ignore_eos": True}
     logprobs = {**greedy, "max_tokens": 20, "logprobs": 2}
@@ -52,6 +54,12 @@ def jobs(prompts: list[list[int]]) -> list[dict]:
         {"prompts": prompts, "params": greedy, "max_in_flight": 8},
         {"prompts": prompts, "params": logprobs, "max_in_flight": 8},
         {"prompts": prompts[1:3], "params": grammar, "max_in_flight": 2},
+        {
+            "run": "sessions",
+            "prompts": [tokenize(LIST)] * 3,
+            "more": tokenize("\nOnce more:\nred fox, blue jay,"),
+            "params": [{**greedy, "max_tokens": count} for count in (30, 31, 32)],
+        },
     ]
 
 
@@ -83,6 +91,13 @@ def test_tokens_equal_plain(plain: dict, trees: dict) -> None:
         for expected, found in zip(plain_job, tree_job, strict=True):
             assert found["token_ids"] == expected["token_ids"]
             assert found["finish_reason"] == expected["finish_reason"]
+
+
+def test_sessions(plain: dict, trees: dict) -> None:
+    """Turns red when a session goes on elsewhere, or leaves blocks of another text."""
+    for expected, found in zip(plain["jobs"][-1], trees["jobs"][-1], strict=True):
+        assert found["token_ids"] == expected["token_ids"]
+        assert found["num_cached_tokens"] == expected["num_cached_tokens"] > 64
 
 
 def test_logprobs_equal_plain(plain: dict, trees: dict) -> None:
