@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
@@ -29,6 +30,7 @@ from tests.fast.toy_workloads import make_engine
 from vllm_treespec.core.stats import StepCounts
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds, TreeScheduler
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
+from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.sources.suffix_index import END, SuffixIndex
 
 DRAFTS, PARENTS = [5, 6, 7, 8, 5, 6, 7], [0, 0, 1, 2, 2, 3, 4]
@@ -106,6 +108,12 @@ class Runner(TreeRunnerMixin, StockRunner):  # type: ignore[misc]
         self.device = torch.device("cpu")
         self.decoder = make_engine("suffix_tree", Habits()).decoder
 
+    def make_layout(self, limits: LayoutLimits) -> TreeLayout:
+        raise NotImplementedError
+
+    def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
+        raise NotImplementedError
+
     def _may_draft(self, req_id: str) -> bool:
         return True
 
@@ -117,7 +125,8 @@ def test_only_outputs_of_a_session_are_kept() -> None:
     assert isinstance(index, SuffixIndex)
     for *text, output in ([1, 2, 3], [1, 2, 3, 7, 7, 4], [1, 2, 3, 7, 7, 4, 7, 5]):
         step = SchedulerOutput.make_empty()
-        step.scheduled_new_reqs = [SimpleNamespace(req_id="session")]  # type: ignore[list-item]
+        new: Any = SimpleNamespace(req_id="session")
+        step.scheduled_new_reqs = [new]
         runner._update_states(step)
         slots = runner.decoder.slots.lookup(["session"])
         index.note_texts(slots, [np.array([*text, output])])
