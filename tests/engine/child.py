@@ -6,8 +6,9 @@ also say, per prompt: ``priorities``, ``lora`` (whether the adapter of the reque
 is on), ``embeds`` (whether the prompt goes in as embeddings of its tokens), ``images``
 (numbers of its pictures, see ``image_models.py``) and ``abort_after`` (tokens after
 which the request is aborted, or null); and
-how its prompts run: ``"run": "generate"`` (the default), ``"stream"``, ``"beams"`` or
-``"refused"`` (the answer is the error's message).
+how its prompts run: ``"run": "generate"`` (the default), ``"stream"``, ``"beams"``,
+``"sessions"`` (each goes on with ``more``, a prompt) or ``"refused"`` (the answer is
+the error's message).
 """
 
 import json
@@ -182,6 +183,52 @@ def stream(llm: LLM, job: dict) -> list[dict]:
     return results
 
 
+def sessions(llm: LLM, job: dict) -> list[dict]:
+    """Two turns of each prompt, whose input comes in parts, then one ordinary request.
+
+    Every second session has its second part before its first turn has ended. The
+    ordinary request has the session's whole text as its prompt.
+    """
+    engine = llm.llm_engine
+    core: Any = engine.engine_core
+    params = sampling_params(job)
+    tokens: list[list[int]] = [[] for _ in job["prompts"]]
+    texts: list[list[int]] = [[] for _ in job["prompts"]]
+    ended = [0] * len(tokens)
+
+    def add(i: int, part: list[int]) -> None:
+        prompt = TokensPrompt(prompt_token_ids=[*part])
+        core.add_request(
+            engine.input_processor.process_inputs(
+                f"{i}", prompt, params[i], ("generate",), resumable=True
+            )
+        )
+
+    for i, prompt in enumerate(job["prompts"]):
+        add(i, prompt)
+        if i % 2:
+            add(i, job["more"])
+    while min(ended) < 2:
+        for out in core.get_output().outputs:
+            i = int(out.request_id)
+            tokens[i] += out.new_token_ids
+            if out.finish_reason is None:
+                continue
+            ended[i] += 1
+            if ended[i] == 2:
+                request = core.engine_core.scheduler.requests[out.request_id]
+                texts[i] = list(request.all_token_ids)
+                core.abort_requests([out.request_id])
+            elif not i % 2:
+                add(i, job["more"])
+    ordinary = [TokensPrompt(prompt_token_ids=text) for text in texts]
+    outputs = llm.generate(ordinary, params, use_tqdm=False)
+    return [
+        {**output_as_json(out), "token_ids": [*turns, *out.outputs[0].token_ids]}
+        for turns, out in zip(tokens, outputs, strict=True)
+    ]
+
+
 def beams(llm: LLM, job: dict) -> list[dict]:
     """Beam search; the job's params are those of ``BeamSearchParams``."""
     prompts: Any = [TokensPrompt(prompt_token_ids=ids) for ids in job["prompts"]]
@@ -212,7 +259,8 @@ def run_job(llm: LLM, job: dict, adapter: LoRARequest | None) -> list[dict]:
     how = job.get("run", "generate")
     if how == "generate":
         return generate(llm, job, adapter)
-    return {"stream": stream, "beams": beams, "refused": refused}[how](llm, job)
+    ways = {"stream": stream, "beams": beams, "sessions": sessions, "refused": refused}
+    return ways[how](llm, job)
 
 
 def count_preemptions(llm: LLM) -> int:

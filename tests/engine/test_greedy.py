@@ -17,9 +17,10 @@ TEXT = (
     "The old lighthouse keeper climbed the stairs every evening to light the lamp. "
     "He counted the steps, one by one, and wrote the weather into his book. "
 )
+LIST = "Animals, again:\n" + "red fox, blue jay, green frog, grey owl;\n" * 3
 BLOCKS = 4
-# Number of the first sampled job.
-SAMPLED = 4
+# Numbers of the job of sessions, and of the first sampled one.
+SESSIONS, SAMPLED = 4, 5
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,12 @@ def prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def jobs(prompts: list[list[int]]) -> list[dict]:
+def jobs(prompts: list[list[int]], tokenize: Callable[[str], list[int]]) -> list[dict]:
     """The same prompts one by one, eight at once, and again from the prefix cache.
 
     36 tokens end in another block than the prompt; log probabilities need fewer. Two
-    requests have a grammar. The last two jobs are sampled, with drafts and without.
+    requests have a grammar. The input of three comes in parts; their turns end at
+    different places in a tree. The last two jobs are sampled, with drafts and without.
     """
     greedy = {"temperature": 0.0, "max_tokens": 36, "ignore_eos": True}
     logprobs = {**greedy, "max_tokens": 20, "logprobs": 2}
@@ -58,6 +60,12 @@ def jobs(prompts: list[list[int]]) -> list[dict]:
         {"prompts": prompts, "params": greedy, "max_in_flight": 8},
         {"prompts": prompts, "params": logprobs, "max_in_flight": 8},
         {"prompts": prompts[1:3], "params": grammar, "max_in_flight": 2},
+        {
+            "run": "sessions",
+            "prompts": [tokenize(LIST)] * 3,
+            "more": tokenize("\nOnce more:\nred fox, blue jay,"),
+            "params": [{**greedy, "max_tokens": count} for count in (30, 31, 32)],
+        },
         *with_and_without_trees(prompts, 8, max_tokens=36, top_p=0.95),
     ]
 
@@ -97,6 +105,15 @@ def test_sampled_tokens_equal_plain(trees: dict, method: str) -> None:
     if method in DRAWN:
         pytest.skip("its trees are drawn")
     assert_same_text(trees, SAMPLED)
+
+
+def test_sessions(plain: dict, trees: dict) -> None:
+    """Turns red when a session goes on elsewhere, or leaves blocks of another text."""
+    for expected, found in zip(
+        plain["jobs"][SESSIONS], trees["jobs"][SESSIONS], strict=True
+    ):
+        assert found["token_ids"] == expected["token_ids"]
+        assert found["num_cached_tokens"] == expected["num_cached_tokens"] > 64
 
 
 def test_logprobs_equal_plain(plain: dict, trees: dict) -> None:

@@ -119,6 +119,7 @@ class FakeEngine:
             num_tokens=[s.num_tokens for s in batch],
             drafts=[s.drafts for s in batch],
             in_turn=np.argsort(order),
+            token_budget=None if plan.preempted else self.habits.token_budget,
         )
         max_len = self.habits.max_model_len
         slots = self.decoder.slots.lookup([r.name for r in now.requests])
@@ -158,6 +159,7 @@ class FakeEngine:
                 zip(self.now.requests, self.now.drafts, strict=True)
             )
             if drafts
+            and self.now.token_budget is not None
             and request.proposed_in == last
             and drafts == request.proposed[: len(drafts)]
         ]

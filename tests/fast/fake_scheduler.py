@@ -89,6 +89,7 @@ class StepPlan:
     scheduled: list[Scheduled] = field(default_factory=list)
     new: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
     # ended since the step before
     finished: list[Request] = field(default_factory=list)
 
@@ -169,6 +170,7 @@ class Scheduler:
         preempted = [r for r in self.running if self._often(self.habits.preempt)]
         for request in preempted:
             self._preempt(request)
+        plan.preempted = preempted
         for request in list(self.running):
             if not self._often(self.habits.skip):
                 left -= self._schedule(request, left, plan)

@@ -40,6 +40,8 @@ class Step:
     drafts: list[list[int]]
     # int64 [num_reqs], place in the batch of the request that was scheduled first, ...
     in_turn: np.ndarray
+    # None: the scheduler preempted requests, as under priorities
+    token_budget: int | None
     # per query row, the text that it ends
     texts: list[list[int]] = field(default_factory=list)
 
@@ -50,7 +52,7 @@ class Step:
         room[self.in_turn] = scheduler_room(
             ints(self.num_tokens)[self.in_turn],
             num_computed[self.in_turn],
-            habits.token_budget,
+            self.token_budget,
             habits.max_model_len,
         )
         return ScheduledBatch(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +14,9 @@ pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from tests.fast.drawn_trees import drawn_trees, independent
 from tests.fast.enumeration import Weighted, law_error
@@ -24,6 +30,7 @@ from tests.fast.small_engine import (
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.core.views import scheduler_room
 from vllm_treespec.engine.refusals import refuse_short_chunks
+from vllm_treespec.engine.v1.views import token_budget
 from vllm_treespec.scorers import multi_round
 
 # Six draws; equal ones are one node, so a tree has one to six drafts.
@@ -38,7 +45,11 @@ def config() -> VllmConfig:
     return engine_config(SPEC)
 
 
-def scheduled(config: VllmConfig, num_drafts: list[int]) -> SchedulerOutput:
+def scheduled(
+    config: VllmConfig,
+    num_drafts: list[int],
+    arrange: Callable[[Scheduler], None] = lambda _: None,
+) -> SchedulerOutput:
     """What vLLM's scheduler takes of trees with so many drafts."""
     scheduler = make_scheduler(config)
     for req_id in REQS:
@@ -54,27 +65,34 @@ def scheduled(config: VllmConfig, num_drafts: list[int]) -> SchedulerOutput:
     scheduler.update_from_output(scheduler.schedule(), first)
     drafts = [[2] * count for count in num_drafts]
     scheduler.update_draft_token_ids(DraftTokenIds(REQS, drafts))
+    arrange(scheduler)
     return scheduler.schedule()
 
 
-def rooms(config: VllmConfig, row: int) -> set[int]:
-    """For how many nodes a request's tree has room, over the sizes it may have."""
-    budget = config.scheduler_config.max_num_scheduled_tokens
+def rooms(config: VllmConfig, row: int, *arrange: Callable[[Scheduler], None]) -> set:
+    """For how many nodes a request's tree has room, over the sizes it may have.
+
+    0: for none, its drafts are read as a chain.
+    """
+    runner: Any = SimpleNamespace(
+        scheduler_config=config.scheduler_config,
+        max_num_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
     found = set()
     for own in range(1, NUM_DRAFTS + 1):
         num_drafts = [5, 3, 4]
         num_drafts[row] = own
-        output = scheduled(config, num_drafts)
+        output = scheduled(config, num_drafts, *arrange)
         in_turn = list(output.num_scheduled_tokens)
-        room = scheduler_room(
+        (room,) = scheduler_room(
             np.array(list(output.num_scheduled_tokens.values())),
             np.full(len(in_turn), PROMPT_LEN),
-            budget or config.scheduler_config.max_num_batched_tokens,
+            token_budget(runner, output),
             config.model_config.max_model_len,
-        )[in_turn.index(REQS[row])]
+        )[[in_turn.index(REQS[row])]]
         num_sent = len(output.scheduled_spec_decode_tokens.get(REQS[row], []))
         kept = room if num_sent == own else num_sent + 1
-        found.add(min(kept, 1 + NUM_DRAFTS))
+        found.add(int(min(kept, 1 + NUM_DRAFTS)) if num_sent < room else 0)
     return found
 
 
@@ -83,6 +101,7 @@ def rooms(config: VllmConfig, row: int) -> set[int]:
     [
         ("nothing", 0, [7, 7, 7]),
         ("token budget", 13, [7, 7, 3]),
+        ("input budget", 13, [7, 7, 3]),
         ("max_model_len", 9, [4, 4, 4]),
         ("long_prefill_token_threshold", 7, [7, 7, 7]),
     ],
@@ -98,6 +117,36 @@ def test_room_does_not_depend_on_the_tree(
     limit(config, what, value, monkeypatch)
     refuse_short_chunks(config)
     assert [rooms(config, row) for row in range(3)] == [{n} for n in expected]
+
+
+def give_way(scheduler: Scheduler) -> None:
+    """Let the second request find no block, until the first one is preempted."""
+    manager = scheduler.kv_cache_manager
+    stock = manager.allocate_slots
+    scheduler.requests["a"].priority = 1
+
+    def allocate_slots(request: Request, *args: Any, **options: Any) -> Any:
+        if request.request_id == "b" and scheduler.requests["a"] in scheduler.running:
+            return None
+        return stock(request, *args, **options)
+
+    manager.allocate_slots = allocate_slots
+
+
+def test_room_after_a_preemption(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when tokens count as room that a preempted request had taken at that time.
+
+    The first request takes 6 of 12 tokens, and the second one the others. Then the
+    first is preempted, and its tokens are in no output of the scheduler.
+    """
+    monkeypatch.setattr(config.scheduler_config, "policy", "priority")
+    limit(config, "token budget", 12, monkeypatch)
+    output = scheduled(config, [5, NUM_DRAFTS, 4], give_way)
+    assert output.preempted_req_ids == {"a"}
+    assert output.num_scheduled_tokens == {"b": 6, "c": 5}
+    assert rooms(config, 1, give_way) == rooms(config, 2, give_way) == {0}
 
 
 def test_short_chunks_are_refused(
@@ -120,6 +169,8 @@ def limit(
     """Give the scheduler one more reason to cut."""
     if what == "token budget":
         monkeypatch.setattr(config.scheduler_config, "max_num_scheduled_tokens", value)
+    elif what == "input budget":
+        monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", value)
     elif what == "max_model_len":
         monkeypatch.setattr(config.model_config, "max_model_len", value)
     elif what == "long_prefill_token_threshold":

@@ -101,6 +101,12 @@ def test_match_cuts_trees() -> None:
     assert trees.tree.token_ids[0].tolist() == [9, 5, 6, 0]
 
 
+def test_no_tree_comes_back_where_room_is_not_known() -> None:
+    """Red when it depends on a tree's size, so on its draws, whether it counts."""
+    batch = scheduled([4, 0], [[5, 6], [8, 8]], room=0)
+    assert not len(match(proposal(), batch, STEP).reqs)
+
+
 def test_limits_of_requests_cut_trees() -> None:
     """Red when a tree has more nodes than its request allows, or is cut twice.
 
@@ -123,8 +129,8 @@ def test_limits_of_requests_cut_trees() -> None:
     trees = running_trees(limited, matched, batch, CPU)
     assert trees is not None
     assert trees.num_nodes.tolist() == trees.tree.num_nodes.tolist() == [3, 3]
-    less = match(limited, scheduled([4, 0], [[5], [8, 8]], room=2), STEP)
-    assert less.node_limits.tolist() == [2, 2]
+    less = match(limited, scheduled([4, 0], [[5], [8, 8]], room=3), STEP)
+    assert less.node_limits.tolist() == [2, 3]
     more = match(limited, scheduled([4], [[5, 6, 7]]), STEP)
     assert more.differing_slots.tolist() == [4]
 

@@ -107,6 +107,7 @@ class Manager(StructuredOutputManager):
 def request(name: str, structured: bool = True) -> Request:
     """A request that has drafts, with a grammar or without."""
     made = make_request(name, regex="a*" if structured else None)
+    made.status = RequestStatus.RUNNING
     made.spec_token_ids = [9]
     if structured:
         assert made.structured_output_request is not None

@@ -235,7 +235,8 @@ def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
     """Find the trees of the step before among a batch's drafts.
 
     A request's drafts are (the first ones of) the tree that was proposed for its slot
-    in the step before. The drafts' tokens are compared as a check.
+    in the step before. The drafts' tokens are compared as a check. Where it is not
+    known what there was room for, no tree comes back.
 
     Args:
         proposal: the trees that were drawn last.
@@ -245,6 +246,7 @@ def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
     """
     row = proposal.rows_of(batch.slots)
     returned = (row >= 0) & (batch.num_drafts > 0) & (proposal.step == step - 1)
+    returned &= batch.num_drafts < batch.room
     width = max(batch.num_drafts.max(), proposal.token_ids.shape[1])
     found = ragged_rows(batch.draft_token_ids, batch.num_drafts, width)
     proposed = np.full((len(row), width), PADDING_TOKEN_ID)

@@ -39,7 +39,7 @@ class SeenTokens:
 
     def __init__(self, prompt: np.ndarray) -> None:
         """Begin with a prompt, int [n], and no output."""
-        self.num_prompt_tokens = self.num_noted = len(prompt)
+        self.num_noted = len(prompt)
         found = np.unique(prompt)
         self._places = {token: place for place, token in enumerate(found.tolist())}
         self._tokens = found.astype(np.int64)
@@ -209,8 +209,7 @@ class PenalisedTexts:
             view.texts.num_prompt_tokens[req],
         )
         seen = self._seen.get(slot)
-        # A session's next prompt holds the output before it.
-        if seen is None or seen.num_prompt_tokens != num_prompt_tokens:
+        if seen is None:
             seen = self._seen[slot] = SeenTokens(text[:num_prompt_tokens])
         seen.note(text)
         return seen

@@ -35,7 +35,7 @@ class ScheduledBatch:
     num_drafts: np.ndarray
     # int64 [sum of num_drafts], the drafts, request after request
     draft_token_ids: np.ndarray
-    # int64 [num_reqs], tokens that the scheduler had room for (``scheduler_room``)
+    # int64 [num_reqs], tokens that the scheduler had room for, see ``scheduler_room``
     room: np.ndarray
 
     @cached_property
@@ -227,7 +227,7 @@ class EmittedBatch:
 def scheduler_room(
     num_scheduled: np.ndarray,
     num_computed: np.ndarray,
-    token_budget: int,
+    token_budget: int | None,
     max_model_len: int,
 ) -> np.ndarray:
     """How many tokens the scheduler had room for, by request.
@@ -239,13 +239,15 @@ def scheduler_room(
     Args:
         num_scheduled: int64 [num_reqs], in the order in which requests were scheduled.
         num_computed: int64 [num_reqs], in the same order.
-        token_budget: tokens a step may have.
+        token_budget: tokens a step may have; None: not known.
         max_model_len: most tokens of a request.
 
     Returns:
-        int64 [num_reqs].
+        int64 [num_reqs]; 0 where it is not known.
 
     """
+    if token_budget is None:
+        return np.zeros_like(num_scheduled)
     left = token_budget - (np.cumsum(num_scheduled) - num_scheduled)
     return np.minimum(left, max_model_len - 1 - num_computed)
 

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with grammar masks and metrics for draft trees."""
+"""vLLM's scheduler, with grammar masks, sessions and metrics for draft trees."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from vllm_treespec.core.aids import Aid
@@ -47,6 +48,9 @@ class TreeScheduler(Scheduler):
     after its own path. The target then gives forbidden drafts no probability, so that
     they are rejected by the rule that verifies all others. Requests without a tree
     are left to the stock scheduler.
+
+    A session, whose prompt comes in parts, goes on where plain vLLM's goes on: drafts
+    that were accepted behind the end of a turn are computed, but no part of the text.
 
     With the drafts comes what the worker counted. It is added to the counters that the
     front-end shows (:mod:`vllm_treespec.metrics`), if the engine keeps statistics.
@@ -85,11 +89,12 @@ class TreeScheduler(Scheduler):
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
         ):
             request = self.requests.get(req_id)
+            # Others have ended, or are sessions that wait for their next turn.
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue
             if (
                 drafts
-                and request is not None
                 and request.use_structured_output
-                and not request.is_finished()
                 and not request.is_prefill_chunk
             ):
                 request.spec_token_ids = drafts
@@ -138,6 +143,16 @@ class TreeScheduler(Scheduler):
             num_invalid_spec_tokens,
             request_id,
         )
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        """Let a session go on behind the last token but one of its turn, as in vLLM.
+
+        The stock scheduler counts as computed what was accepted and then cut off.
+        """
+        request.num_computed_tokens = min(
+            request.num_computed_tokens, request.num_tokens - 1
+        )
+        return super()._handle_stopped_request(request)
 
     def get_grammar_bitmask(
         self, scheduler_output: SchedulerOutput

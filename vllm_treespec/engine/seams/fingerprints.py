@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "8cac0bb81954682d", "0.33": "e1c31ec4dd6255cd"}
+SEEN: dict[str, str] = {"0.32": "7871daa210235902", "0.33": "c40646c6a73f6ed8"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -115,6 +115,10 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "Scheduler.make_spec_decoding_stats": {
             "0.32": "0357de2cf9244bd1",
             "0.33": "0357de2cf9244bd1",
+        },
+        "Scheduler._handle_stopped_request": {
+            "0.32": "3e301d6f6441e40e",
+            "0.33": "a0a036a9b5cad08a",
         },
     },
     "vllm.v1.attention.backends.cpu_attn": {

@@ -67,7 +67,7 @@ RUNNER_READ = (
         "static_forward_context", "the layers of the models"
     ),
     *Owner("vllm.config.scheduler:SchedulerConfig").reads(
-        "max_num_scheduled_tokens", "the scheduler's budget of tokens"
+        "max_num_scheduled_tokens policy", "the scheduler's budget of tokens"
     ),
     *Owner("vllm.config.model:ModelConfig").reads(
         "dtype seed", "what the target computes in"
@@ -128,6 +128,9 @@ STEP = (
     ),
     *Owner(f"{_OUTPUT}:SchedulerOutput").reads(
         "num_scheduled_tokens scheduled_spec_decode_tokens", "what the target reads"
+    ),
+    *Owner(f"{_OUTPUT}:SchedulerOutput").reads(
+        "preempted_req_ids", "whether trees had the room that they seem to have had"
     ),
     *Owner(f"{_OUTPUT}:NewRequestData").reads("req_id", "which requests came"),
     *Owner(f"{_OUTPUT}:CachedRequestData").reads(

@@ -157,9 +157,10 @@ class TreeRunnerMixin(V1Runner):
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
         """Add new requests, release finished ones, discard trees of preempted ones."""
         decoder = self.decoder
-        decoder.finish_requests(
-            decoder.slots.release(scheduler_output.finished_req_ids)
-        )
+        # The next turn of a session is scheduled as a new request: it is one here, too.
+        ended = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        ended |= scheduler_output.finished_req_ids
+        decoder.finish_requests(decoder.slots.release(ended))
         updated = super()._update_states(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             params = self.requests[new.req_id].sampling_params

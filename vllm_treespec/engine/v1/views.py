@@ -120,12 +120,14 @@ def scheduled_batch(
     num_drafts = np.fromiter(map(len, by_request), np.int64, len(req_ids))
     num_computed = batch.num_computed_tokens_cpu[: len(req_ids)].astype(np.int64)
     num_scheduled = num_scheduled.astype(np.int64)
-    budget = runner.scheduler_config.max_num_scheduled_tokens or runner.max_num_tokens
     in_turn = map(batch.req_id_to_index.get, scheduler_output.num_scheduled_tokens)
     order = np.fromiter(in_turn, np.int64, len(req_ids))
     room = np.empty_like(num_computed)
     room[order] = scheduler_room(
-        num_scheduled[order], num_computed[order], budget, runner.max_model_len
+        num_scheduled[order],
+        num_computed[order],
+        token_budget(runner, scheduler_output),
+        runner.max_model_len,
     )
     return ScheduledBatch(
         slots=slots.lookup(req_ids),
@@ -134,6 +136,20 @@ def scheduled_batch(
         num_drafts=num_drafts,
         draft_token_ids=np.fromiter(chain.from_iterable(by_request), np.int64),
         room=room,
+    )
+
+
+def token_budget(runner: V1Runner, scheduler_output: SchedulerOutput) -> int | None:
+    """Tokens that a step could have; None where a worker cannot tell.
+
+    Under priorities the scheduler may preempt requests that it has scheduled in the
+    same step. Until then their tokens, of which it tells nothing, were not to be had.
+    """
+    config = runner.scheduler_config
+    if config.policy == "priority" and scheduler_output.preempted_req_ids:
+        return None
+    return min(
+        config.max_num_scheduled_tokens or runner.max_num_tokens, runner.max_num_tokens
     )
 
 
