@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_treespec.atomic_files import replaced
 from vllm_treespec.tools.batch.rows import (
     MESSAGES,
     BadRow,
@@ -189,23 +188,3 @@ def answer_schema(whole_ids: bool) -> pa.Schema:
             "completion_tokens": pa.int64(),
         }.items()
     )
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Give a file to write beside ``path``, and put it there when it is on the disk."""
-    part = path.with_name(f"{path.name}.part")
-    yield part
-    with part.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.replace(part, path)
-    sync_folder(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the name of a file is on the disk."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

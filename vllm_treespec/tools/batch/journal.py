@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from vllm_treespec.tools.batch.files import replaced, sync_folder
+from vllm_treespec.atomic_files import replaced, sync
 from vllm_treespec.tools.batch.rows import (
     BadRow,
     BatchError,
@@ -146,7 +146,7 @@ class Journal:
         """Write the first line; nothing that is there holds an answer."""
         os.ftruncate(self.file, 0)
         self._write(_line(self.header))
-        sync_folder(self.path)
+        sync(self.path.parent)
 
     def _header_of(self, first: bytes) -> Header:
         try:
