@@ -224,8 +224,12 @@ def sessions(llm: LLM, job: dict) -> list[dict]:
     ordinary = [TokensPrompt(prompt_token_ids=text) for text in texts]
     outputs = llm.generate(ordinary, params, use_tqdm=False)
     return [
-        {**output_as_json(out), "token_ids": [*turns, *out.outputs[0].token_ids]}
-        for turns, out in zip(tokens, outputs, strict=True)
+        {
+            **output_as_json(out),
+            "token_ids": [*turns, *out.outputs[0].token_ids],
+            "session": text,
+        }
+        for turns, text, out in zip(tokens, texts, outputs, strict=True)
     ]
 
 

@@ -202,19 +202,6 @@ def test_slots_are_reused_in_one_order() -> None:
         assert slots.name(2) == "d"
 
 
-def test_a_known_request_keeps_its_slot() -> None:
-    """Red when a request that is added again has two slots, or old parameters."""
-    slots = RequestSlots()
-    slots.add("a", True, None)
-    assert slots.add("a", True, None) == 0
-    assert slots.keys(ints([0])).tolist() == [numbered_key(0, 1)]
-    assert slots.add("a", supported=False, seed=3, max_drafts=2) == 0
-    assert slots.max_drafts(ints([0])).tolist() == [2]
-    assert slots.keys(ints([0])).tolist() == [seeded_key(3)]
-    assert slots.may_draft(ints([0])).tolist() == [False]
-    assert slots.add("b", supported=True, seed=None) == 1
-
-
 def test_many_slots() -> None:
     """Red when slots or what is kept by them get lost as their number grows."""
     slots = RequestSlots()

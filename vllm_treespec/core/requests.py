@@ -44,7 +44,7 @@ class RequestSlots:
         max_drafts: int = MAX_NODES - 1,
         forbidden: Forbidden | None = None,
     ) -> int:
-        """Give a request a slot; one that has a slot keeps it, with new parameters.
+        """Give a request that has none a slot.
 
         Args:
             req_id: the request.
@@ -55,17 +55,12 @@ class RequestSlots:
             forbidden: what it must not emit; None: it may emit everything.
 
         """
-        slot = self._slots.get(req_id)
-        if slot is None:
-            slot = self._free.pop() if self._free else self._grow()
-            self._slots[req_id] = slot
-            if seed is None:
-                self._keys[slot] = self._unseeded_key()
+        slot = self._free.pop() if self._free else self._grow()
+        self._slots[req_id] = slot
         self._names[slot] = req_id
         self._supported[slot] = supported
         self._max_drafts[slot] = max_drafts
-        if seed is not None:
-            self._keys[slot] = seeded_key(seed)
+        self._keys[slot] = self._unseeded_key() if seed is None else seeded_key(seed)
         self._forbidden[slot] = forbidden
         return slot
 
