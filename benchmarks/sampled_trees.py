@@ -11,6 +11,7 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from torch import Tensor
@@ -20,11 +21,19 @@ from benchmarks.harness import options, report
 from benchmarks.harness.models import find_models
 from benchmarks.harness.provenance import provenance
 from benchmarks.workload_prompts import find_workloads
+from vllm_treespec.core.coupling import draw_coupled
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.uniforms import (
+    DRAFTING,
+    SCORING,
+    keyed_uniforms,
+    noise_keys,
+    numbered_key,
+)
 from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.proposers import DynamicTree, Proposer, ProposerInputs, RsdS
-from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
+from vllm_treespec.scorers.follow_path import follow_draws
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 
 # Nodes of a tree, and beams (width x depth) of as many.
@@ -173,9 +182,12 @@ class Simulation:
         return made
 
     def step(
-        self, proposer: Proposer, top_p: float, generator: torch.Generator
+        self, proposer: Proposer, top_p: float, keys: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Take one step; return emitted tokens, padded with -1, and their number."""
+        """Take one step; return emitted tokens, padded with -1, and their number.
+
+        ``keys`` int64 [num_reqs] are those of the texts' random numbers.
+        """
         num_reqs = len(self.roots)
         sampling = SamplingTensors(
             torch.ones(num_reqs),
@@ -186,24 +198,29 @@ class Simulation:
         hidden = self.draft.commit(self.unread.clamp(min=0), first, self.num_unread)
         last = (torch.arange(num_reqs), self.num_unread - 1)
         drafts = Drafts(self.draft, hidden[last], self.roots)
-        size = (num_reqs, 1 + proposer.sizes.num_uniforms)
-        numbers = torch.rand(size, dtype=torch.float64, generator=generator)
+        sizes, positions = proposer.sizes, self.roots.numpy()
+        noise = noise_keys(keys, positions, 1 + sizes.max_depth)
         tree = proposer.propose(
             ProposerInputs(
                 root_token_ids=self.unread[last],
                 sampling=sampling,
-                uniforms=numbers[:, 1:],
+                uniforms=keyed_uniforms(keys, positions, DRAFTING, sizes.num_uniforms),
                 draft_models=(drafts,),
+                noise_keys=noise,
             )
         )
         self.draft.forget()
         target: Any = LazyTarget(self.target, tree, self.roots, sampling)
-        if tree.keys is None:
-            size = (num_reqs, 1 + proposer.sizes.max_nodes)
-            tries = torch.rand(size, dtype=torch.float64, generator=generator)
+        if tree.draws is not None:
+            tries = keyed_uniforms(keys, positions, SCORING, 1 + sizes.max_nodes)
             output = RECURSIVE_REJECTION.walk(tree, target, tries)
         else:
-            output = COUPLED_DRAW.walk(tree, target, tree.keys)
+            # Coupled draw; all texts at once, for each call reads the target.
+            def draw_tokens(reqs: Tensor, nodes: Tensor) -> Tensor:
+                own = noise[reqs, tree.depths[reqs, nodes]]
+                return draw_coupled(target.probs(reqs, nodes), own, host_may_wait=True)
+
+            output = follow_draws(tree, draw_tokens)
         self.unread, self.num_unread = output.emitted(tree), output.num_accepted + 1
         self.roots = self.roots + self.num_unread
         return self.unread, self.num_unread
@@ -219,11 +236,12 @@ def decode(
     seed: int,
 ) -> Tensor:
     """Emitted tokens and steps of each text, int64 [num_reqs, 2]."""
-    generator = torch.Generator().manual_seed(seed)
+    numbers = range(len(simulation.roots))
+    keys = np.array([numbered_key(seed, number) for number in numbers])
     goes_on = torch.ones_like(simulation.roots, dtype=torch.bool)
     emitted, taken = torch.zeros(2, len(goes_on), dtype=torch.int64)
     for _ in range(steps):
-        tokens, count = simulation.step(proposer, top_p, generator)
+        tokens, count = simulation.step(proposer, top_p, keys)
         emitted += count * goes_on
         taken += goes_on
         goes_on &= ~(tokens == end).any(dim=1)
