@@ -21,10 +21,9 @@ from vllm_treespec.heads import (
     head_folder,
     read_head_config,
 )
-from vllm_treespec.heads.checkpoint import tensor_shapes
-from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.heads.files import check_head_weights, read_hot_tokens
 from vllm_treespec.heads.published import is_eagle
-from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.heads.weights import listed, tensor_headers, weights_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +34,12 @@ logger = logging.getLogger(__name__)
 SIZES = {
     "vocab_size": ("vocab_size",),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+}
+# What it may say, and not as 0.
+POSITIVE = {
+    *(name for names in SIZES.values() for name in names),
+    *("hidden_size", "n_embd", "intermediate_size", "max_position_embeddings"),
+    *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
 }
 
 
@@ -59,7 +64,11 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {folder} holds no config.json; name the "
                 f"folder of a model in Hugging Face format"
             )
-        _check_config_file(folder / "config.json", config)
+        said = _check_config_file(folder / "config.json", config)
+        # older formats say it in a file of their own
+        quantised = {"quantization_config", "compression_config"} & said.keys() or any(
+            folder.glob("*quant*.json")
+        )
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise SpecConfigError(
@@ -71,15 +80,27 @@ def check_weights(config: MethodConfig) -> None:
                 f"speculative_config 'model': {problem}; copy or save the draft model "
                 f"again"
             )
-        if is_eagle(name for file in files for name in tensor_shapes(file)):
+        headers = {n: h for file in files for n, h in tensor_headers(file).items()}
+        if is_eagle(headers):
             raise _no_draft_model(folder, "eagle", config)
+        whole = [
+            name
+            for name, header in headers.items()
+            if name.endswith(".weight") and not header.is_floating
+        ]
+        if whole and not quantised:
+            raise SpecConfigError(
+                f"speculative_config 'model': weights in {folder} are whole numbers "
+                f"({listed(whole)}), and its config.json has no 'quantization_config'; "
+                f"save the draft model again, `treespec shrink` makes one in int8"
+            )
 
 
-def _check_config_file(path: Path, method: MethodConfig) -> None:
-    """Check that a config.json is a model's, and says what a draft model's must."""
+def _check_config_file(path: Path, method: MethodConfig) -> dict[str, Any]:
+    """Read a config.json that is a model's, and says what a draft model's must."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecConfigError(
             f"speculative_config 'model': {path} is not JSON ({error}); copy or save "
             f"the draft model again"
@@ -102,6 +123,13 @@ def _check_config_file(path: Path, method: MethodConfig) -> None:
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"
             )
+    for key, size in {**config, **(text if isinstance(text, dict) else {})}.items():
+        if key in POSITIVE and isinstance(size, int) and size < 1:
+            raise SpecConfigError(
+                f"speculative_config 'model': {path} says {key} {size}, which must be "
+                f"1 or more; save the draft model again with save_pretrained"
+            )
+    return config
 
 
 def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfigError:
@@ -149,14 +177,7 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
             f"{_key_of_head(head.method, config)}, or name the folder of "
             f"{_a_head(str(config.head_kind))}"
         )
-    if head.method == "eagle":
-        # reading it has read the headers of its weights
-        return
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        raise HeadError(f"{folder} holds no model.safetensors; train it again")
-    if problem := weights_problem(weights):
-        raise HeadError(f"{problem}; copy the head again, or train it again")
+    check_head_weights(folder)
     levels = len(head.rank_accuracies) if isinstance(head, MedusaHeadConfig) else 0
     if levels > head.depth:
         raise HeadError(
@@ -185,7 +206,13 @@ def read_config(
     """
     try:
         return read(model, **options)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        StrictDataclassError,
+        RecursionError,
+        ZeroDivisionError,
+    ) as error:
         file = Path(model) / "config.json"
         where = str(file) if file.is_file() else f"the configuration of {model}"
         reason = " ".join(str(error).split())

@@ -12,11 +12,11 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_treespec.core.reading import token_places
 from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.engine.draft_weights import DraftModelLoader
 from vllm_treespec.engine.head_source import PackedLinear, shared_weights
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.heads.base import OutputLayer
@@ -75,15 +75,17 @@ class PagedDraftModel(PagedSource):
         return num_heads, self.model_config.get_head_size()
 
     def load(self, target_model: torch.nn.Module) -> None:
-        """Load the weights through vLLM's loader and note which layers are ours."""
+        """Load the weights through vLLM's loader and note which layers are ours.
+
+        Raises:
+            ValueError: they do not fit the model, or its output layer no hot tokens.
+
+        """
         before = set(self.all_layers())
         load_config = replace(self.vllm_config.load_config, load_format="safetensors")
         with set_model_tag(self.prefix):
-            self.model = get_model(
-                vllm_config=self.vllm_config,
-                model_config=self.model_config,
-                prefix=self.prefix,
-                load_config=load_config,
+            self.model = DraftModelLoader(load_config).load_model(
+                self.vllm_config, self.model_config, self.prefix
             )
         self.layer_names = [name for name in self.all_layers() if name not in before]
         self.output_layer: Callable[[Tensor], Tensor] = self.model.compute_logits

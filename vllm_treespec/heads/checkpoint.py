@@ -10,12 +10,15 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vllm_treespec.heads.config import HeadError
-from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.heads.weights import (
+    TensorHeader,
+    tensor_headers,
+    weights_problem,
+)
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -70,7 +73,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         raise HeadError(f"{folder} holds no config.json; name the folder of a head")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise not_a_head(path, str(error)) from None
     if not isinstance(config, dict):
         raise not_a_head(path, "it holds no JSON object")
@@ -88,17 +91,22 @@ def not_a_head(path: Path, reason: str) -> HeadError:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Names and shapes of the weights in a folder, read from the files' headers.
+    """What the files of weights in a folder hold, read from their headers.
 
     Attributes:
         files: the file of each tensor.
-        shapes: of each tensor.
+        headers: of each tensor.
 
     """
 
     folder: Path
     files: dict[str, Path]
-    shapes: dict[str, tuple[int, ...]]
+    headers: dict[str, TensorHeader]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor."""
+        return {name: header.shape for name, header in self.headers.items()}
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -109,14 +117,14 @@ class Checkpoint:
 
         """
         files: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        headers: dict[str, TensorHeader] = {}
         for path in _weight_files(folder):
             if problem := weights_problem(path):
                 raise HeadError(f"{problem}; copy the head again, or train it again")
-            found = tensor_shapes(path)
+            found = tensor_headers(path)
             files |= dict.fromkeys(found, path)
-            shapes |= found
-        return cls(folder, files, shapes)
+            headers |= found
+        return cls(folder, files, headers)
 
     def tensors(self) -> dict[str, Tensor]:
         """Read all tensors, in the dtypes of the files."""
@@ -124,13 +132,6 @@ class Checkpoint:
         for path in sorted(set(self.files.values())):
             tensors |= load_file(path)
         return tensors
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a safetensors file, from its header."""
-    with safe_open(path, "pt") as file:
-        names = list(file.keys())
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def listed_files(index: Path) -> list[Path]:

@@ -32,9 +32,15 @@ from vllm_treespec.heads.published import (
     first_problem,
     read_published,
 )
-from vllm_treespec.heads.published_weights import load_weights
+from vllm_treespec.heads.published_weights import check_weights_fit, load_weights
 from vllm_treespec.heads.redrafter import ReDrafterHead
-from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.heads.weights import (
+    TensorHeader,
+    first_misfit,
+    listed,
+    tensor_headers,
+    weights_problem,
+)
 
 _OwnConfig = ReDrafterHeadConfig | MedusaHeadConfig | LyannaHeadConfig
 _ADAPTER: TypeAdapter[_OwnConfig] = TypeAdapter(
@@ -74,6 +80,52 @@ def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:
     if isinstance(config, MedusaHeadConfig):
         return MedusaHead(config)
     return ReDrafterHead(config)
+
+
+def check_head_weights(folder: Path) -> None:
+    """Check by their headers that a head's weights are what its config.json says.
+
+    Raises:
+        HeadError: a file is missing, or its tensors are not those of the config.
+
+    """
+    config = read_head_config(folder)
+    # without memory for weights
+    with torch.device("meta"):
+        if isinstance(config, LyannaHeadConfig):
+            _check_own_weights(LyannaHead(config), folder)
+        elif isinstance(config, EagleHeadConfig):
+            check_weights_fit(EagleHead(config), Checkpoint.read(folder))
+        else:
+            _check_own_weights(build_head(config), folder)
+
+
+def _check_own_weights(head: Head, folder: Path) -> None:
+    """Check the weights of a head of our own form.
+
+    Raises:
+        HeadError: the file is missing, or its tensors are not those of the config.
+
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise HeadError(f"{folder} holds no {WEIGHTS}; train it again")
+    if problem := weights_problem(path):
+        raise HeadError(f"{problem}; copy the head again, or train it again")
+    wanted = {name: TensorHeader.of(own) for name, own in head.state_dict().items()}
+    found = tensor_headers(path)
+    if wanted.keys() != found.keys():
+        problem = (
+            f"missing {listed(wanted.keys() - found.keys())}, "
+            f"not known {listed(found.keys() - wanted.keys())}"
+        )
+    else:
+        problem = first_misfit(wanted, found)
+    if problem:
+        raise HeadError(
+            f"{path} does not fit its config.json: {problem}; copy the head again, or "
+            f"train it again"
+        )
 
 
 def load_head(model: str | Path) -> DraftHead:
@@ -127,15 +179,8 @@ def _load_weights(head: Head, folder: Path) -> None:
         HeadError: the file is missing, or its tensors are not those of the config.
 
     """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise HeadError(f"{folder} holds no {WEIGHTS}; train the head again")
-    if problem := weights_problem(path):
-        raise HeadError(f"{problem}; copy the head again, or train it again")
-    try:
-        head.load_state_dict(load_file(path))
-    except RuntimeError as error:
-        raise HeadError(f"{path} does not fit its config.json: {error}") from None
+    _check_own_weights(head, folder)
+    head.load_state_dict(load_file(folder / WEIGHTS))
     head.eval().requires_grad_(False)
 
 

@@ -162,7 +162,7 @@ def eagle_config(said: PublishedConfig, checkpoint: Checkpoint) -> EagleHeadConf
     """
     path = checkpoint.folder / "config.json"
     shapes = {plain_key(key): shape for key, shape in checkpoint.shapes.items()}
-    if not is_eagle(shapes):
+    if not (is_eagle(shapes) and all(shapes.values())):
         raise not_a_head(path, "the weights beside it are not those of an EAGLE head")
     if "sliding_attention" in said.layer_types:
         raise HeadError(f"{path}: heads with 'sliding_attention' are not supported yet")

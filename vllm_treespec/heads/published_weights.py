@@ -15,6 +15,7 @@ from vllm_treespec.heads.checkpoint import WEIGHTS, Checkpoint
 from vllm_treespec.heads.config import EagleHeadConfig, HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER, MIDDLE_LAYER, plain_key
+from vllm_treespec.heads.weights import TensorHeader, first_misfit, listed
 from vllm_treespec.sources.base import FINAL_LAYER
 
 # Published names by ours, of both versions; several are rows one below the other.
@@ -64,49 +65,65 @@ def published_names(name: str, version: int) -> tuple[str, ...]:
     raise KeyError(name)
 
 
-def load_weights(head: EagleHead, checkpoint: Checkpoint) -> None:
-    """Read the weights of a head that was made for them; dtypes are the files'.
+def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
+    """Check by their headers that weights are those of a head.
 
     Raises:
-        HeadError: a tensor is missing, left over, or of another shape.
+        HeadError: a tensor is missing, left over, or of another shape or kind.
 
     """
     config, folder = head.config, checkpoint.folder
-    names = {
-        name: published_names(name, config.version)
-        for name in head.state_dict()
-        if name != "hot_token_ids"
-    }
-    wanted = {key for keys in names.values() for key in keys}
-    found = {plain_key(key): key for key in checkpoint.shapes}
+    wanted: dict[str, TensorHeader] = {}
+    for name, own in head.state_dict().items():
+        if name == "hot_token_ids":
+            continue
+        keys = published_names(name, config.version)
+        parts = own.split(_row_counts(config, len(keys)) or len(own))
+        wanted |= dict(zip(keys, map(TensorHeader.of, parts), strict=True))
+    found = {plain_key(key): key for key in checkpoint.headers}
     if config.version == 3 and not config.combines:
         # as vLLM: the combining layer of a head that combines nothing
         found.pop("fc.weight", None)
-    lost = wanted - set(found)
-    left = {found[key] for key in set(found) - wanted if not NOT_READ.fullmatch(key)}
+    lost = wanted.keys() - found.keys()
+    left = {found[k] for k in found.keys() - wanted.keys() if not NOT_READ.fullmatch(k)}
     left |= _spelled_twice(checkpoint)
     if left or lost:
         raise HeadError(
             f"the weights in {folder} do not fit its config.json: "
-            f"missing {_listed(lost)}, not known {_listed(left)}; "
+            f"missing {listed(lost)}, not known {listed(left)}; "
             f"get the whole head, or one of a form that docs/eagle.md lists"
         )
+    problem = first_misfit(
+        {found[key]: header for key, header in wanted.items()}, checkpoint.headers
+    )
+    if problem:
+        raise HeadError(
+            f"the weights in {folder} do not fit its config.json: {problem}; correct "
+            f"it, or get the head again"
+        )
+
+
+def load_weights(head: EagleHead, checkpoint: Checkpoint) -> None:
+    """Read the weights of a head that was made for them; dtypes are the files'.
+
+    Raises:
+        HeadError: see ``check_weights_fit``; or ids of tokens are not the target's.
+
+    """
+    config, folder = head.config, checkpoint.folder
+    check_weights_fit(head, checkpoint)
     read = {plain_key(key): tensor for key, tensor in checkpoint.tensors().items()}
-    tensors = {name: _joined(read, keys) for name, keys in names.items()}
+    tensors = {
+        name: _joined(read, published_names(name, config.version))
+        for name in head.state_dict()
+        if name != "hot_token_ids"
+    }
     if "d2t" in read:
         ids, order = _target_ids(read, config, folder).sort()
         if head.hot_token_ids is not None:
             tensors["hot_token_ids"] = ids
         if "output.weight" in tensors and not order.equal(torch.arange(len(order))):
             tensors["output.weight"] = tensors["output.weight"][order]
-    for name, own in head.state_dict().items():
-        if tensors[name].shape != own.shape:
-            keys = ", ".join(found[key] for key in names[name])
-            raise HeadError(
-                f"the weights in {folder} do not fit its config.json: {keys} have the "
-                f"shape {list(tensors[name].shape)}, and config.json says "
-                f"{list(own.shape)}; correct it, or get the head again"
-            )
     head.load_state_dict(tensors, assign=True)
 
 
@@ -114,13 +131,10 @@ def _spelled_twice(checkpoint: Checkpoint) -> set[str]:
     """Tensors of ``layers.0.`` that ``midlayer.`` has, too."""
     return {
         key
-        for key in checkpoint.shapes
-        if key.replace(FIRST_LAYER, MIDDLE_LAYER, 1) in checkpoint.shapes.keys() - {key}
+        for key in checkpoint.headers
+        if key.replace(FIRST_LAYER, MIDDLE_LAYER, 1)
+        in checkpoint.headers.keys() - {key}
     }
-
-
-def _listed(keys: set[str]) -> str:
-    return ", ".join(sorted(keys)) or "none"
 
 
 def _joined(read: dict[str, Tensor], keys: tuple[str, ...]) -> Tensor:
