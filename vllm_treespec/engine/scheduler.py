@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -13,12 +14,16 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.matching import PADDING_TOKEN_ID
-from vllm_treespec.core.stats import StepCounts
+from vllm_treespec.core.stats import Acceptance, StepCounts
 from vllm_treespec.metrics import open_counters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+# vLLM prints the lines of loggers below "vllm".
+logger = logging.getLogger("vllm.treespec")
 
 WORD = 32
 # A word of a mask in which every token is allowed.
@@ -53,6 +58,8 @@ class TreeScheduler(Scheduler):
         super().__init__(*args, **options)
         self._parents: dict[str, list[int]] = {}
         self._counters = open_counters(self.vllm_config) if self.log_stats else None
+        self._acceptance = Acceptance()
+        self._drafter = drafter_of(self.vllm_config.additional_config["treespec"])
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the next drafts; those of the step before were sent, and are gone."""
@@ -60,6 +67,7 @@ class TreeScheduler(Scheduler):
             self._parents |= draft_token_ids.parents
             if self._counters is not None:
                 self._counters.add(draft_token_ids.counts)
+            self._watch_acceptance(draft_token_ids.counts)
         if not any(draft_token_ids.draft_token_ids):
             return
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
@@ -80,6 +88,21 @@ class TreeScheduler(Scheduler):
                 stock.req_ids.append(req_id)
                 stock.draft_token_ids.append(drafts)
         super().update_draft_token_ids(stock)
+
+    def _watch_acceptance(self, counts: StepCounts) -> None:
+        """Warn once of a drafter of which nothing is accepted."""
+        self._acceptance.add(counts)
+        if self._drafter is not None and self._acceptance.is_missing:
+            logger.warning(
+                "None of %d draft tokens of %s was accepted. Answers are right, but "
+                "drafting only slows them down. Likely reasons: it was made for "
+                "another target, or for another version of this one; its tokenizer is "
+                "another; its weights are damaged. Name another one as "
+                "speculative_config 'model', or remove speculative_config",
+                self._acceptance.drafts,
+                self._drafter,
+            )
+            self._drafter = None
 
     def get_grammar_bitmask(
         self, scheduler_output: SchedulerOutput
@@ -122,6 +145,12 @@ class TreeScheduler(Scheduler):
         masks = backend.allocate_token_bitmask(1 + len(drafts))
         fill_tree_masks(request.grammar, masks, drafts, self._parents[req_id])
         return masks.numpy()
+
+
+def drafter_of(settings: dict[str, Any]) -> str | None:
+    """The draft models or the head that a spec-config names, None: an index drafts."""
+    config = parse_spec_config(settings)
+    return " and ".join(filter(None, [*config.models, config.head])) or None
 
 
 def fill_tree_masks(
