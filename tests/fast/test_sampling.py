@@ -114,8 +114,8 @@ def test_tokens_within_limits_are_vllms(vocab_size: int) -> None:
         found = SamplingTensors(torch.ones(len(limits)), top_k, top_p).probs(logits)
         stock = apply_top_k_top_p(logits.clone(), top_k, top_p).softmax(1)
         assert found.gt(0).sum(1).equal(stock.gt(0).sum(1))
-        highest = [probs.topk(150, dim=1).values for probs in (found, stock)]
-        assert torch.allclose(*highest, rtol=1e-5, atol=0)
+        highest, expected = (law.topk(150, dim=1).values for law in (found, stock))
+        assert torch.allclose(highest, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("logit", [torch.nan, -torch.inf, torch.inf])

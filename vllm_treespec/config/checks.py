@@ -253,21 +253,6 @@ def check_attention(model: str, draft: PretrainedConfig, device: str) -> None:
         )
 
 
-def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
-    """Check that target and draft model speak of the same tokens.
-
-    Raises:
-        SpecConfigError: naming both sizes.
-
-    """
-    if target_size != draft_size:
-        raise SpecConfigError(
-            f"speculative_config 'model': the vocabulary of {model} has "
-            f"{draft_size} tokens, the target's {target_size}; use a draft model "
-            f"trained for this target (treespec train draft)"
-        )
-
-
 def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
     """Check the lists of hot tokens of draft models.
 

@@ -14,11 +14,11 @@ from vllm_treespec.config.checks import (
     check_positions,
     check_shards,
     check_text_only,
-    check_vocabulary,
     check_weights,
     head_joins_groups,
     read_config,
 )
+from vllm_treespec.config.vocabularies import check_vocabularies
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -225,18 +225,20 @@ def refuse_drafters(
 
     check_weights(config)
     check_head(config, target.hf_text_config)
-    check_hot_tokens(config, target.get_vocab_size())
+    trust, size = target.trust_remote_code, target.get_vocab_size()
+    draft_sizes: dict[str, int] = {}
     for model in config.models:
-        trust = target.trust_remote_code
         draft = read_config(
             "speculative_config 'model'", model, get_config, trust_remote_code=trust
         )
         check_text_only(model, draft)
         check_attention(model, draft, device)
         check_kv_cache(model, draft, cache_dtype)
-        check_vocabulary(model, target.get_vocab_size(), draft.vocab_size)
         check_shards(model, draft, num_ranks)
         check_positions(model, draft, target.max_model_len)
+        draft_sizes[model] = draft.vocab_size
+    check_vocabularies(draft_sizes, target.tokenizer, size, trust)
+    check_hot_tokens(config, min([size, *draft_sizes.values()]))
 
 
 def refuse_short_chunks(vllm_config: VllmConfig) -> None:
