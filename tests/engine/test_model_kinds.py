@@ -182,9 +182,13 @@ def test_a_target_drafts_for_itself(kind: str, answer: Callable[..., dict]) -> N
     assert stats["accepted"][str(DEPTH)] > 0.9 * stats["trees"]
 
 
-@pytest.mark.parametrize("rows", [480, 576])
+@pytest.mark.parametrize(("rows", "share"), [(480, 0.3), (576, 0.9)])
 def test_padding_of_the_vocabulary(
-    rows: int, answer: Callable[..., dict], tiny: dict[str, str], tmp_path: Path
+    rows: int,
+    share: float,
+    answer: Callable[..., dict],
+    tiny: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     """Red when a draft model of fewer or more rows is refused, or drafts other tokens.
 
@@ -199,7 +203,7 @@ def test_padding_of_the_vocabulary(
     assert tokens_of(trees) == tokens_of(plain)
     assert max(map(max, tokens_of(plain)[0])) >= 480, "no token lacks a row"
     stats = trees["stats"]
-    assert stats["accepted"][str(DEPTH)] > 0.5 * stats["trees"]
+    assert stats["accepted"][str(DEPTH)] > share * stats["trees"]
 
 
 def test_quantised_output_layers_are_named(
