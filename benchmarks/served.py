@@ -204,7 +204,7 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> 
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            raise EngineError(failure(server.returncode, log))
+            raise EngineError(f"{failure(server.returncode, log)} (log: {log})")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return

@@ -38,6 +38,10 @@ class ProposerInputs:
     uniforms: Tensor
     # as many as Proposer.num_draft_models; none where an index drafts alone
     draft_models: Sequence[DraftModel] = ()
+    # int64 [num_reqs, at least max_depth], keys of the noise by which the target draws
+    # the tokens after nodes of each depth (``uniforms.noise_keys``); None: drafts must
+    # not depend on it
+    noise_keys: Tensor | None = None
     # of each suffix index
     continuations: Sequence[Continuations] = ()
     # float64 [num_reqs], on the host, see ``Shares.first``; None: the method has none

@@ -42,7 +42,6 @@ def sizes(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
         max_leaves=leaves,
         draft_width=width,
         draft_nodes=read,
-        num_uniforms=1 + depth,
         max_siblings=width,
         max_parents=min(num_kept, 1 + read),
     )
@@ -63,10 +62,8 @@ class DynamicTree(Proposer):
     samples, so the trees have no ``draws``.
 
     A sampled request's likely tokens are those that the target likely draws, given the
-    noise that it will draw by (``coupling.py``; the paper ranks by the probabilities
-    alone). Its likeliest one is always drafted: whether a tree comes back to be
-    verified by that noise must not depend on the noise. Without uniform numbers the
-    noise is not looked at.
+    noise of their positions (``coupling.py``; the paper ranks by the probabilities
+    alone). Without keys of the noise it is not looked at.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class DynamicTree(Proposer):
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
         joint = torch.zeros_like(place, dtype=torch.float64)
         worth = Worth(self.min_probability, inputs)
-        follows_noise = inputs.uniforms.shape[1] > 0 and not inputs.sampling.all_greedy
+        follows_noise = inputs.noise_keys is not None and not inputs.sampling.all_greedy
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         log_probs: list[Tensor] = []
@@ -102,11 +99,7 @@ class DynamicTree(Proposer):
             else:
                 chances, columns = probs.topk(count, dim=-1)
             joints = joint[..., None] + chances.double().log()
-            children = worth.of_drafts(joints)
-            if follows_noise and not level:
-                first = joints[..., :1].masked_fill(_greedy(inputs), -torch.inf)
-                children[..., :1] = torch.maximum(children[..., :1], first)
-            children = inputs.within_levels(children, level + 1)
+            children = inputs.within_levels(worth.of_drafts(joints), level + 1)
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))
             log_probs.append(children.flatten(1))
@@ -129,8 +122,7 @@ class DynamicTree(Proposer):
             max_nodes=1 + self.num_drafts,
         )
         promised = (values.exp() * kept).sum(1)
-        keys = inputs.uniforms if follows_noise else None
-        return replace(tree, promised=promised, num_levels=len(tokens), keys=keys)
+        return replace(tree, promised=promised, num_levels=len(tokens))
 
     def _num_read(self, values: Tensor, inputs: ProposerInputs) -> int:
         """Nodes of a level that are read of each tree: no more than any tree has."""
@@ -159,17 +151,14 @@ def following_noise(
 
     """
     (draft_model,) = inputs.draft_models
+    assert inputs.noise_keys is not None
     mass, columns = probs.topk(min(max(count, LIKELIEST), probs.shape[-1]), dim=-1)
     tokens = tokens_of(columns, draft_model.vocabulary)
-    chances = coupled_chances(inputs.uniforms[:, level], tokens, mass)
-    chances = torch.where(_greedy(inputs), mass.double(), chances)
+    chances = coupled_chances(inputs.noise_keys[:, level], tokens, mass)
+    greedy = inputs.sampling.greedy[:, None, None]
+    chances = torch.where(greedy, mass.double(), chances)
     best = chances.topk(count, dim=-1)
     return best.values, columns.gather(-1, best.indices)
-
-
-def _greedy(inputs: ProposerInputs) -> Tensor:
-    """Which requests are greedy, bool [num_reqs, 1, 1]."""
-    return inputs.sampling.greedy[:, None, None]
 
 
 def frontier(values: Tensor, top_k: int) -> Tensor:

@@ -28,7 +28,6 @@ def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSize
         draft_depth=drafted.max_depth,
         draft_width=drafted.draft_width,
         draft_nodes=drafted.draft_nodes,
-        num_uniforms=1 + max(found.max_depth, drafted.max_depth),
         max_parents=num_drafts,
     )
 
@@ -121,7 +120,6 @@ class Hybrid(Proposer):
             promised=found.promised,
             second_promised=drafted.promised,
             num_levels=drafted.num_levels,
-            keys=drafted.keys,
         )
 
     def _limits(self, shares: np.ndarray) -> list[tuple[int, int]]:

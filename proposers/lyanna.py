@@ -75,5 +75,4 @@ class Lyanna(Proposer):
         second = self.leftover.propose(
             replace(inputs, draft_models=[left], levels=left.levels_left)
         )
-        merged = merge_trees(tree, second, self.leftover.depth)
-        return replace(merged, keys=tree.keys)
+        return merge_trees(tree, second, self.leftover.depth)

@@ -7,7 +7,6 @@ from vllm_treespec.scorers.k_seq import k_seq
 from vllm_treespec.scorers.multi_round import multi_round
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection
 from vllm_treespec.scorers.rules import RULES, score
-from vllm_treespec.scorers.target_draw import target_draw
 from vllm_treespec.scorers.typical_acceptance_lossy import TypicalAcceptance
 
 __all__ = [
@@ -22,5 +21,4 @@ __all__ = [
     "multi_round",
     "recursive_rejection",
     "score",
-    "target_draw",
 ]

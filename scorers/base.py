@@ -89,8 +89,8 @@ class ScorerOutput:
         )
 
 
-# From trees, the target's logits at their nodes and uniform numbers, float64
-# [num_reqs, as many as the rule asks for], to accepted paths and one more token each.
+# From trees, the target's logits at their nodes and random numbers (``Rule``) to
+# accepted paths and one more token each.
 Walk = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 # The same from the trees' bounds besides, known on the host: too large ones only cost
 # time. Paths are int64 [num_reqs, max_depth].
@@ -104,6 +104,10 @@ class Rule:
     The walk goes down each tree. It computes only the distributions on its way, but
     on a GPU the host waits for the device at every level. The batched form computes
     all nodes together, and the host never waits. Both give the same results.
+
+    Random numbers are keys of the noise of positions, int64 [num_reqs, at least
+    1 + max_depth], if the rule follows that noise; otherwise uniform numbers, float64
+    [num_reqs, at least 1 + max_draws] in [0, 1).
     """
 
     name: str
@@ -111,12 +115,15 @@ class Rule:
     batched: Batched | None = None
     # whether emitted tokens may follow another law than the target's
     lossy: bool = False
+    # whether the token of a position is drawn by the noise of the position; then drafts
+    # may depend on that noise in any way
+    follows_noise: bool = False
 
     def apply(
         self,
         tree: TreeBatch,
         target: TargetLogits,
-        uniforms: Tensor,
+        numbers: Tensor,
         sizes: TreeSizes | None,
     ) -> ScorerOutput:
         """Score trees in the batched form if there is one and ``sizes`` are given.
@@ -124,13 +131,13 @@ class Rule:
         Args:
             tree: the trees.
             target: the target's logits at the nodes.
-            uniforms: float64 [num_reqs, as many as the rule asks for] in [0, 1).
+            numbers: the rule's random numbers.
             sizes: the trees' bounds; None: walk.
 
         """
         if sizes is None or self.batched is None:
-            return self.walk(tree, target, uniforms)
-        return self.batched(tree, target, uniforms, sizes)
+            return self.walk(tree, target, numbers)
+        return self.batched(tree, target, numbers, sizes)
 
 
 def path_width(tree: TreeBatch) -> int:

@@ -15,19 +15,17 @@ from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.k_seq import K_SEQ
 from vllm_treespec.scorers.multi_round import MULTI_ROUND
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
-from vllm_treespec.scorers.target_draw import TARGET_DRAW
 
 # The lossless rules at temperature above 0, by the names used in spec-configs.
 RULES: dict[str, Rule] = {
-    rule.name: rule
-    for rule in (RECURSIVE_REJECTION, MULTI_ROUND, K_SEQ, TARGET_DRAW, COUPLED_DRAW)
+    rule.name: rule for rule in (RECURSIVE_REJECTION, MULTI_ROUND, K_SEQ, COUPLED_DRAW)
 }
 
 
 def score(
     tree: TreeBatch,
     target: TargetLogits,
-    uniforms: Tensor,
+    numbers: Tensor,
     rule: Rule,
     sizes: TreeSizes | None = None,
 ) -> ScorerOutput:
@@ -36,7 +34,7 @@ def score(
     Args:
         tree: the trees.
         target: the target's logits at the nodes.
-        uniforms: float64 [num_reqs, as many as the rule asks for] in [0, 1).
+        numbers: the rule's random numbers, see ``Rule``.
         rule: for sampled requests.
         sizes: the trees' bounds. With them the batched forms run, where the rule has
             one; without them the walks run.
@@ -46,14 +44,14 @@ def score(
         # The rule's walk waits for the device, so greedy requests may walk as well.
         sizes = None
     if target.sampling.all_greedy:
-        return GREEDY_MATCHING.apply(tree, target, uniforms, sizes)
+        return GREEDY_MATCHING.apply(tree, target, numbers, sizes)
     if target.sampling.all_random:
-        return rule.apply(tree, target, uniforms, sizes)
+        return rule.apply(tree, target, numbers, sizes)
     if sizes is None:
-        return walk_mixed(tree, target, uniforms, rule)
+        return walk_mixed(tree, target, numbers, rule)
     greedy = target.sampling.greedy
-    sampled = rule.apply(tree, target, uniforms, sizes)
-    matched = GREEDY_MATCHING.apply(tree, target, uniforms, sizes)
+    sampled = rule.apply(tree, target, numbers, sizes)
+    matched = GREEDY_MATCHING.apply(tree, target, numbers, sizes)
     return ScorerOutput(
         torch.where(greedy[:, None], matched.path, sampled.path),
         torch.where(greedy, matched.num_accepted, sampled.num_accepted),
@@ -62,14 +60,14 @@ def score(
 
 
 def walk_mixed(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, rule: Rule
+    tree: TreeBatch, target: TargetLogits, numbers: Tensor, rule: Rule
 ) -> ScorerOutput:
     """Walk over greedy and over sampled requests, each with its own rule.
 
     Args:
         tree: the trees.
         target: the target's logits at the nodes.
-        uniforms: float64 [num_reqs, as many as the rule asks for] in [0, 1).
+        numbers: the rule's random numbers, see ``Rule``.
         rule: for sampled requests.
 
     """
@@ -86,7 +84,7 @@ def walk_mixed(
         )
         part = target.select(rows, sampling)
         own_rule = GREEDY_MATCHING if is_greedy else rule
-        scored = own_rule.walk(tree.select(rows), part, uniforms[rows])
+        scored = own_rule.walk(tree.select(rows), part, numbers[rows])
         path[rows, : scored.path.shape[1]] = scored.path
         num_accepted[rows] = scored.num_accepted
         next_token_ids[rows] = scored.next_token_ids

@@ -2,10 +2,32 @@
 
 import gc
 
+import pytest
 import torch
+
+from vllm_treespec.core.aids import Aid
 
 # The tests' tensors are small: threads only wait for each other.
 torch.set_num_threads(1)
+
+
+SWITCH_OFF = Aid.switch_off
+
+
+@pytest.fixture(autouse=True)
+def aids_end_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what only serves speed raise its errors in tests."""
+
+    def raise_it(self: Aid, error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(Aid, "switch_off", raise_it)
+
+
+@pytest.fixture
+def aids_may_fail(monkeypatch: pytest.MonkeyPatch, aids_end_tests: None) -> None:
+    """Let it be switched off by its first error, as outside of tests."""
+    monkeypatch.setattr(Aid, "switch_off", SWITCH_OFF)
 
 
 def pytest_collection_finish() -> None:

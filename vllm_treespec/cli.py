@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_treespec import __version__
 from vllm_treespec.ray_nodes import plugins_problem
 from vllm_treespec.tools.batch.cli import batch
 from vllm_treespec.tools.plan.cli import plan
@@ -20,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 PASS_ON = {
@@ -50,8 +52,25 @@ def _fail(error: Exception) -> typer.Exit:
     return typer.Exit(1)
 
 
+def print_version(asked: bool) -> None:
+    """Print our version and end, if asked to."""
+    if asked:
+        typer.echo(f"treespec {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def say_when_left_out() -> None:
+def say_when_left_out(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version.",
+            callback=print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
     """Lossless tree speculative decoding through stock vLLM."""
     if problem := plugins_problem(os.environ.get("VLLM_PLUGINS")):
         what, remedy = problem
@@ -88,6 +107,16 @@ def assets(
 
 
 @app.command()
+def methods() -> None:
+    """List the methods: what each drafts, and what it needs."""
+    from vllm_treespec.config import METHODS
+
+    for name, method in METHODS.items():
+        what = (method.__doc__ or "").splitlines()[0]
+        typer.echo(f"{name:12} {what} Needs {method.NEEDS}.")
+
+
+@app.command()
 def doctor(
     target: Annotated[
         str | None,
@@ -95,7 +124,9 @@ def doctor(
     ] = None,
     speculative_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="With --target: check this spec-config too."),
+        typer.Option(
+            metavar="JSON|FILE", help="With --target: check this spec-config too."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="With --target: as vLLM gets it.", min=1)
@@ -103,31 +134,48 @@ def doctor(
     tensor_parallel_size: Annotated[
         int, typer.Option(help="With --target: as vLLM gets it.", min=1)
     ] = 1,
+    device: Annotated[
+        Device | None,
+        typer.Option(help="What vLLM is to run on, here or elsewhere. [default: here]"),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print everything that is checked.")
+    ] = False,
 ) -> None:
-    """Print the vLLM seams we rely on; or say whether a model is supported."""
+    """Say whether draft trees work with this vLLM, or for a model."""
     from rich.console import Console
 
+    from vllm_treespec.config import SpecConfigError
+    from vllm_treespec.engine import seams
+    from vllm_treespec.engine.refusals import platform_device
+
+    said = None if device is None else device.value
     if target is None:
-        from vllm_treespec.engine import seams
+        try:
+            if speculative_config or max_model_len or tensor_parallel_size > 1:
+                raise SpecConfigError(
+                    "--speculative-config, --max-model-len and --tensor-parallel-size "
+                    "need --target"
+                )
+            works = seams.doctor(Console(), said or platform_device(), verbose)
+        except SpecConfigError as error:
+            raise _fail(error) from None
+    else:
+        from vllm_treespec.tools.target_doctor import TargetCheck, check_target
 
-        if speculative_config is not None:
-            raise _fail(ValueError("--speculative-config needs --target"))
-        seams.doctor(Console())
-        return
-    from vllm_treespec.tools.target_doctor import TargetCheck, check_target
-
-    check = TargetCheck(target, speculative_config, max_model_len, tensor_parallel_size)
-    if not check_target(check, Console()):
+        check = TargetCheck(
+            target, speculative_config, max_model_len, tensor_parallel_size, said
+        )
+        works = check_target(check, Console(), verbose)
+    if not works:
         raise typer.Exit(1)
 
 
 @app.command()
 def expand(
-    spec_file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE.json", exists=True, dir_okay=False, help="A spec-config."
-        ),
+    speculative_config: Annotated[
+        str,
+        typer.Argument(metavar="JSON|FILE", help="A spec-config."),
     ],
     target: Annotated[
         str | None,
@@ -139,7 +187,7 @@ def expand(
     from vllm_treespec import plugin
 
     try:
-        arguments = plugin.expand_file(spec_file, target, device.value)
+        arguments = plugin.expand(speculative_config, target, device.value)
     except ValueError as error:
         raise _fail(error) from None
     typer.echo(json.dumps(arguments, indent=2))
@@ -168,14 +216,13 @@ def convert_head(
     """Convert a published EAGLE head from pytorch_model.bin to safetensors."""
     import torch
 
-    from vllm_treespec.heads import convert, read_head_config
+    from vllm_treespec.heads import convert
 
     typer.echo(f"Reading {model}")
     try:
         kind = getattr(torch, dtype.value) if dtype else None
         size_mb = convert.convert_head(model, out, kind)
         typer.echo(f"Wrote {out}, {size_mb:.0f} MB")
-        read_head_config(out)
     except (OSError, ValueError) as error:
         raise _fail(error) from None
 

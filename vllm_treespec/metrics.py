@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
+from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.stats import (
     DRAFT_FORWARD,
     KEEP_FEATURES,
@@ -245,6 +246,7 @@ class TreeCollector(Collector):
 
     def __init__(self) -> None:
         """Show nothing yet."""
+        self._aid = Aid("Showing counters of draft trees", "/metrics lacks them")
         self._files: list[BinaryIO] = []
         self._remove: Finalize | None = None
 
@@ -280,6 +282,9 @@ class TreeCollector(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Read the counters; there are none before the scheduler has started."""
+        yield from self._aid.run([], self._families)
+
+    def _families(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for file in self._files:
             # By its descriptor: the file has lost its name.
@@ -291,7 +296,7 @@ class TreeCollector(Collector):
                     kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
                     families[name] = kind(name, text, labels=[*labels])
                 families[name].add_metric([*labels.values()], value)
-        yield from families.values()
+        return [*families.values()]
 
 
 @functools.cache
@@ -307,6 +312,12 @@ def show_counters(vllm_config: VllmConfig) -> None:
 
     Without metrics serving goes on: a file that cannot be made is a warning.
     """
+    aid = Aid("Showing counters of draft trees", "/metrics lacks them")
+    aid.run(None, _show_counters, vllm_config)
+
+
+def _show_counters(vllm_config: VllmConfig) -> None:
+    """The same, an unforeseen error apart."""
     try:
         if multiprocess_folder() is None:
             registered_collector().show_engines(vllm_config)

@@ -12,7 +12,6 @@ import functools
 import os
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -23,7 +22,7 @@ from vllm_treespec.config import (
     SpecConfigError,
     names_our_method,
     parse_spec_config,
-    read_spec_file,
+    read_spec,
     unknown_method,
 )
 from vllm_treespec.config.base import MethodConfig
@@ -33,8 +32,8 @@ from vllm_treespec.config.checks import (
     check_hot_tokens,
     check_weights,
     layers_read,
-    read_config,
 )
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.config.vocabularies import check_vocabularies
 from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
@@ -42,6 +41,7 @@ from vllm_treespec.engine.refusals import (
     WORKERS,
     choose_groups,
     refuse_arguments,
+    refuse_missing,
     refuse_models,
     refuse_short_chunks,
 )
@@ -92,6 +92,7 @@ def with_trees(
     """
     config = parse_spec_config(spec)
     check_head_files(config)
+    refuse_missing(args.model)
     device = refuse_arguments(args)
     expanded = copy.deepcopy(args)
     for name, value in stock_arguments(config, args.block_size, device).items():
@@ -204,20 +205,26 @@ def stock_arguments(
     return arguments
 
 
-def expand_file(
-    spec_file: Path, target: str | None = None, device: str = "cpu"
+def expand(
+    given: str, target: str | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Read a spec-config from a JSON file and expand it, for ``treespec expand``.
+    """Read a spec-config and expand it, for ``treespec expand``.
 
     With a ``target``, its sizes are compared with the draft model's or head's, too.
 
+    Args:
+        given: JSON text, or the name of a JSON file.
+        target: folder or hub id.
+        device: ``"cpu"`` or ``"cuda"``.
+
     Raises:
-        SpecConfigError: when the file holds no valid spec-config.
+        SpecConfigError: it is no valid spec-config.
 
     """
-    config = parse_spec_config(read_spec_file(spec_file))
+    config = parse_spec_config(read_spec(given))
     check_weights(config)
     check_head_files(config)
+    check_hot_tokens(config)
     arguments = stock_arguments(config, None, device)
     if target is None:
         return arguments

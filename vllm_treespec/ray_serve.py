@@ -13,6 +13,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.serve.llm.deployment import LLMServer
 from vllm.v1.metrics.ray_wrappers import RayCounterWrapper
 
+from vllm_treespec.core.aids import Aid
 from vllm_treespec.metrics import registered_collector, show_counters
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class TreeLLMServer(LLMServer):
 
     async def _count(self) -> None:
         counters = RayCounters()
-        while True:
-            counters.update()
+        aid = Aid("Counting draft trees for Ray", "their metrics stand still")
+        while aid.is_on:
+            aid.run(None, counters.update)
             await asyncio.sleep(SECONDS)

@@ -118,10 +118,10 @@ class OracleDecoder(TreeDecoder):
     generator: torch.Generator
 
     def verify(
-        self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+        self, index: int, tree: TreeBatch, target: TargetLogits, numbers: Tensor
     ) -> ScorerOutput:
         """Run the rule, then let coins decide what is accepted."""
-        scored = super().verify(index, tree, target, uniforms)
+        scored = super().verify(index, tree, target, numbers)
         # greedy steps bring no numbers
         coins = torch.rand(
             (len(tree.num_nodes), len(self.path)),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from tests.engine.sampled import with_and_without_trees
 from tests.engine.support import ROWS
 from tests.engine.support_checks import BASE, MAX_MODEL_LEN, TEXTS, Request, Same
 from tests.engine.support_requests import ASK, PERSON
@@ -71,7 +72,10 @@ def tight_jobs(encode: Callable[[str | int], list[int]]) -> dict[str, dict]:
     """Jobs beside the rows' for the engine with a small KV cache."""
     prompts = [encode(60 + i) for i in range(5)]
     texts = [encode(t) for t in TEXTS]
+    trees, plain = with_and_without_trees(prompts, 8, max_tokens=60)
     return {
+        "sampled preemption": trees,
+        "sampled, no drafts": {**plain, "max_in_flight": 1},
         "preemption": {
             "prompts": prompts,
             "params": {**FREE, "max_tokens": 60},

@@ -70,10 +70,11 @@ SAMPLING = (
         "seed",
         TREE,
         Own(f"{HERE}::test_seeds", "same seed, same answer, in batches of 1 and 8"),
-        "another answer than without trees, from the same law; the same again "
-        'while the same trees are drawn: `"schedule": "fixed"`, no preemption, at '
-        "most `max_trees` requests; `suffix_tree` and `hybrid` also draft from other "
-        "requests' outputs unless `max_cached_tokens` is 0",
+        "the same answer with trees and without, in any batch, if drafts are not drawn "
+        "(docs/rules.md#coupled-draw); another one than plain vLLM's, from the same "
+        "distribution. Drawn trees (`sd`, `rsd_c`, `rsd_s`, `specinfer`, `spectr`, "
+        '`"stochastic"`): the same again while the same trees are drawn: `"schedule": '
+        '"fixed"`, no preemption, at most `max_trees` requests',
     ),
     Row(
         "n > 1",

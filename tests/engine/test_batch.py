@@ -115,7 +115,7 @@ def killed(log: Path, journal: Path, rows: int, *command: str) -> None:
 
 
 def input_lines(prompts: list[list[int]]) -> list[str]:
-    """The prompts as rows, every third as a conversation; four bad rows among them."""
+    """The prompts as rows, every third as a conversation; five bad rows among them."""
     lines = [
         json.dumps(
             {"id": f"r{n}", "messages": [{"role": "user", "content": words_of(prompt)}]}
@@ -127,7 +127,9 @@ def input_lines(prompts: list[list[int]]) -> list[str]:
     too_long = words_of([5] * (MAX_MODEL_LEN + 1))
     wrong = {"prompt": "w5", "sampling_params": {"temperature": "hot"}}
     unknown = {"prompt": "w5", "sampling_params": {"logprobs": 3}}
-    bad = [{"prompt": too_long}, wrong, unknown]
+    parts = [{"type": "image_url", "image_url": {"url": "file:///no/image.png"}}]
+    image = {"messages": [{"role": "user", "content": parts}]}
+    bad = [{"prompt": too_long}, wrong, unknown, image]
     return ["not JSON", *lines[:9], *map(json.dumps, bad), *lines[9:]]
 
 
@@ -156,13 +158,14 @@ def test_batch_equals_generate_and_survives_a_kill(
     assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(prompts))]
     assert [tokens_of(row["text"]) for row in rows] == plain
     assert [row["prompt_tokens"] for row in rows] == [len(p) for p in prompts]
-    bad = (tmp_path / "out.bad.jsonl").read_text().splitlines()
+    bad = (tmp_path / "out.jsonl.bad.jsonl").read_text().splitlines()
     reasons = {row["line"]: row["reason"] for row in map(json.loads, bad)}
-    assert list(reasons) == [1, 11, 12, 13]
+    assert list(reasons) == [1, 11, 12, 13, 14]
     assert "not JSON" in reasons[1]
     assert str(MAX_MODEL_LEN) in reasons[11]
     assert reasons[12].startswith("'temperature' is 'hot'")
     assert reasons[13].startswith("'logprobs'")
+    assert "Cannot load local files" in reasons[14]
 
 
 @pytest.mark.skipif(
@@ -193,8 +196,8 @@ def test_batch_over_ray_goes_on_after_a_kill(
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(prompts))]
     assert [tokens_of(row["text"]) for row in rows] == plain
-    bad = (tmp_path / "out.bad.jsonl").read_text().splitlines()
-    assert [json.loads(line)["line"] for line in bad] == [1, 11, 12, 13]
+    bad = (tmp_path / "out.jsonl.bad.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in bad] == [1, 11, 12, 13, 14]
 
 
 def test_run_batch_of_vllm_with_trees(

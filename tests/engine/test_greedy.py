@@ -1,4 +1,7 @@
-"""Greedy decoding with trees equals plain vLLM token for token, in float32."""
+"""Decoding with trees equals plain decoding token for token, in float32.
+
+Greedy text is that of stock vLLM, sampled text that of requests without drafts.
+"""
 
 from collections.abc import Callable
 
@@ -6,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import MAX_MODEL_LEN, SPECS
+from tests.engine.sampled import DRAWN, assert_same_text, with_and_without_trees
 from tests.heads import HEADS
 from vllm_treespec.tools.assets import drafters
 
@@ -14,6 +18,8 @@ TEXT = (
     "He counted the steps, one by one, and wrote the weather into his book. "
 )
 BLOCKS = 4
+# Number of the first sampled job.
+SAMPLED = 4
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +47,7 @@ def jobs(prompts: list[list[int]]) -> list[dict]:
     """The same prompts one by one, eight at once, and again from the prefix cache.
 
     36 tokens end in another block than the prompt; log probabilities need fewer. Two
-    requests have a grammar.
+    requests have a grammar. The last two jobs are sampled, with drafts and without.
     """
     greedy = {"temperature": 0.0, "max_tokens": 36, "ignore_eos": True}
     logprobs = {**greedy, "max_tokens": 20, "logprobs": 2}
@@ -52,13 +58,14 @@ def jobs(prompts: list[list[int]]) -> list[dict]:
         {"prompts": prompts, "params": greedy, "max_in_flight": 8},
         {"prompts": prompts, "params": logprobs, "max_in_flight": 8},
         {"prompts": prompts[1:3], "params": grammar, "max_in_flight": 2},
+        *with_and_without_trees(prompts, 8, max_tokens=36, top_p=0.95),
     ]
 
 
 @pytest.fixture(scope="module")
 def plain(run_engine: Callable[..., dict], jobs: list[dict]) -> dict:
     """What stock vLLM answers."""
-    return run_engine(None, jobs, capture_kv=BLOCKS)
+    return run_engine(None, jobs[:SAMPLED], capture_kv=BLOCKS)
 
 
 # A greedy request gets the likeliest nodes in place of drawn ones, as other methods do.
@@ -79,10 +86,17 @@ def trees(method: str, run_engine: Callable[..., dict], jobs: list[dict]) -> dic
 
 def test_tokens_equal_plain(plain: dict, trees: dict) -> None:
     """Turns red when positions, masks, scoring or commit are off by anything."""
-    for plain_job, tree_job in zip(plain["jobs"], trees["jobs"], strict=True):
+    for plain_job, tree_job in zip(plain["jobs"], trees["jobs"], strict=False):
         for expected, found in zip(plain_job, tree_job, strict=True):
             assert found["token_ids"] == expected["token_ids"]
             assert found["finish_reason"] == expected["finish_reason"]
+
+
+def test_sampled_tokens_equal_plain(trees: dict, method: str) -> None:
+    """Turns red when a token is drawn by noise that is not its position's."""
+    if method in DRAWN:
+        pytest.skip("its trees are drawn")
+    assert_same_text(trees, SAMPLED)
 
 
 def test_logprobs_equal_plain(plain: dict, trees: dict) -> None:

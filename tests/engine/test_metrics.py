@@ -26,13 +26,19 @@ async def generate_all(request: dict) -> dict[str, Any]:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**request["engine"]))
     logging.getLogger("vllm").addHandler(handler)
 
-    async def generate(number: int, prompt: list[int], params: dict) -> None:
-        async for _ in engine.generate(
+    async def generate(
+        number: int, prompt: list[int], params: dict, most_outputs: int = 1000
+    ) -> None:
+        outputs = engine.generate(
             {"prompt_token_ids": prompt},
             SamplingParams(**params, detokenize=False),
             str(number),
-        ):
-            pass
+        )
+        async for _ in outputs:
+            most_outputs -= 1
+            if not most_outputs:
+                break
+        await outputs.aclose()
 
     try:
         await asyncio.gather(
@@ -40,9 +46,17 @@ async def generate_all(request: dict) -> dict[str, Any]:
         )
         (worker,) = await engine.collective_rpc("treespec_stats")
         await engine.do_log_stats()
+        metrics = prometheus_client.generate_latest().decode()
+        left = enumerate(request["aborted"])
+        await asyncio.gather(
+            *(generate(100 + i, p, params, 2) for i, (p, params) in left)
+        )
+        # The last requests' steps end.
+        await asyncio.sleep(1)
         return {
             "worker": worker,
-            "metrics": prometheus_client.generate_latest().decode(),
+            "metrics": metrics,
+            "after aborts": prometheus_client.generate_latest().decode(),
             "lines": lines,
             "left": counter_file(engine.vllm_config).exists(),
         }
@@ -95,15 +109,18 @@ def counted(
             "speculative_config": {**spec, "model": tiny["draft"]},
         },
         "jobs": [(prompt, p) for p in params for prompt in prompts],
+        "aborted": 8 * [(prompts[0], params[2])],
     }
     function = f"{__name__}:{run_engine.__name__}"
     return call(function, request, log=folder / "log")
 
 
-def samples(counted: dict[str, Any], name: str, label: str = "engine") -> dict:
+def samples(
+    counted: dict[str, Any], name: str, label: str = "engine", when: str = "metrics"
+) -> dict:
     """Values of a counter, by one of its labels."""
     pattern = rf'^vllm:{name}_total{{.*\b{label}="([^"]*)".*}} (\S+)$'
-    found = re.findall(pattern, counted["metrics"], re.MULTILINE)
+    found = re.findall(pattern, counted[when], re.MULTILINE)
     return {key: float(value) for key, value in found}
 
 
@@ -151,6 +168,23 @@ def test_ours_agree(counted: dict[str, Any]) -> None:
     tokens = samples(counted, "treespec_mode_tokens", "mode")
     assert tokens == worker["mode_tokens"]
     assert tokens.keys() == mode_seconds.keys() <= worker["modes"].keys()
+
+
+def test_aborted_requests_count_on_both_sides_alike(counted: dict[str, Any]) -> None:
+    """Red when trees of requests that end while their step runs count for one side."""
+    ours, trees, drafts, accepted, wasted = (
+        samples(counted, name, when="after aborts")["0"]
+        for name in (
+            "treespec_num_nodes_verified",
+            "spec_decode_num_drafts",
+            "spec_decode_num_draft_tokens",
+            "spec_decode_num_accepted_tokens",
+            "treespec_num_nodes_wasted",
+        )
+    )
+    assert trees > samples(counted, "spec_decode_num_drafts")["0"]
+    assert ours == trees + drafts
+    assert wasted == drafts - accepted
 
 
 def test_stock_line_agrees(counted: dict[str, Any]) -> None:

@@ -6,6 +6,10 @@ from functools import partial
 import pytest
 
 from tests.engine.conftest import TINY
+from tests.engine.sampled import DRAWN, assert_same_text, with_and_without_trees
+
+# Number of the first sampled job.
+SAMPLED = 3
 
 SPECS: dict[str, dict] = {
     "rsd_c": {
@@ -48,14 +52,25 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def jobs() -> list[dict]:
-    """Eight requests at once (plain), then the same one by one, then three at once."""
+def prompts() -> list[list[int]]:
+    """Prompts of eight lengths."""
     tokens = [(7 * i * i + 3) % 509 for i in range(100)]
-    prompts = [tokens[: 8 + 11 * i] for i in range(8)]
+    return [tokens[: 8 + 11 * i] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def jobs(prompts: list[list[int]]) -> list[dict]:
+    """Eight requests at once (plain), then the same one by one, then three at once.
+
+    The last two jobs are sampled, with drafts and without.
+    """
     greedy = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
     return [
-        {"prompts": prompts, "params": greedy, "max_in_flight": max_in_flight}
-        for max_in_flight in (8, 1, 3)
+        *(
+            {"prompts": prompts, "params": greedy, "max_in_flight": max_in_flight}
+            for max_in_flight in (8, 1, 3)
+        ),
+        *with_and_without_trees(prompts, 3, max_tokens=32),
     ]
 
 
@@ -70,7 +85,7 @@ def run_tiny(
 @pytest.fixture(scope="module")
 def plain(run_tiny: Callable[..., dict], jobs: list[dict]) -> dict:
     """What stock vLLM answers."""
-    return run_tiny(jobs)
+    return run_tiny(jobs[:SAMPLED])
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -94,8 +109,24 @@ def adaptive(run_tiny: Callable[..., dict], spec: dict, jobs: list[dict]) -> dic
 
 def test_tokens_equal_plain(plain: dict, adaptive: dict) -> None:
     """Turns red when a change of trees between steps changes a token."""
-    for expected, found in zip(plain["jobs"], adaptive["jobs"], strict=True):
+    for expected, found in zip(plain["jobs"], adaptive["jobs"], strict=False):
         assert [a["token_ids"] for a in found] == [a["token_ids"] for a in expected]
+
+
+def test_sampled_tokens_equal_plain(adaptive: dict, method: str) -> None:
+    """Turns red when a change of trees between steps changes a sampled token."""
+    if method in DRAWN:
+        pytest.skip("its trees are drawn")
+    assert_same_text(adaptive, SAMPLED)
+
+
+def test_the_measured_schedule_changes_no_text(
+    run_tiny: Callable[..., dict], tiny: dict[str, str], prompts: list[list[int]]
+) -> None:
+    """Turns red when the clock, which decides over trees, decides over tokens."""
+    spec = {"method": "hybrid", "model": tiny["draft"], "schedule": "measured"}
+    jobs = with_and_without_trees(prompts, 3, max_tokens=64)
+    assert_same_text(run_tiny(list(jobs), speculative_config=spec), 0)
 
 
 def test_batch_size_chose_the_tree(adaptive: dict, method: str) -> None:

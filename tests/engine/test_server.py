@@ -49,6 +49,7 @@ def running(
         *("--dtype", "float32"),
         *("--enforce-eager", "--kv-cache-memory-bytes", str(2**30)),
         *("--shutdown-timeout", str(DRAIN_SECONDS)),
+        *("--per-request-spec-decode-metrics", "detailed"),
         *("--speculative-config", json.dumps(spec)),
     ]
     with log_file.open("w") as log:
@@ -212,6 +213,27 @@ def test_requests_say_what_they_draft(server: str) -> None:
         trees, tokens = (b - a for a, b in zip(before, drafted(server), strict=True))
         assert (trees > 0) == (size > 0)
         assert tokens == size * trees
+
+
+@pytest.mark.parametrize("said", [{}, {"max_drafts": 2}, {"enabled": False}])
+def test_metrics_of_a_request(server: str, said: dict) -> None:
+    """Turns red when vLLM's numbers of one request are not those of its own trees."""
+    before = drafted(server)
+    xargs = {"treespec": json.dumps(said)}
+    for url, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+        body = {**body, "max_tokens": 24, "vllm_xargs": xargs}
+        found = json.loads(post(f"{server}/v1/{url}", body))["metrics"]
+        found = found["speculative_decoding"]
+        after = drafted(server)
+        counted = tuple(b - a for a, b in zip(before, after, strict=True))
+        before = after
+        assert (found["num_spec_steps"], found["num_draft_tokens"]) == counted
+        steps = found["per_step_drafted"] or []
+        assert steps == [said.get("max_drafts", 9)] * found["num_spec_steps"]
+        accepted = found["per_step_accepted"] or []
+        assert sum(accepted) == found["num_accepted_draft_tokens"]
+        assert max(accepted, default=0) <= 3, "no path is longer than the tree is deep"
+        assert bool(accepted) == said.get("enabled", True)
 
 
 @pytest.mark.parametrize(

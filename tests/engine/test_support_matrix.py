@@ -299,6 +299,17 @@ def test_preemption(method: str, tight: dict) -> None:
     assert [a["token_ids"] for a in trees] == [a["token_ids"] for a in plain]
 
 
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_preemption_of_sampled_requests(method: str, tight: dict) -> None:
+    """Turns red when a preempted request resumes with other noise."""
+    assert tight[method].preemptions["sampled preemption"] > 0
+    trees, plain = (
+        [a["token_ids"] for a in tight[method].answers[name]]
+        for name in ("sampled preemption", "sampled, no drafts")
+    )
+    assert trees == plain
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_lora(method: str, tight: dict) -> None:
     """Turns red when an adapter reaches wrong rows of a tree, or the draft model."""

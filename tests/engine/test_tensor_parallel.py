@@ -47,6 +47,12 @@ JOBS: dict[str, dict[str, Any]] = {
         "said": [{}, {"enabled": False}, {"max_drafts": 2}],
     },
     "seeded": {"num_requests": 3, "temperature": 1.0, "seed": 11},
+    "seeded, no drafts": {
+        "num_requests": 3,
+        "temperature": 1.0,
+        "seed": 11,
+        "said": [{"enabled": False}] * 3,
+    },
     "unseeded": {"num_requests": 3, "temperature": 1.0, "top_p": 0.9},
 }
 GREEDY = ("greedy x4", "greedy", "limits")
@@ -101,8 +107,8 @@ def answer(
 
 
 def reseed(worker: Any) -> None:
-    """Let every rank draw numbers of its own."""
-    worker.model_runner.decoder.uniforms.shared.manual_seed(worker.rank)
+    """Let every rank give requests keys of their own."""
+    worker.model_runner.decoder.slots.num_unseeded += worker.rank
 
 
 def forwards(worker: Any) -> tuple[dict[int, float], dict[int, float]]:
@@ -191,6 +197,8 @@ def test_two_ranks_answer_as_one(
         assert two[job] == one[job], job
     for job in GREEDY:
         assert two[job] == plain[job], job
+    if method != RSD_S:  # whose trees are drawn
+        assert two["seeded"] == two["seeded, no drafts"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,7 +9,6 @@ from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import MAX_NODES, TreeBatch, num_draws
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
-from vllm_treespec.scorers.target_draw import target_draw_batched
 
 # Model 0 without replacement, then model 1 independently, twice.
 MIXED: Plan = [
@@ -42,7 +41,3 @@ def sizes_of(tree: TreeBatch) -> TreeSizes:
 
 def rejection(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
     return recursive_rejection_batched(tree, target, uniforms, sizes_of(tree))
-
-
-def drawing(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
-    return target_draw_batched(tree, target, uniforms, sizes_of(tree))

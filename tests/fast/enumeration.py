@@ -382,10 +382,10 @@ def grid_target(vocab_size: int = 3) -> Language:
 
 
 def grid_law_error(scorer: Scorer, drawn: Weighted, target: Language) -> float:
-    """Largest error of the law under a rule with one uniform a visited node.
+    """Largest error of the law under a rule with one uniform a position.
 
     Args:
-        scorer: uses column i of its uniforms at node i.
+        scorer: uses column d of its uniforms at nodes of depth d.
         drawn: trees of at most two levels.
         target: its probabilities are multiples of 1 / STEPS, so that the middles of
             STEPS equal intervals draw its tokens exactly as often as they should.
@@ -397,7 +397,7 @@ def grid_law_error(scorer: Scorer, drawn: Weighted, target: Language) -> float:
     logits = target.target_logits(tree, plain_sampling(num_trees))
     prefixes = target.prefixes(tree)
     for by_depth in torch.cartesian_prod(*[middles] * NUM_TOKENS):
-        output = scorer(tree, logits, by_depth[tree.depths])
+        output = scorer(tree, logits, by_depth.expand(num_trees, -1))
         above = prefixes.gather(1, output.last_node()[:, None])[:, 0]
         emitted = above * target.vocab_size + 1 + output.next_token_ids
         reached.index_add_(0, emitted, drawn.weights / STEPS**NUM_TOKENS)

@@ -243,14 +243,18 @@ class FakeEngine:
         sampling = self.now.sampling()
         scored = self.decoder.score(logits, sampling)
         drawn = self.decoder.draw_plainly(logits, sampling)
+        by_noise: dict[int, int] = {}
+        if drawn is not None:
+            tokens = drawn.token_ids.tolist()
+            by_noise = dict(zip(drawn.host_reqs.tolist(), tokens, strict=True))
         emitted = []
         for place, request in enumerate(self.now.requests):
             drafts = self.now.drafts[place]
             end = request.num_computed + self.now.num_tokens[place] - len(drafts)
             row = logits[scheduled.root_rows[place]]
             plain = end == len(request.token_ids)
-            token = -1 if drawn is None else int(drawn[place])
-            if token < 0:
+            token = by_noise.get(place)
+            if token is None:
                 token = self._draw(request, row)
             emitted.append([token] if plain else [])
         if scored is not None:

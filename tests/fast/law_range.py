@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import drawing, rejection
+from tests.fast.batched_rules import rejection
 from tests.fast.enumeration import (
     ALMOST_ONE,
     Branches,
@@ -30,6 +30,7 @@ from tests.fast.enumeration import (
 )
 from tests.fast.independent_draws import model_uniforms
 from tests.fast.languages import Language, LanguageDraft
+from tests.fast.position_noise import by_position, by_position_batched
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.core.tree_builders import from_parents
@@ -47,7 +48,6 @@ from vllm_treespec.scorers import (
     k_seq,
     multi_round,
     recursive_rejection,
-    target_draw,
 )
 from vllm_treespec.scorers.independent_draws import Judge
 from vllm_treespec.scorers.k_seq import make_judge, optimal_division_factor
@@ -242,7 +242,10 @@ RANGES = {
     ),
 }
 
-TARGET_DRAW: dict[str, Scorer] = {"walk": target_draw, "batched": drawing}
+COUPLED_DRAW: dict[str, Scorer] = {
+    "walk": by_position,
+    "batched": by_position_batched,
+}
 
 
 def case_uniforms(proposer: Proposer, models: list[Language]) -> tuple[Tensor, Tensor]:
@@ -313,7 +316,7 @@ def rule_errors(name: str, width: float) -> dict[str, float]:
     }
 
 
-def target_draw_error(scorer: Scorer, width: float) -> float:
+def coupled_draw_error(scorer: Scorer, width: float) -> float:
     """Like ``rule_errors``, for a tree with all tokens below the root."""
     cases = all_cases(4)
     every = torch.arange(len(cases.temperature))
@@ -323,13 +326,13 @@ def target_draw_error(scorer: Scorer, width: float) -> float:
     probs = cases.law(cases.target)[prefixes]
 
     def law(node: int, uniforms: Tensor, place: int) -> Tensor:
-        """Law of the token of this place, drawn with ``node``'s uniform."""
+        """Law of the token of this place, drawn after ``node``."""
         above = []
         for token in range(cases.vocab_size):
 
             def at_most(rows: Tensor, numbers: Tensor, token: int = token) -> Tensor:
                 drawn = uniforms[rows]
-                drawn[:, node] = numbers
+                drawn[:, place] = numbers
                 chosen = tree.select(rows)
                 logits = TargetLogits(
                     cases.target[prefixes[rows].flatten()],
@@ -377,9 +380,9 @@ def print_table(width: float) -> None:
             for name in RANGES:
                 for form, error in rule_errors(name, width).items():
                     rows.setdefault((name, form), []).append(error)
-            for form, scorer in TARGET_DRAW.items():
-                error = target_draw_error(scorer, width)
-                rows.setdefault(("any drafts, target_draw", form), []).append(error)
+            for form, scorer in COUPLED_DRAW.items():
+                error = coupled_draw_error(scorer, width)
+                rows.setdefault(("any drafts, coupled_draw", form), []).append(error)
     for (name, form), (kept, flushed) in rows.items():
         print(f"| {name} | {form} | {kept:.0e} | {flushed:.0e} |", flush=True)
 

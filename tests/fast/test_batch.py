@@ -121,6 +121,13 @@ def journaled(settings: Settings) -> set[int]:
     return {json.loads(line)["line"] for line in whole}
 
 
+def with_line(settings: Settings, line: bytes, place: int) -> None:
+    """Put a line into a journal, before the one of that place."""
+    lines = settings.journal.read_bytes().splitlines(keepends=True)
+    lines.insert(place, line)
+    settings.journal.write_bytes(b"".join(lines))
+
+
 def test_each_row_is_answered_or_reported(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     assert run(settings) == Summary(answered=5, bad=3)
@@ -135,8 +142,8 @@ def test_each_row_is_answered_or_reported(tmp_path: Path) -> None:
     assert "no prompt" in bad[2]["reason"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "in.jsonl",
-        "out.bad.jsonl",
         "out.jsonl",
+        "out.jsonl.bad.jsonl",
         "out.jsonl.journal",
     ]
 
@@ -238,9 +245,67 @@ def test_torn_lines_are_answered_again(tmp_path: Path) -> None:
     run(settings_of(tmp_path, limit=6), torn)
     assert len(torn.asked) == 1
     broken = whole.splitlines(keepends=True)
+    lost = json.loads(broken[3])["line"]
     broken[3] = b"\0" * (len(broken[3]) - 1) + b"\n"
     settings.journal.write_bytes(b"".join(broken))
+    repaired = FakeAnswerer()
+    run(settings_of(tmp_path, limit=6), repaired)
+    assert repaired.asked == [lost]
     run(settings)
+    assert ids_of(settings.output) == ANSWERED
+
+
+@pytest.mark.parametrize("place", [3, 7], ids=["middle", "last"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"line": "x"}',
+        b'{"line": 9}',
+        b'{"id": 9, "line": 9, "reason": "no row"}',
+        b'{"id": 9, "line": 9, "reason": "", "row": "", "text": "both"}',
+        b'{"treespec_batch": 1, "options": {}}',
+        b"[9]",
+        b"null",
+        b"",
+    ],
+)
+def test_odd_lines_of_a_journal_are_no_rows(
+    tmp_path: Path, line: bytes, place: int
+) -> None:
+    """Red when such a line ends every start, or costs rows that are finished."""
+    run(settings_of(tmp_path, limit=6))
+    settings = settings_of(tmp_path)
+    with_line(settings, line + b"\n", place)
+    answer = FakeAnswerer()
+    assert run(settings, answer) == Summary(answered=5, bad=3)
+    assert sorted(answer.asked) == [8, 9]
+    assert ids_of(settings.output) == ANSWERED
+    assert ids_of(settings.bad_rows) == BAD
+
+
+def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Red when a batch that was half finished before an upgrade starts anew."""
+    settings = settings_of(tmp_path)
+    run(settings_of(tmp_path, limit=6))
+    first, *rows = settings.journal.read_bytes().splitlines(keepends=True)
+    options = json.loads(first)["options"]
+    earlier = json.dumps({"treespec_batch": 1, "options": options}).encode() + b"\n"
+    settings.journal.write_bytes(earlier + b"".join(rows))
+    answer = FakeAnswerer()
+    assert run(settings, answer) == Summary(answered=5, bad=3)
+    assert sorted(answer.asked) == [8, 9]
+    assert ids_of(settings.bad_rows) == BAD
+
+
+def test_a_row_twice_in_a_journal(tmp_path: Path) -> None:
+    """Red when a row is answered and bad at once."""
+    settings = settings_of(tmp_path)
+    run(settings_of(tmp_path, limit=6))
+    again = {"id": "x", "line": 1, "reason": "late", "row": ""}
+    # no row of INPUT: line 4 is blank
+    for fields in (again, {**again, "line": 4}):
+        with_line(settings, json.dumps(fields).encode() + b"\n", 7)
+    assert run(settings) == Summary(answered=5, bad=3)
     assert ids_of(settings.output) == ANSWERED
 
 
@@ -426,11 +491,23 @@ def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
             run(settings)
         assert path.read_text() == "mine"
         path.unlink()
-    for text in ("mine", "mine\n", "{}\n"):
+    for text in ("mine", "mine\n", "{}\n", '{"treespec_batch": 1}\n', "[1]\n"):
         settings.journal.write_text(text)
         with pytest.raises(BatchError, match="is no journal of treespec batch"):
             run(settings)
         assert settings.journal.read_text() == text
+
+
+def test_two_outputs_share_no_file(tmp_path: Path) -> None:
+    """Red when one batch removes or replaces what another one has written."""
+    bad = settings_of(tmp_path, output=tmp_path / "s.jsonl")
+    clean = settings_of(tmp_path, output=tmp_path / "s.parquet", limit=2)
+    run(clean)
+    assert run(bad).bad == 3
+    run(clean)
+    assert ids_of(bad.bad_rows) == BAD
+    files_of = [{batch.output, batch.journal, batch.bad_rows} for batch in (bad, clean)]
+    assert files_of[0].isdisjoint(files_of[1])
 
 
 def test_nothing_is_kept_when_every_row_is_bad(tmp_path: Path) -> None:
@@ -450,6 +527,7 @@ def test_nothing_is_kept_when_every_row_is_bad(tmp_path: Path) -> None:
         (("in.csv", "out.jsonl"), r"INPUT .*in.csv: its name must end in"),
         (("in.jsonl", "out.txt"), r"OUTPUT .*out.txt: its name must end in"),
         (("in.jsonl", "no/out.jsonl"), r"there is no folder"),
+        (("in.jsonl", "s.jsonl.bad.jsonl"), r"OUTPUT .*bad rows; name another"),
         (("in.parquet", "out.jsonl"), r"is no Parquet file"),
     ],
 )
@@ -469,6 +547,44 @@ def test_parquet_without_prompts(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match=r"--prompt-column \(there are: text, n\)"):
         run(Settings(source, tmp_path / "out.jsonl", OPTIONS))
     assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("what", ["page", "text", "name"])
+def test_damaged_parquet_is_named_before_a_row_is_answered(
+    tmp_path: Path, what: str
+) -> None:
+    """Red when the message names no file, or comes when rows have been answered."""
+    source = tmp_path / "in.parquet"
+    rows = [{"prompt": f"row {n}", "unread": "x"} for n in range(40)]
+    pq.write_table(
+        pa.Table.from_pylist(rows), source, row_group_size=20, compression="none"
+    )
+    damaged = source.read_bytes()
+    group = "row group 1 of 2 is damaged"
+    if what == "page":
+        start = pq.read_metadata(source).row_group(1).column(0).dictionary_page_offset
+        damaged = damaged[:start] + b"\xff" * 16 + damaged[start + 16 :]
+    elif what == "text":
+        damaged = damaged.replace(b"row 33", b"row \xff3")
+    else:
+        damaged = damaged.replace(b"unread", b"unrea\xff")
+        group = "is no Parquet file"
+    source.write_bytes(damaged)
+    answer = FakeAnswerer()
+    with pytest.raises(BatchError, match=rf"in\.parquet.*{group}"):
+        run(Settings(source, tmp_path / "out.jsonl", OPTIONS), answer)
+    assert not answer.asked
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_damage_in_a_column_that_is_not_read(tmp_path: Path) -> None:
+    """Red when a batch is refused for what it does not need."""
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "unread": ["x"]}), source)
+    whole = source.read_bytes()
+    start = pq.read_metadata(source).row_group(0).column(1).dictionary_page_offset
+    source.write_bytes(whole[:start] + b"\xff" * 16 + whole[start + 16 :])
+    assert run(Settings(source, tmp_path / "out.jsonl", OPTIONS)).answered == 1
 
 
 def test_an_input_without_rows(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The command ``treespec batch``, and how it feeds vLLM."""
 
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from vllm.v1.engine import FINISH_REASON_STRINGS
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.fast.batch_answers import FakeAnswerer
 from vllm_treespec.cli import app
@@ -155,12 +158,20 @@ class FakeLLM:
         # how many requests were inside at each step
         self.crowds: list[int] = []
         self.conversations: list[Any] = []
+        # what it raises, by prompt
+        self.refusals: dict[str, Exception] = {
+            "too long": ValueError("The prompt has\n9 tokens"),
+            "no image": ConnectionError("Max retries exceeded with url: /x.png"),
+            "bad video": RuntimeError("half \ud83d of it"),
+            "bad image": struct.error("unpack requires a buffer of 4 bytes"),
+            "dead": EngineDeadError(),
+        }
 
     def enqueue(self, prompt: str, params: Any, use_tqdm: bool) -> list[str]:
         """Take a prompt."""
         self.counter += 1
-        if prompt == "too long":
-            raise ValueError("The prompt has\n9 tokens")
+        if prompt in self.refusals:
+            raise self.refusals[prompt]
         self.inside[str(self.counter)] = f"{prompt} {params.max_tokens}"
         return [f"{self.counter}-0a1b2c3d"]
 
@@ -175,7 +186,8 @@ class FakeLLM:
         request_id, text = self.inside.popitem()
         if text.startswith("poison"):
             raise RuntimeError("out of memory")
-        reason = "abort" if text.startswith("abort") else "stop"
+        word = text.split()[0]
+        reason = word if word in FINISH_REASON_STRINGS else "stop"
         found = SimpleNamespace(text=text, finish_reason=reason, token_ids=[1, 2])
         output = {"request_id": request_id, "outputs": [found], "finished": True}
         return [SimpleNamespace(**output, prompt_token_ids=[1])]
@@ -204,16 +216,34 @@ def test_the_engine_is_kept_full() -> None:
 
 
 def test_rows_that_the_engine_refuses() -> None:
+    """Red when one row whose image cannot be fetched or decoded ends the batch."""
     llm = FakeLLM(max_num_seqs=1)
-    found = answered(llm, ["too long", "a", "abort", "too long"])
+    prompts = ["too long", "a", "no image", "bad video", "bad image"]
+    found = answered(llm, prompts)
     bad = {row.line: row.reason for row in found if isinstance(row, BadRow)}
     assert bad == {
         1: "The prompt has 9 tokens",
-        3: "vLLM ended it with 'abort'",
-        4: "The prompt has 9 tokens",
+        3: "ConnectionError: Max retries exceeded with url: /x.png",
+        4: "RuntimeError: half \\ud83d of it",
+        5: "error: unpack requires a buffer of 4 bytes",
     }
     (answer,) = [row for row in found if isinstance(row, Answer)]
     assert (answer.prompt_tokens, answer.completion_tokens) == (1, 2)
+
+
+def test_every_end_of_a_request() -> None:
+    """Red when an answer is lost by how it ends, or vLLM has an end that is new."""
+    found = answered(FakeLLM(max_num_seqs=9), list(FINISH_REASON_STRINGS))
+    kept = {row.finish_reason for row in found if isinstance(row, Answer)}
+    bad = {row.reason for row in found if isinstance(row, BadRow)}
+    assert kept == {"stop", "length", "repetition"}
+    assert bad == {"vLLM ended it with 'abort'", "vLLM ended it with 'error'"}
+
+
+def test_a_dead_engine_is_no_bad_row() -> None:
+    """Red when an engine that is dead makes bad rows of all that are left."""
+    with pytest.raises(BatchError, match=r"EngineDeadError.*lines in it: 1;"):
+        answered(FakeLLM(max_num_seqs=1), ["a", "dead", "b"])
 
 
 def test_chat_makes_conversations() -> None:
@@ -226,6 +256,15 @@ def test_a_failing_engine_names_the_rows_in_it() -> None:
     """Red when one row that ends the engine cannot be found."""
     with pytest.raises(BatchError, match=r"RuntimeError: out of memory.* 1, 2;"):
         answered(FakeLLM(max_num_seqs=1), ["a", "poison"])
+
+
+def test_bad_rows_of_a_finished_batch_may_be_gone(files: tuple[str, str]) -> None:
+    """Red when the command names a file that is not there."""
+    assert "bad rows: 1, with reasons, in" in call(*files, "--model", "m")[1]
+    Path(f"{files[1]}.bad.jsonl").unlink()
+    status, output = call(*files, "--model", "m")
+    assert status == 0
+    assert output.endswith(".bad.jsonl, which is gone")
 
 
 def test_wrong_options_of_vllm(tmp_path: Path) -> None:

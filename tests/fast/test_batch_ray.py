@@ -1,8 +1,12 @@
 """What ``treespec batch --ray`` decides before Ray is asked."""
 
 import json
+import signal
+import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +16,9 @@ from vllm_treespec.tools.batch.ray_data import (
     MAX_PORTION,
     Engine,
     Engines,
+    check_cluster,
     check_size,
+    connect,
     engines_of,
     num_portions,
     records_of,
@@ -95,3 +101,45 @@ def test_an_engines_own_words_are_heard() -> None:
     answered = engine({"row": [json.dumps(asdict(row)) for row in ROWS]})
     with pytest.raises(BatchError, match=r"^out of memory; lines in it: 1$"):
         records_of(answered["finished"])
+
+
+def test_a_cluster_that_is_gone_is_refused() -> None:
+    """Red when Ray is left waiting for a cluster that was killed."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(BatchError) as error:
+            check_cluster(address)
+        server.listen()
+        check_cluster(address)
+    assert f"the Ray cluster at {address} does not answer" in str(error.value)
+    assert "`ray stop`" in str(error.value)
+    assert "RAY_ADDRESS=local" in str(error.value)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ray_does_not_keep_sigterm(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """Red when SIGTERM ends the command with a status of Ray's, or not at all."""
+
+    def init(**options: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        if stopped:
+            signal.raise_signal(signal.SIGTERM)
+
+    services = SimpleNamespace(canonicalize_bootstrap_address=lambda address: None)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "ray._private", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray._private.services", services)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if stopped:
+            with pytest.raises(SystemExit) as end:
+                connect()
+            assert end.value.code == 143
+        else:
+            connect()
+            assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import MIXED, drawing, rejection
+from tests.fast.batched_rules import MIXED, rejection
 from tests.fast.drawn_trees import Plan, drawn_trees, paths
 from tests.fast.enumeration import (
     Scorer,
@@ -22,6 +22,7 @@ from tests.fast.enumeration import (
     law_error,
 )
 from tests.fast.languages import KINDS, random_tables
+from tests.fast.position_noise import by_position_batched
 from tests.fast.wrong_scorers import RECURSIVE_REJECTION
 from vllm_treespec.core.sampling import draw
 from vllm_treespec.core.tree import TreeBatch
@@ -62,11 +63,11 @@ def test_law_of_cut_trees(num_nodes: int) -> None:
     assert law_error(rejection, Weighted(tree, drawn.weights), target) < EXACT
 
 
-def test_law_of_target_draw() -> None:
+def test_law_of_coupled_draw() -> None:
     """Red when a node's token is drawn with another node's number or law."""
     tree = from_parents([[0, 2, 0, 1, 2]], [[-1, 0, 0, 1, 2]])
     drawn = Weighted(tree, torch.ones(1).double())
-    assert grid_law_error(drawing, drawn, grid_target()) < EXACT
+    assert grid_law_error(by_position_batched, drawn, grid_target()) < EXACT
 
 
 def with_step(name: str, replacement: Callable[..., Any]) -> Scorer:
@@ -103,13 +104,13 @@ def test_wrong_rejection_is_noticed(name: str) -> None:
     assert law_error(WRONG[name], drawn, target) > NOTICEABLE
 
 
-def test_wrong_target_draw_is_noticed() -> None:
+def test_wrong_coupled_draw_is_noticed() -> None:
     """Red when one number for all nodes would pass for a draw at each."""
 
     def one_uniform(
         tree: TreeBatch, target: TargetLogits, uniforms: Tensor
     ) -> ScorerOutput:
-        return drawing(tree, target, uniforms[:, :1].expand_as(uniforms))
+        return by_position_batched(tree, target, uniforms[:, :1].expand_as(uniforms))
 
     tree = from_parents([[0, 2, 0, 1, 2]], [[-1, 0, 0, 1, 2]])
     drawn = Weighted(tree, torch.ones(1).double())

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.fast.batched_rules import (
     MIXED,
-    drawing,
     rejection,
     sizes_of,
     tree_sizes,
@@ -21,6 +20,7 @@ from tests.fast.beam_trees import rand
 from tests.fast.drawn_trees import Plan, drawn_trees, paths
 from tests.fast.languages import plain_sampling, random_tables
 from tests.fast.no_waiting import NoWaiting, on_meta
+from tests.fast.position_noise import by_position, by_position_batched, numbers_of
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import draws_of
 from vllm_treespec.core import sampling
@@ -35,7 +35,6 @@ from vllm_treespec.scorers import (
     greedy_matching,
     recursive_rejection,
     score,
-    target_draw,
 )
 from vllm_treespec.scorers.greedy import greedy_matching_batched
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
@@ -156,7 +155,7 @@ def walked(
 ) -> ScorerOutput:
     """The walks, each request by its own."""
     matched = greedy_matching(tree, target, uniforms)
-    drawn = RULES[name].walk(tree, target, uniforms)
+    drawn = RULES[name].walk(tree, target, numbers_of(RULES[name], uniforms))
     greedy = target.sampling.greedy
     return ScorerOutput(
         torch.where(greedy[:, None], matched.path, drawn.path),
@@ -176,7 +175,8 @@ def test_equals_the_walk(
     for seed, (vocab_size, max_nodes) in enumerate([(5, 12), (77, 24), (301, 64)]):
         tree, target, uniforms = batch(vocab_size, 30, max_nodes, kind, seed)
         tree = change(tree, torch.Generator().manual_seed(seed))
-        found = score(tree, target, uniforms, RULES[name], sizes_of(tree))
+        numbers = numbers_of(RULES[name], uniforms)
+        found = score(tree, target, numbers, RULES[name], sizes_of(tree))
         assert_same(found, walked(name, tree, target, uniforms))
         accepted = max(accepted, int(found.num_accepted.max()))
     assert accepted > 1
@@ -188,15 +188,16 @@ def test_groups_of_requests(rows_per_group: int) -> None:
     tree, target, uniforms = batch(77, 30, 24, "both", 1)
     with patch.object(batched, "ROWS_PER_GROUP", rows_per_group):
         found = rejection(tree, target, uniforms)
-        drawn = drawing(tree, target, uniforms)
+        drawn = by_position_batched(tree, target, uniforms)
     assert_same(found, recursive_rejection(tree, target, uniforms))
-    assert_same(drawn, target_draw(tree, target, uniforms))
+    assert_same(drawn, by_position(tree, target, uniforms))
 
 
 @pytest.mark.parametrize("name", BATCHED)
 def test_too_large_bounds_change_nothing(name: str) -> None:
     """Red when a result depends on how well the host knows the trees."""
     tree, target, uniforms = batch(77, 30, 24, "plain", 1)
+    uniforms = numbers_of(RULES[name], uniforms)
     expected = RULES[name].walk(tree, target, uniforms)
     for sizes in (tree_sizes(24, 24, 24), tree_sizes(63, 100, 100)):
         found = RULES[name].apply(tree, target, uniforms, sizes)
@@ -234,7 +235,8 @@ def test_trees_at_the_limits(name: str, equal: bool) -> None:
     )
     found = rejection(tree, target, uniforms)
     assert_same(found, recursive_rejection(tree, target, uniforms))
-    assert_same(drawing(tree, target, uniforms), target_draw(tree, target, uniforms))
+    drawn = by_position_batched(tree, target, uniforms)
+    assert_same(drawn, by_position(tree, target, uniforms))
     assert_same(
         greedy_matching_batched(tree, target, uniforms, sizes_of(tree)),
         greedy_matching(tree, target, uniforms),
@@ -300,7 +302,7 @@ def test_trees_without_a_draw() -> None:
     """Red when a step in which nobody has drafted breaks the rule."""
     tree, target, uniforms = batch(5, 3, 1, "plain", 0)
     assert draws_of(tree).nodes.shape == (3, 0)
-    expected = target_draw(tree, target, uniforms)
+    expected = by_position(tree, target, uniforms)
     for sizes in (sizes_of(tree), tree_sizes(3, 2, 2)):
         assert_same(
             recursive_rejection_batched(tree, target, uniforms, sizes), expected
@@ -313,7 +315,7 @@ def test_entries_without_a_request() -> None:
     rows = torch.tensor([0, 1, 2, 0, 0])
     some, part = tree.select(rows), replace(target, root_rows=target.root_rows[rows])
     gone = some.cut(torch.tensor([64, 64, 64, 0, 0]))
-    for rule in (rejection, drawing):
+    for rule in (rejection, by_position_batched):
         found = rule(gone, part, uniforms[rows])
         expected = rule(tree, target, uniforms)
         assert found.path[:3].equal(expected.path[:3, : found.path.shape[1]])
@@ -334,14 +336,14 @@ def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
     if hot:
         draws = replace(draws_of(tree), vocabulary=torch.arange(77))
         tree = replace(tree, draws=draws)
-    sizes = sizes_of(tree)
+    sizes, numbers = sizes_of(tree), numbers_of(RULES[name], uniforms)
     # For top-k and top-p a CPU looks at what it found, which a GPU does not.
     on_a_device = patch.object(sampling, "_is_on_cpu", return_value=False)
     with NoWaiting(), on_a_device:
-        score(tree, target, uniforms, RULES[name], sizes)
+        score(tree, target, numbers, RULES[name], sizes)
     with NoWaiting():
         found = score(
-            on_meta(tree), on_meta(target), uniforms.to("meta"), RULES[name], sizes
+            on_meta(tree), on_meta(target), numbers.to("meta"), RULES[name], sizes
         )
     assert found.path.shape == (6, sizes.max_depth)
 
@@ -351,7 +353,7 @@ def test_waiting_is_noticed(name: str) -> None:
     """Red when the check above could no longer see a rule that waits."""
     tree, target, uniforms = batch(77, 6, 24, "plain", 1)
     with NoWaiting(), pytest.raises(RuntimeError, match="makes the host wait"):
-        RULES[name].walk(tree, target, uniforms)
+        RULES[name].walk(tree, target, numbers_of(RULES[name], uniforms))
     mask = uniforms > 0.5
     for waiting in (
         lambda: uniforms[mask],

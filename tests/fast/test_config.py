@@ -60,6 +60,14 @@ def lossy(**keys: float) -> dict:
     return {"method": "suffix_tree", "lossy_typical_acceptance": keys}
 
 
+def nested(depth: int) -> list:
+    """A list in a list in a list."""
+    inner: list = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
 def test_every_method_is_covered() -> None:
     """Turns red when a proposer is added without a spec-config, or without a test."""
     assert METHODS.keys() == PROPOSERS.keys() == GOOD.keys() == LEAST.keys()
@@ -117,9 +125,38 @@ def test_a_name_and_a_model_are_enough(method: str, tmp_path: Path) -> None:
         ),
         (
             {"method": "suffix", "num_drafts": 16, "depth": 12},
-            "'suffix', the name of another method, of vLLM's own; draft trees of this "
-            "kind are 'suffix_tree'",
+            "'suffix', a method of vLLM's own, which needs no treespec; draft trees of "
+            "this kind are 'suffix_tree'",
         ),
+        ({"method": "ngram"}, "of this kind are 'suffix_tree'"),
+        ({"method": "eagle3", "model": "d"}, "of this kind are 'eagle_tree'"),
+        ({"method": "draft_model", "model": "d"}, "of this kind are 'rsd_s'"),
+        ({"method": "mtp"}, "other methods of vLLM's own are for `vllm serve` alone"),
+        ({"method": "suffix_tree", "num_draft": 3}, "remove it, or write 'num_drafts'"),
+        (
+            {"method": "suffix_tree", "num_speculative_tokens": 3},
+            "'num_speculative_tokens' is for vLLM's own methods; write 'num_drafts' (",
+        ),
+        (
+            {"method": "rsd_s", "model": "d", "num_speculative_tokens": 3},
+            "'num_speculative_tokens' is for vLLM's own methods; write 'beam_width', "
+            "'depth' (",
+        ),
+        (
+            {"method": "suffix_tree", "schedule": "default"},
+            "'suffix_tree': 'schedule' is 'default': Input should be 'measured' or "
+            "'fixed' (",
+        ),
+        (
+            {"method": "suffix_tree", "lossy_typical_acceptance": True},
+            'write one such as {"epsilon": 0.1, "delta": 0.3} (',
+        ),
+        (
+            {"method": "eagle_tree", "model": "d", "top_k": 40, "num_drafts": 63},
+            "'eagle_tree': the head reads 80 nodes of a tree, top_k x (depth - 1), and",
+        ),
+        ({"method": "sd", "model": nested(990)}, "'model' is [[[[[[[...]]]]]]]: Input"),
+        ({"method": nested(990)}, "'method' is [[[[[[[...]]]]]]]; write a name"),
         ({"method": "sd", "depth": 3}, "'model' is missing; add it"),
         ({"method": "sd", "model": "d", "depth": 0}, "'depth' is 0"),
         ({"method": "sd", "model": "d", "depth": 3, "k": 1}, "'k' is not a key"),
@@ -166,6 +203,7 @@ def test_refusals_name_key_and_remedy(spec: dict, says: str) -> None:
         parse_spec_config(spec)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
 
 
 def test_largest_tree_fits() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from prometheus_client.mmap_dict import MmapedDict
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -31,7 +32,11 @@ from tests.fast.small_engine import MODEL_NAME
 from vllm_treespec import metrics, plugin
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.engine import request_check
-from vllm_treespec.metrics import registered_collector, show_counters
+from vllm_treespec.metrics import (
+    SharedCounters,
+    registered_collector,
+    show_counters,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +223,43 @@ def test_serving_goes_on_without_metrics(
     engine.observe(TREES)
     engine.run("rsd_s")
     assert warnings[2] == "No metrics of draft trees: [Errno 13] Permission denied"
+
+
+@pytest.mark.usefixtures("aids_may_fail")
+@pytest.mark.parametrize(
+    ("where", "function", "without"),
+    [
+        (metrics, "counter_files", "/metrics lacks them"),
+        (metrics, "counter_file", "/metrics lacks them"),
+        (MmapedDict, "__init__", "their metrics stand still"),
+        (MmapedDict, "write_value", "their metrics stand still"),
+        (SharedCounters, "add", "their metrics stand still"),
+        (MmapedDict, "read_all_values_from_file", "/metrics lacks them"),
+    ],
+)
+def test_an_error_in_counting_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str],
+    where: Any,
+    function: str,
+    without: str,
+) -> None:
+    """Red when an unforeseen error in counting ends an engine, or vLLM's metrics."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("as told")
+
+    monkeypatch.setattr(where, function, fail)
+    engine = started(config())
+    for _ in range(3):
+        engine.observe(TREES)
+        engine.run("rsd_s")
+        assert "treespec_num_steps" not in shown()
+    assert warnings[0].endswith(
+        f"failed and is off until the next start: {without}. Answers stay the same; "
+        "please report this error"
+    )
+    assert len({*warnings}) == len(warnings) <= 2
 
 
 class Forbidden:

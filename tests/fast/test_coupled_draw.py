@@ -1,8 +1,10 @@
-"""Coupled draw: drafts look at the noise by which the target draws; the law stays."""
+"""Coupled draw: drafts look at the noise of positions; what is emitted stays."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,30 +12,40 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from tests.fast.chi_square import goodness_of_fit, p_value
-from tests.fast.enumeration import propose
-from tests.fast.languages import Language, LanguageDraft, random_tables
+from tests.fast.drawn_trees import drawn_trees, paths
+from tests.fast.enumeration import (
+    STEPS,
+    Weighted,
+    grid_law_error,
+    grid_target,
+)
+from tests.fast.languages import (
+    Language,
+    LanguageDraft,
+    plain_sampling,
+    random_tables,
+)
+from tests.fast.position_noise import by_position, random_keys
 from tests.fast.random_trees import random_trees
+from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
 from vllm_treespec.core.coupling import (
     LIKELIEST,
     coupled_chances,
     draw_coupled,
     noise_of,
 )
-from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import DynamicTree, ProposerInputs
 from vllm_treespec.scorers import coupled_draw
 from vllm_treespec.scorers.coupled_draw import coupled_draw_batched
 
 SURELY_WRONG, SUSPICIOUS = 1e-9, 1e-3
+EXACT, NOTICEABLE = 1e-12, 1e-3
 SAMPLED = 40_000
-
-
-def uniforms(*shape: int, seed: int = 0) -> Tensor:
-    """Keys of noise."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float64)
+# No tree here is deeper.
+SIZES = DynamicTree(4, 8, 8).sizes
 
 
 def sampled(num_reqs: int) -> SamplingTensors:
@@ -52,78 +64,205 @@ def pairs(vocab_size: int, depth: int) -> tuple[Language, Language]:
     return logits_of(draft), logits_of(target)
 
 
-def noisy_trees(draft: Language, keys: Tensor, num_drafts: int = 4) -> TreeBatch:
+def noisy_trees(draft: Language, keys: Tensor | None, num_drafts: int) -> TreeBatch:
     """Trees of two levels that follow the noise of these keys."""
-    return propose(DynamicTree(2, 2, num_drafts), draft, sampled(len(keys)), keys)
-
-
-def law_of(target: Language, tree: TreeBatch, keys: Tensor, fresh: Tensor) -> float:
-    """p-value of the first two emitted tokens; ``fresh`` keys draw what is missing."""
-    sampling = sampled(len(keys))
-    emitted = coupled_draw(tree, target.target_logits(tree, sampling), keys).emitted(
-        tree
+    num_reqs = SAMPLED if keys is None else len(keys)
+    inputs = ProposerInputs(
+        torch.zeros(num_reqs, dtype=torch.int64),
+        sampled(num_reqs),
+        torch.zeros(num_reqs, 0),
+        [LanguageDraft(draft, num_reqs)],
+        noise_keys=keys,
     )
+    return DynamicTree(2, 2, num_drafts).propose(inputs)
+
+
+# The rule, by enumeration of the noise of positions
+
+
+def one_tree(token_ids: list[int], parents: list[int]) -> Weighted:
+    """A deterministic tree."""
+    return Weighted(from_parents([token_ids], [parents]), torch.ones(1).double())
+
+
+TREES = {
+    "root only": ([0], [-1]),
+    "chain": ([0, 1, 0], [-1, 0, 1]),
+    "unlikely first": ([0, 2, 0, 1, 2], [-1, 0, 0, 1, 2]),
+    "all children": ([0, 0, 1, 2, 0, 1, 2, 1], [-1, 0, 0, 0, 1, 1, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_law_of_deterministic_trees(name: str) -> None:
+    """Red when the order or the number of children changes what is emitted."""
+    assert grid_law_error(by_position, one_tree(*TREES[name]), grid_target()) < EXACT
+
+
+def test_law_of_drawn_trees_cut_by_value() -> None:
+    """Red when the rule starts to depend on how the tree came about."""
+    draft, _ = random_tables("random", 3, 2)
+    drawn = drawn_trees([draft], paths(2, 2))
+    kept = torch.where(drawn.tree.token_ids[:, 1] == 0, 2, 5)
+    cut = Weighted(drawn.tree.cut(kept), drawn.weights)
+    assert grid_law_error(by_position, cut, grid_target()) < EXACT
+
+
+@pytest.mark.parametrize("name", WRONG_COUPLED_DRAW)
+def test_wrong_rules_are_noticed(name: str) -> None:
+    """Red when the checks above could no longer see a lossy rule."""
+    drawn = one_tree(*TREES["unlikely first"])
+    error = grid_law_error(WRONG_COUPLED_DRAW[name], drawn, grid_target())
+    assert error > NOTICEABLE
+
+
+def displaced(noise: tuple[float, ...]) -> TreeBatch:
+    """A tree with room for two drafts: deep noise decides over the second one."""
+    deep = from_parents([[0, 0, 1]], [[-1, 0, 1]])
+    wide = from_parents([[0, 0, 1]], [[-1, 0, 0]])
+    return deep if noise[1] < 0.5 else wide
+
+
+def lost(noise: tuple[float, ...]) -> TreeBatch:
+    """No draft where the noise makes the first one unlikely."""
+    if noise[0] < 0.3:
+        return from_parents([[0, 0, 1]], [[-1, 0, 0]])
+    return from_parents([[0]], [[-1]])
+
+
+FollowingNoise = Callable[[tuple[float, ...]], TreeBatch]
+
+
+def steps_law_error(tree_of: FollowingNoise, anew: bool) -> float:
+    """Largest error of the first two tokens' law, over as many steps as they take.
+
+    Args:
+        tree_of: the first step's tree by the noise of two positions.
+        anew: whether a step that follows draws its own noise, which is wrong.
+
+    """
+    target = grid_target()
+    reached = target.no_mass()
+    middles = [(step + 0.5) / STEPS for step in range(STEPS)]
+    for first, second, *fresh in product(middles, repeat=4):
+        tree = tree_of((first, second))
+        noise = [fresh[0] if anew and int(tree.num_nodes) == 1 else first, second, 0.5]
+        logits = target.target_logits(tree, plain_sampling(1))
+        numbers = torch.tensor([noise], dtype=torch.float64)
+        emitted = by_position(tree, logits, numbers).emitted(tree)[0].tolist()
+        prefix = 1 + emitted[0]
+        token = emitted[1] if len(emitted) > 1 else -1
+        if token < 0:
+            number = fresh[1] if anew else second
+            token = int((number >= target.table[prefix].cumsum(0) - 1e-9).sum())
+        reached[prefix * target.vocab_size + 1 + token] += STEPS**-4
+    return float((target.joint_law(reached, 2) - target.true_law(2)).abs().max())
+
+
+@pytest.mark.parametrize("tree_of", [displaced, lost])
+def test_law_of_trees_that_drop_nodes_for_their_noise(tree_of: FollowingNoise) -> None:
+    """Red when noise that lost its node is drawn anew: then the law is bent."""
+    assert steps_law_error(tree_of, anew=False) < EXACT
+    assert steps_law_error(tree_of, anew=True) > NOTICEABLE
+
+
+def test_it_needs_one_key_a_depth() -> None:
+    """Red when the rule asks for more numbers than a step hands out."""
+    tree = one_tree(*TREES["chain"]).tree
+    target = Language(torch.eye(3).double()[[1, 0, 2, 2, 2] + [0] * 8])
+    logits = target.target_logits(tree, plain_sampling(1))
+    output = coupled_draw(tree, logits, random_keys(1, 3))
+    assert output.path.tolist() == [[1, -1]]
+    assert output.next_token_ids.tolist() == [2]
+
+
+def test_draws_are_not_looked_at() -> None:
+    """Red when sampled drafts are judged differently from the same fixed tree."""
+    draft, target = random_tables("random", 3, 2)
+    tree = drawn_trees([draft], paths(2, 2)).tree
+    keys = random_keys(tree.num_reqs, 3)
+    logits = target.target_logits(tree, plain_sampling(tree.num_reqs))
+    output = coupled_draw(tree, logits, keys)
+    bare = coupled_draw(replace(tree, draws=None), logits, keys)
+    assert output.emitted(tree).equal(bare.emitted(tree))
+    assert int(output.num_accepted.max()) == 2
+
+
+# The noise
+
+
+@pytest.mark.parametrize("fixed", ["key", "token"])
+def test_noise_is_exponential(fixed: str) -> None:
+    """Red when the hash is no good source of noise over tokens, or over keys."""
+    keys, tokens = random_keys(30_000), torch.arange(30_000)
+    noise = (
+        noise_of(keys, tokens[:1]) if fixed == "token" else noise_of(keys[:1], tokens)
+    )
+    assert kstest(noise.numpy(), "expon").pvalue > SUSPICIOUS
+    lagged = torch.corrcoef(torch.stack([noise[1:], noise[:-1]]))[0, 1]
+    assert abs(float(lagged)) < 0.02
+
+
+@pytest.mark.parametrize("host_may_wait", [False, True])
+@pytest.mark.parametrize("vocab_size", [4, LIKELIEST, LIKELIEST + 1, 500])
+def test_law_of_one_draw(vocab_size: int, host_may_wait: bool) -> None:
+    """Red when tokens beyond the likeliest ones are drawn too often, or never."""
+    mass = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) ** 3
+    probs = mass / mass.sum()
+    parts = random_keys(SAMPLED, seed=2).split(4_000)
+    tokens = torch.cat(
+        [draw_coupled(probs.expand(len(k), -1), k, host_may_wait) for k in parts]
+    )
+    assert p_value(tokens, probs) > SUSPICIOUS
+
+
+def test_waiting_changes_no_draw() -> None:
+    """Red when the host's shortcut leaves out a token that would have been drawn."""
+    generator = torch.Generator().manual_seed(3)
+    for spread in (0.5, 3.0, 6.0):
+        logits = spread * torch.randn(2_000, 300, generator=generator)
+        probs, keys = logits.softmax(1), random_keys(2_000, seed=4)
+        assert draw_coupled(probs, keys).equal(draw_coupled(probs, keys, True))
+
+
+@pytest.mark.parametrize("host_may_wait", [False, True])
+def test_rows_without_mass_give_the_first_token(host_may_wait: bool) -> None:
+    """Red when a row of zeros gives what vLLM's sampler would not."""
+    probs = torch.zeros(2, 100)
+    probs[1, 7] = 1
+    assert draw_coupled(probs, random_keys(2), host_may_wait).tolist() == [0, 7]
+
+
+# Both together
+
+
+def law_of(target: Language, tree: TreeBatch, keys: Tensor, after: Tensor) -> float:
+    """p-value of the first two tokens; ``after`` are keys of the step that follows."""
+    logits = target.target_logits(tree, sampled(len(keys)))
+    emitted = coupled_draw_batched(tree, logits, keys, SIZES).emitted(tree)
     probs = target.table.softmax(1)
-    second = draw_coupled(probs[1 + emitted[:, 0]], fresh)
+    second = draw_coupled(probs[1 + emitted[:, 0]], after)
     second = torch.where(emitted[:, 1] >= 0, emitted[:, 1], second)
     size = target.vocab_size
     counts = torch.bincount(emitted[:, 0] * size + second, minlength=size**2)
     return goodness_of_fit(counts, Language(probs.double()).true_law(2))
 
 
-@pytest.mark.parametrize("fixed", ["key", "token"])
-def test_noise_is_gumbel(fixed: str) -> None:
-    """Red when the hash is no good source of noise over tokens, or over keys."""
-    keys, tokens = uniforms(30_000), torch.arange(30_000)
-    noise = (
-        noise_of(keys, tokens[:1]) if fixed == "token" else noise_of(keys[:1], tokens)
-    )
-    assert kstest(noise.numpy(), "gumbel_r").pvalue > SUSPICIOUS
-    lagged = torch.corrcoef(torch.stack([noise[1:], noise[:-1]]))[0, 1]
-    assert abs(float(lagged)) < 0.02
+@pytest.mark.parametrize("num_drafts", [1, 2, 6])
+@pytest.mark.parametrize("vocab_size", [2, 5])
+def test_law_where_drafts_followed_the_noise(vocab_size: int, num_drafts: int) -> None:
+    """Red when a tree that looked at the noise changes what is emitted.
 
-
-@pytest.mark.parametrize("vocab_size", [4, LIKELIEST, LIKELIEST + 1, 500])
-def test_law_of_one_draw(vocab_size: int) -> None:
-    """Red when tokens beyond the likeliest ones are drawn too often, or never."""
-    mass = uniforms(vocab_size, seed=1).float() ** 3
-    probs = mass / mass.sum()
-    keys = uniforms(SAMPLED, seed=2).split(4_000)
-    tokens = torch.cat([draw_coupled(probs.expand(len(k), -1), k) for k in keys])
-    assert p_value(tokens, probs) > SUSPICIOUS
-
-
-def test_rows_without_mass_give_the_first_token() -> None:
-    """Red when a row of zeros gives what vLLM's sampler would not."""
-    probs = torch.zeros(2, 100)
-    probs[1, 7] = 1
-    assert draw_coupled(probs, uniforms(2)).tolist() == [0, 7]
-
-
-@pytest.mark.parametrize("vocab_size", [3, 5])
-def test_law_where_drafts_followed_the_noise(vocab_size: int) -> None:
-    """Red when a tree that looked at the noise changes what is emitted."""
-    draft, target = pairs(vocab_size, 2)
-    keys = uniforms(SAMPLED, 3, seed=3)
-    tree = noisy_trees(draft, keys)
-    assert tree.keys is keys
-    assert law_of(target, tree, keys, uniforms(SAMPLED, seed=4)) > SUSPICIOUS
-
-
-def test_fresh_noise_for_trees_that_depend_on_theirs_is_lossy() -> None:
-    """Red when the law test could no longer see drafts that are lost by their noise.
-
-    Requests whose drafts are unlikely lose their trees here, and draw by other noise.
+    With room for two drafts, which a shallow and a deep node may take, noise that is
+    drawn anew bends the law.
     """
-    draft, target = pairs(3, 2)
-    keys = uniforms(SAMPLED, 3, seed=3)
-    tree = noisy_trees(draft, keys)
-    lost = tree.token_ids[:, 1] == 0
-    num_nodes = torch.where(lost, 1, tree.num_nodes)
-    other = torch.where(lost[:, None], uniforms(SAMPLED, 3, seed=5), keys)
-    fresh = uniforms(SAMPLED, seed=4)
-    assert law_of(target, tree.cut(num_nodes), keys, fresh) > SUSPICIOUS
-    assert law_of(target, tree.cut(num_nodes), other, fresh) < SURELY_WRONG
+    draft, target = pairs(vocab_size, 2)
+    keys = random_keys(SAMPLED, 3, seed=3)
+    tree = noisy_trees(draft, keys, num_drafts)
+    assert law_of(target, tree, keys, keys[:, 1]) > SUSPICIOUS
+    if (vocab_size, num_drafts) == (2, 2):
+        anew = random_keys(SAMPLED, seed=4)
+        assert law_of(target, tree, keys, anew) < SURELY_WRONG
 
 
 def test_what_is_emitted_does_not_depend_on_the_tree() -> None:
@@ -131,7 +270,7 @@ def test_what_is_emitted_does_not_depend_on_the_tree() -> None:
     generator = torch.Generator().manual_seed(0)
     target = pairs(4, 6)[1]
     trees = [random_trees(400, 7, 4, generator) for _ in range(2)]
-    keys, sampling = uniforms(400, 8, seed=6), sampled(400)
+    keys, sampling = random_keys(400, 8, seed=6), sampled(400)
     one, other = (
         coupled_draw(tree, target.target_logits(tree, sampling), keys).emitted(tree)
         for tree in trees
@@ -146,14 +285,12 @@ def test_what_is_emitted_does_not_depend_on_the_tree() -> None:
 def test_drafts_that_follow_the_noise_are_accepted_more_often() -> None:
     """Red when draft and target no longer look at the same noise."""
     draft, target = pairs(5, 2)
-    keys, sampling = uniforms(SAMPLED, 3, seed=7), sampled(SAMPLED)
+    keys, sampling = random_keys(SAMPLED, 3, seed=7), sampled(SAMPLED)
     accepted = []
-    for tree in (
-        noisy_trees(draft, keys, 1),
-        noisy_trees(draft, uniforms(SAMPLED, 3, seed=8), 1),
-        noisy_trees(draft, keys[:, :0], 1),
-    ):
-        scored = coupled_draw(tree, target.target_logits(tree, sampling), keys)
+    for followed in (keys, random_keys(SAMPLED, 3, seed=8), None):
+        tree = noisy_trees(draft, followed, 1)
+        logits = target.target_logits(tree, sampling)
+        scored = coupled_draw_batched(tree, logits, keys, SIZES)
         accepted.append(float((scored.num_accepted > 0).double().mean()))
     p, q = draft.table[0].softmax(0), target.table[0].softmax(0)
     distance = float((p - q).abs().sum() / 2)
@@ -162,52 +299,33 @@ def test_drafts_that_follow_the_noise_are_accepted_more_often() -> None:
     assert accepted[0] > max(accepted[1:]) + 0.05
 
 
-def test_chances_are_the_share_of_noise_in_which_a_token_wins() -> None:
+def test_chances_sum_to_one() -> None:
     """Red when what a draft promises is no probability."""
-    probs = uniforms(1, 6, seed=9).float().softmax(1)
+    generator = torch.Generator().manual_seed(9)
+    probs = torch.rand(1, 6, generator=generator).softmax(1)
     tokens = torch.arange(6).expand(1000, 1, -1)
-    chances = coupled_chances(uniforms(1000), tokens, probs.expand(1000, 1, -1))
+    keys = random_keys(1000)
+    chances = coupled_chances(keys, tokens, probs.expand(1000, 1, -1))
     assert float((chances.sum(-1) - 1).abs().max()) < 1e-6
-    few = coupled_chances(
-        uniforms(1000), tokens[..., :2], probs[:, None, :2].expand(1000, 1, -1)
-    )
+    few = coupled_chances(keys, tokens[..., :2], probs[:, None, :2].expand(1000, 1, -1))
     assert float(few.sum(-1).max()) < 1
-
-
-@pytest.mark.parametrize("follows", [True, False])
-def test_a_sampled_request_always_has_a_draft(follows: bool) -> None:
-    """Red when a price leaves out what the noise made unlikely: that is lossy."""
-    draft = logits_of(random_tables("equal", 5, 2)[0])
-    num_reqs = 50
-    tree = propose_dear(draft, uniforms(num_reqs, 3 if follows else 0))
-    assert set(tree.num_nodes.tolist()) == ({2} if follows else {1})
-
-
-def propose_dear(draft: Language, keys: Tensor) -> TreeBatch:
-    """Trees where no draft is worth its price."""
-    num_reqs = len(keys)
-    return DynamicTree(2, 2, 4).propose(
-        ProposerInputs(
-            torch.zeros(num_reqs, dtype=torch.int64),
-            sampled(num_reqs),
-            keys,
-            [LanguageDraft(draft, num_reqs)],
-            prices=Prices(1.5, 0.0, [1.0] * num_reqs),
-        )
-    )
 
 
 def test_greedy_requests_beside_sampled_ones_ignore_the_noise() -> None:
     """Red when a greedy request's tree depends on its batch."""
     draft = pairs(5, 2)[0]
-    keys = uniforms(2, 3, seed=1)
+    proposer, roots = DynamicTree(2, 2, 4), torch.zeros(2, dtype=torch.int64)
+    drafts, none = [LanguageDraft(draft, 2)], torch.zeros(2, 0)
     mixed = SamplingTensors(torch.tensor([0.0, 1.0]))
     greedy = SamplingTensors(torch.zeros(2), all_greedy=True)
-    proposer = DynamicTree(2, 2, 4)
-    tree = propose(proposer, draft, mixed, keys)
-    alone = propose(proposer, draft, greedy, keys)
+    tree, alone = (
+        proposer.propose(
+            ProposerInputs(roots, sampling, none, drafts, noise_keys=random_keys(2, 3))
+        )
+        for sampling in (mixed, greedy)
+    )
     assert tree.token_ids[0].equal(alone.token_ids[0])
-    assert alone.keys is None
+    assert not tree.token_ids[1].equal(alone.token_ids[1])
 
 
 def test_batched_form() -> None:
@@ -215,21 +333,9 @@ def test_batched_form() -> None:
     generator = torch.Generator().manual_seed(2)
     tree = replace(random_trees(30, 9, 4, generator), draws=None)
     target = pairs(4, 8)[1].target_logits(tree, sampled(30))
-    keys = uniforms(30, 10, seed=3)
-    sizes = DynamicTree(4, 8, 8).sizes
+    keys = random_keys(30, 10, seed=3)
     walked = coupled_draw(tree, target, keys)
-    batched = coupled_draw_batched(tree, target, keys, sizes)
+    batched = coupled_draw_batched(tree, target, keys, SIZES)
     assert walked.emitted(tree).equal(
         batched.emitted(tree)[:, : walked.path.shape[1] + 1]
     )
-
-
-def test_keys_travel_with_the_trees() -> None:
-    """Red when a tree that is cut, or picked, is verified by another one's noise."""
-    draft = pairs(3, 2)[0]
-    keys = uniforms(3, 3)
-    tree = noisy_trees(draft, keys).select(torch.tensor([2, 0]))
-    assert tree.keys is not None
-    assert tree.keys.equal(keys[[2, 0]])
-    cut = tree.cut(torch.tensor([1, 2]))
-    assert cut.keys is tree.keys

@@ -2,16 +2,19 @@
 
 import io
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from vllm_treespec.tools import demo
+from vllm_treespec.tools.launch import EngineError, OnEvent
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
 from vllm_treespec.tools.sides import (
     Cell,
     CellResult,
+    Job,
     Side,
     SideResult,
     plain_side,
@@ -109,6 +112,34 @@ def test_speed_is_measured_in_a_dtype_that_the_processor_computes(
     assert demo.fast_dtype() == "float32"
     monkeypatch.setattr(demo, "slow_arithmetic", lambda dtype: None)
     assert demo.fast_dtype() == "bfloat16"
+
+
+def test_a_target_that_is_missing_starts_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when seven engines have to say that there is no such folder."""
+    monkeypatch.setattr(demo, "run_side", None)
+    with pytest.raises(SystemExit, match=r"--target: there is no folder .*/none; name"):
+        demo.main(str(tmp_path / "none"))
+
+
+def test_without_plain_the_demo_ends_and_its_logs_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when engines start that cannot be compared, or a log is gone."""
+    logs: list[Path] = []
+
+    def fails(job: Job, log: Path, on_event: OnEvent) -> SideResult:
+        log.write_text("why")
+        logs.append(log)
+        raise EngineError(f"{job.side.name}: broken (log: {log})")
+
+    monkeypatch.setattr(demo, "run_side", fails)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="plain vLLM failed"):
+        demo.main(str(tmp_path))
+    assert [log.read_text() for log in logs] == ["why", "why"]
 
 
 def test_equality_is_counted_over_all_workloads() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import drawing
 from tests.fast.drawn_trees import as_if_drawn
 from tests.fast.enumeration import (
     Weighted,
@@ -24,6 +23,7 @@ from tests.fast.languages import (
     plain_sampling,
     random_tables,
 )
+from tests.fast.position_noise import by_position, by_position_batched
 from tests.fast.tiny_heads import (
     VOCAB_SIZE,
     drafted,
@@ -37,7 +37,7 @@ from tests.reference.proposers import LogLaw, Path, dynamic_tree_reference
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import DynamicTree, ProposerInputs
-from vllm_treespec.scorers import recursive_rejection, target_draw
+from vllm_treespec.scorers import recursive_rejection
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -180,7 +180,7 @@ def test_sizes_are_reached() -> None:
     assert (sizes.max_nodes, sizes.max_depth) == (9, 3)
     assert (sizes.draft_width, sizes.draft_nodes) == (4, 8)
     assert (sizes.max_leaves, sizes.max_siblings, sizes.max_parents) == (7, 4, 8)
-    assert sizes.num_uniforms == 4
+    assert sizes.num_uniforms == 0
     assert DynamicTree(2, 2, 63).sizes.max_nodes == 1 + 2 + 4
     assert DynamicTree(9, 9, 2).sizes.draft_nodes == 2
 
@@ -197,11 +197,11 @@ def weighted(tree: TreeBatch) -> Weighted:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["random", "zeros", "one_token"])
-def test_law_under_target_draw(kind: str, shape: tuple[int, int, int]) -> None:
+def test_law_under_coupled_draw(kind: str, shape: tuple[int, int, int]) -> None:
     """Red when a tree's nodes or their order change what is emitted."""
     tree = tree_of(random_tables(kind, 3, 2)[0], DynamicTree(*shape))
-    assert grid_law_error(target_draw, weighted(tree), grid_target()) < EXACT
-    assert grid_law_error(drawing, weighted(tree), grid_target()) < EXACT
+    assert grid_law_error(by_position, weighted(tree), grid_target()) < EXACT
+    assert grid_law_error(by_position_batched, weighted(tree), grid_target()) < EXACT
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 8))
@@ -210,7 +210,7 @@ def test_law_of_cut_trees(num_nodes: int) -> None:
     tree = tree_of(random_tables("random", 3, 2)[0], DynamicTree(3, 2, 7))
     cut = tree.cut(torch.tensor([num_nodes]))
     assert int(cut.num_nodes) == num_nodes
-    assert grid_law_error(target_draw, weighted(cut), grid_target()) < EXACT
+    assert grid_law_error(by_position, weighted(cut), grid_target()) < EXACT
 
 
 @pytest.mark.parametrize("shape", SHAPES)

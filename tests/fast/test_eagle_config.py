@@ -42,7 +42,7 @@ def test_defaults() -> None:
     ("keys", "kind", "rule"),
     [
         ({"tree": "dynamic"}, DynamicTree, "coupled_draw"),
-        ({"tree": "static"}, StaticTree, "target_draw"),
+        ({"tree": "static"}, StaticTree, "coupled_draw"),
         ({"tree": "stochastic"}, StochasticTree, "recursive_rejection"),
         ({"tree": "stochastic", "num_drafts": None}, RsdS, "recursive_rejection"),
     ],
@@ -56,7 +56,7 @@ def test_a_kind_of_tree_has_one_rule(
         proposer = tree.config.proposer()
         assert type(proposer) is kind
         assert tree.config.rule == rule
-        assert (proposer.sizes.num_uniforms > 0) == (rule != "target_draw")
+        assert (proposer.sizes.num_uniforms > 0) == (rule != "coupled_draw")
 
 
 @pytest.mark.parametrize(

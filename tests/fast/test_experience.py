@@ -71,6 +71,21 @@ def test_what_is_kept_is_what_was_learned() -> None:
     assert experience == experience_of(start(1, experience).schedule)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "of_whole_trees"),
+    [(0.2, 0.3), (0.12, 0.14), (0.1, 0.1), (0.09, 0.09), (0.05, 0.05)],
+)
+def test_a_step_with_few_trees_tells_of_a_whole_one(
+    seconds: float, of_whole_trees: float
+) -> None:
+    """Red when a fast step after slow plain ones makes a time of 0, or less."""
+    schedule = MeasuredSchedule(HEAD, 64)
+    schedule.costs.add(4, None, 0.0, 0.1)
+    schedule.costs.add(4, 0, 0.25, seconds)
+    learned = experience_of(schedule).seconds["greedy"][4]
+    assert learned[HEAD[0].name] == pytest.approx(of_whole_trees)
+
+
 def test_prices_are_kept() -> None:
     """Red when a start has to learn again what drafts cost, and what they keep."""
     trees = [Tree(16, 12, 16, weighs_drafts=True)]

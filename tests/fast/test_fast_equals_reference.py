@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,12 @@ from tests.fast.wrong_scorers import WRONG_SCORERS, draws_of
 from tests.reference.scorers import recursive_rejection_reference, verify
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.uniforms import DRAFTING, SCORING, UniformSource
+from vllm_treespec.core.uniforms import (
+    DRAFTING,
+    SCORING,
+    keyed_uniforms,
+    seeded_key,
+)
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, Sd
 from vllm_treespec.scorers import (
     ScorerOutput,
@@ -212,7 +218,7 @@ def test_greedy_rsd_c_takes_the_likeliest_tokens() -> None:
 TEMPERATURE = [1.0, 0.0, 0.7, 1.0, 0.0, 1.5, 0.3, 1.0]
 TOP_K = [0, 0, 5, 0, 3, 2, 0, 4]
 TOP_P = [1.0, 1.0, 0.9, 0.6, 1.0, 1.0, 1.0, 0.95]
-SEEDS = [7, 8, 9, 7, 11, 2**63, 0, 14]
+KEYS = [seeded_key(seed) for seed in (7, 8, 9, 7, 11, 2**63, 0, 14)]
 POSITIONS = [3, 900, 41, 42, 0, 77, 5, 5]
 
 
@@ -240,14 +246,13 @@ def step(
     change = torch.randn((vocab_size,), generator=generator)
     rows = torch.tensor(requests)
     sampling, roots = batch_sampling(requests, vocab_size), rows * 3 % vocab_size
-    source, seeds = UniformSource(len(requests)), [SEEDS[r] for r in requests]
-    positions = [POSITIONS[r] for r in requests]
+    keys, positions = (np.array(of)[requests] for of in (KEYS, POSITIONS))
     tree = proposer.propose(
         ProposerInputs(
             root_token_ids=roots,
             sampling=sampling,
-            uniforms=source.draw(
-                seeds, positions, proposer.sizes.num_uniforms, DRAFTING
+            uniforms=keyed_uniforms(
+                keys, positions, DRAFTING, proposer.sizes.num_uniforms
             ),
             draft_models=[BigramDraft(table, offsets[rows], roots)],
         )
@@ -255,7 +260,7 @@ def step(
     logits = table[tree.token_ids] + offsets[rows, None] + change
     root_rows = torch.arange(len(requests)) * tree.max_nodes
     target = TargetLogits(logits.flatten(0, 1), root_rows, sampling)
-    uniforms = source.draw(seeds, positions, tree.max_nodes + 1, SCORING)
+    uniforms = keyed_uniforms(keys, positions, SCORING, tree.max_nodes + 1)
     emitted = scored(tree, target, uniforms).emitted(tree).tolist()
     return {
         request: (

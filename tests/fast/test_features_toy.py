@@ -29,7 +29,7 @@ def make_engine(
 ) -> FakeEngine:
     """An engine with this one source."""
     sizes = [PLAIN_ABOVE]
-    method = make_method([SumTree(width)], "target_draw", sizes, max_trees=max_trees)
+    method = make_method([SumTree(width)], "coupled_draw", sizes, max_trees=max_trees)
     engine = FakeEngine(language, method, [source], habits, masks=masks)
     source.bind(habits.num_blocks)
     return engine

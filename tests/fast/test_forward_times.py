@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from tests.fast.test_measured_schedule import HEAD, INDEX, Machine, Run, Tree
 from vllm_treespec.core.costs import StepCosts
@@ -214,3 +215,44 @@ def forwards_of(machine: Machine) -> ForwardTimes:
     """What a simulated machine's forwards take, where trees have no host's work."""
     target = {rows: 1 + machine.row * max(0, rows - machine.free_rows) for rows in ROWS}
     return ForwardTimes(target, dict.fromkeys(ROWS, machine.level))
+
+
+class WarmWorker:
+    """vLLM's worker, warmed up; our runner without anything."""
+
+    model_runner = None
+
+    def compile_or_warm_up_model(self) -> str:
+        """Warm up."""
+        return "warm"
+
+
+@pytest.mark.usefixtures("aids_may_fail")
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_timing_that_fails_ends_no_start(
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Red when an engine does not start as its forwards cannot be timed.
+
+    A device without memory ends it: other ranks would wait in their forwards.
+    """
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm_treespec.engine.v1 import worker
+
+    def fail(runner: object) -> None:
+        raise error("as told")
+
+    class Worker(worker.TreeWorkerMixin, WarmWorker):  # type: ignore[misc]
+        """Ours."""
+
+    monkeypatch.setattr(worker, "time_forwards", fail)
+    if error is torch.OutOfMemoryError:
+        with pytest.raises(torch.OutOfMemoryError):
+            Worker().compile_or_warm_up_model()
+        return
+    assert Worker().compile_or_warm_up_model() == "warm"
+    (line,) = caplog.messages
+    assert "Timing forwards failed" in line
+    assert "the schedule begins with guesses" in line

@@ -12,7 +12,7 @@ from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head, check_head_files, check_weights
-from vllm_treespec.plugin import expand_file, with_trees
+from vllm_treespec.plugin import expand, with_trees
 from vllm_treespec.proposers import DynamicTree, ReDrafter
 
 
@@ -44,7 +44,7 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     assert (config.head, config.models) == (config.model_dump()["model"], ())
     assert config.scheduled_trees()[0].name == "redrafter 4x2x5"
     medusa = parse("medusa_tree")
-    assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "target_draw")
+    assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "coupled_draw")
     assert medusa.proposer().sizes.max_nodes == 6
     assert medusa.proposer().sizes.max_depth <= 3
 
@@ -185,7 +185,7 @@ def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None
         raise AssertionError("an engine was configured")
 
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
-        expand_file(file)
+        expand(str(file))
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
         with_trees(args, spec, configure)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fast.batched_rules import drawing
 from tests.fast.drawn_trees import as_if_drawn
 from tests.fast.enumeration import Weighted, grid_law_error, grid_target, law_error
 from tests.fast.fake_engine import FakeEngine
@@ -21,6 +20,7 @@ from tests.fast.languages import (
     plain_sampling,
     random_tables,
 )
+from tests.fast.position_noise import by_position, by_position_batched
 from tests.fast.test_dynamic_tree import log_law
 from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_models import ToyDraftModel
@@ -38,7 +38,7 @@ from vllm_treespec.core.shares import (
 from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.proposers import Hybrid, ProposerInputs
 from vllm_treespec.proposers.suffix import grow_tree
-from vllm_treespec.scorers import recursive_rejection, target_draw
+from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.sources.suffix_index import SuffixIndex
@@ -200,13 +200,13 @@ SMALL = Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 1.0])
-def test_law_under_target_draw(share: float) -> None:
+def test_law_under_coupled_draw(share: float) -> None:
     """Red when nodes, their order, or whence they come changes what is emitted."""
     tree = tree_of(SMALL, [FOUND], [share], random_tables("random", 3, 2)[0])
-    assert grid_law_error(drawing, weighted(tree), grid_target()) < EXACT
+    assert grid_law_error(by_position_batched, weighted(tree), grid_target()) < EXACT
     for num_nodes in range(1, int(tree.num_nodes) + 1):
         drawn = weighted(tree.cut(torch.tensor([num_nodes])))
-        assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
+        assert grid_law_error(by_position, drawn, grid_target()) < EXACT
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6])

@@ -19,13 +19,14 @@ from tests.fast.enumeration import (
 )
 from tests.fast.languages import Language, LanguageDraft
 from tests.fast.law_range import (
+    COUPLED_DRAW,
     RANGES,
     REJECTION,
-    TARGET_DRAW,
+    coupled_draw_error,
     flushing,
     rule_errors,
-    target_draw_error,
 )
+from tests.fast.position_noise import numbers_of
 from tests.fast.wrong_scorers import RECURSIVE_REJECTION
 from vllm_treespec.core import sampling
 from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
@@ -68,12 +69,12 @@ def test_law_where_denormals_are_zero(name: str) -> None:
             assert error < FLOAT32, form
 
 
-@pytest.mark.parametrize("form", TARGET_DRAW)
+@pytest.mark.parametrize("form", COUPLED_DRAW)
 @pytest.mark.parametrize("flush", [False, True])
-def test_law_of_target_draw(form: str, flush: bool) -> None:
+def test_law_of_coupled_draw(form: str, flush: bool) -> None:
     """Red when plain draws lose the law for small probabilities."""
     with flushing(flush):
-        assert target_draw_error(TARGET_DRAW[form], WIDTH) < FLOAT32
+        assert coupled_draw_error(COUPLED_DRAW[form], WIDTH) < FLOAT32
 
 
 def drop_by_smallest(draft: Tensor, tokens: Tensor) -> Tensor:
@@ -168,11 +169,11 @@ METHODS: dict[str, tuple[Proposer, str]] = {
     "rsd_s": (RsdS(3, 2), "recursive_rejection"),
     "spectr": (SpecTr(3, 2), "multi_round"),
     "k_seq": (SpecTr(3, 2), "k_seq"),
-    "redrafter": (ReDrafter(3, 2, 5), "target_draw"),
+    "redrafter": (ReDrafter(3, 2, 5), "coupled_draw"),
     "dynamic_tree": (DynamicTree(3, 3, 6), "coupled_draw"),
-    "static_tree": (StaticTree(3, 3, 6), "target_draw"),
+    "static_tree": (StaticTree(3, 3, 6), "coupled_draw"),
     "stochastic_tree": (StochasticTree(3, 2, 6), "recursive_rejection"),
-    "medusa": (Medusa(4, [[0.5, 0.2], [0.4]]), "target_draw"),
+    "medusa": (Medusa(4, [[0.5, 0.2], [0.4]]), "coupled_draw"),
 }
 ODD_TEMPERATURES = [1.0, 0.0, 0.01]
 
@@ -227,9 +228,10 @@ def scored(
 ) -> list[ScorerOutput]:
     """What the walk and, where there is one, the batched form accept."""
     rule = GREEDY_MATCHING if target.sampling.all_greedy else RULES[name]
-    outputs = [rule.walk(tree, target, uniforms)]
+    numbers = numbers_of(rule, uniforms)
+    outputs = [rule.walk(tree, target, numbers)]
     if rule.batched is not None:
-        outputs.append(rule.batched(tree, target, uniforms, sizes_of(tree)))
+        outputs.append(rule.batched(tree, target, numbers, sizes_of(tree)))
     return outputs
 
 

@@ -59,7 +59,7 @@ def test_a_kind_of_tree_has_one_rule(
         assert type(proposer.tree) is kind
         assert proposer.leftover is None
         assert tree.config.rule == rule
-        assert (proposer.sizes.num_uniforms > 0) == (rule != "target_draw")
+        assert (proposer.sizes.num_uniforms > 0) == (rule != "coupled_draw")
 
 
 def test_merged_trees() -> None:

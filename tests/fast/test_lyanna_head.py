@@ -148,12 +148,12 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = Path(write_head(tmp_path / "head", "lyanna", token_info_rank=0))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "token_info_rank": 4}))
-    with pytest.raises(HeadError, match=r"does not fit its config\.json: .*info\.up"):
+    with pytest.raises(HeadError, match=r"config\.json: info\.up is missing"):
         load_lyanna_head(folder)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "info.up": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(HeadError, match=r"missing none, not known info\.up"):
+    with pytest.raises(HeadError, match=r"info\.up is not known"):
         load_lyanna_head(folder)
 
 

@@ -131,7 +131,7 @@ def test_trees_of_several_depths() -> None:
             )
             for shape in shapes
         ]
-        method = make_method(proposers, "target_draw", batch_sizes=(2, 4, 5))
+        method = make_method(proposers, "coupled_draw", batch_sizes=(2, 4, 5))
         head = ToyChainHead(language, ChainMemory(resample, 1))
         engine = FakeEngine(language, method, [head], replace(HABITS["all"], cut=0.1))
         check_greedy(engine, workload(4, num_reqs=14))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import drawing, rejection
+from tests.fast.batched_rules import rejection
 from tests.fast.beam_trees import rand
 from tests.fast.drawn_trees import as_if_drawn
 from tests.fast.enumeration import (
@@ -22,6 +22,7 @@ from tests.fast.enumeration import (
     token_uniforms,
 )
 from tests.fast.languages import random_tables
+from tests.fast.position_noise import by_position, by_position_batched
 from tests.fast.test_dynamic_tree import log_law
 from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_chains import ToyChain, softmax_sampling
@@ -38,7 +39,7 @@ from vllm_treespec.proposers import (
     RsdS,
     StochasticTree,
 )
-from vllm_treespec.scorers import recursive_rejection, target_draw
+from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.chain import ChainDraft
 
 EXACT = 1e-12
@@ -220,13 +221,13 @@ MODES = {"off": off, "replace": replaced, "merge": merged_with_left}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_law_under_target_draw(mode: str) -> None:
+def test_law_under_coupled_draw(mode: str) -> None:
     """Red when nodes, their order, or whence they come changes what is emitted."""
     tree = MODES[mode]()
     for num_nodes in range(1, int(tree.num_nodes) + 1):
         drawn = weighted(tree.cut(torch.tensor([num_nodes])))
-        assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
-    assert grid_law_error(drawing, drawn, grid_target()) < EXACT
+        assert grid_law_error(by_position, drawn, grid_target()) < EXACT
+    assert grid_law_error(by_position_batched, drawn, grid_target()) < EXACT
 
 
 def test_merged_law_is_that_of_a_real_merge() -> None:

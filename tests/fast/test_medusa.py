@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.fast.enumeration import Weighted, grid_law_error, grid_target
+from tests.fast.position_noise import by_position
 from tests.fast.tiny_heads import (
     DEPTH,
     VOCAB_SIZE,
@@ -18,12 +19,11 @@ from tests.fast.tiny_heads import (
     tiny_head,
     token_paths,
 )
-from tests.fast.wrong_scorers import WRONG_TARGET_DRAW
+from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import PROPOSERS, Medusa, ProposerInputs
 from vllm_treespec.proposers.medusa import grow_tree
-from vllm_treespec.scorers import target_draw
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -164,15 +164,15 @@ def static_tree(num_drafts: int) -> Weighted:
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 6, 9])
-def test_law_of_static_trees_under_target_draw(num_drafts: int) -> None:
+def test_law_of_static_trees_under_coupled_draw(num_drafts: int) -> None:
     """Red when a static tree is accepted by anything but draws from the target."""
     drawn = static_tree(num_drafts)
     assert drawn.tree.num_nodes.tolist() == [1 + num_drafts]
-    assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
+    assert grid_law_error(by_position, drawn, grid_target()) < EXACT
 
 
-@pytest.mark.parametrize("name", WRONG_TARGET_DRAW)
+@pytest.mark.parametrize("name", WRONG_COUPLED_DRAW)
 def test_wrong_rules_are_noticed(name: str) -> None:
     """Red when the law of a static tree could be wrong unseen."""
-    error = grid_law_error(WRONG_TARGET_DRAW[name], static_tree(3), grid_target())
+    error = grid_law_error(WRONG_COUPLED_DRAW[name], static_tree(3), grid_target())
     assert error > NOTICEABLE

@@ -98,6 +98,10 @@ def test_names_are_not_vllms() -> None:
         ({"method": "RSD_S", "model": "d", "beam_width": 4}, "did you mean 'rsd_s'?"),
         ({"method": ["rsd_s"], "model": "d"}, "'method' is ['rsd_s']; write a name"),
         (
+            {"method": "suffix_tree", "num_speculative_tokens": 3},
+            "'num_speculative_tokens' is for vLLM's own methods; write 'num_drafts'",
+        ),
+        (
             {"model": "d", "beam_width": 4},
             "'method' is missing; write one of rsd_s, redrafter",
         ),
@@ -110,6 +114,17 @@ def test_what_nobody_knows_is_named(
     with pytest.raises(SpecConfigError) as error:
         configure(target, spec)
     assert says in " ".join(str(error.value).split())
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "my model", "a/b/c", "x" * 4000])
+def test_targets_that_are_nowhere_are_named(name: str) -> None:
+    """Red when a start asks the hub for a folder, and shows what it says of ids."""
+    with pytest.raises(SpecConfigError) as error:
+        configure(name, {"method": "suffix_tree"})
+    message = " ".join(str(error.value).split())
+    assert message.startswith("--model: there is no folder")
+    assert "name the folder, or the hub id" in message
+    assert len(message) < 300
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.fast.languages import (
     prefix_tokens,
     random_tables,
 )
+from tests.fast.position_noise import numbers_of
 from tests.fast.random_trees import random_trees
 from tests.fast.test_batched_rules import batch
 from tests.fast.toy_models import after, penalised
@@ -259,7 +260,7 @@ def test_every_rule_sees_penalised_logits(name: str, walks: bool) -> None:
     logits[rows] = penalties.apply(target.logits[rows], reqs, nodes)
     sizes = None if walks else sizes_of(tree)
     found, expected, plain = (
-        score(tree, of_target, uniforms, RULES[name], sizes)
+        score(tree, of_target, numbers_of(RULES[name], uniforms), RULES[name], sizes)
         for of_target in (
             replace(target, penalties=penalties),
             replace(target, logits=logits),
@@ -322,19 +323,20 @@ def plain_rows(
     engine = make_engine("suffix_tree", HABITS["whole"])
     rows_seen = 0
 
-    def noting(
-        logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
-    ) -> Tensor:
+    def noting(target: TargetLogits, keys: Tensor, batched: bool) -> Tensor:
         nonlocal rows_seen
+        every = torch.arange(len(keys))
+        probs = target.probs(every, torch.zeros_like(every))
         in_tree = engine.decoder.trees
         left = set(range(len(engine.now.requests)))
         left -= set() if in_tree is None else set(in_tree.host_reqs.tolist())
-        for row, place in zip(rows.tolist(), sorted(left), strict=True):
+        for row, place in zip(every, sorted(left), strict=True):
             request = engine.now.requests[place]
             of_target = after(engine.language.target, request.token_ids)
-            assert logits[row].equal(expected(request, of_target))
+            own = target.sampling.select(row[None])
+            assert probs[row].equal(own.probs(expected(request, of_target)[None])[0])
             rows_seen += 1
-        return draw_plainly(logits, rows, sampling, uniforms)
+        return draw_plainly(target, keys, batched)
 
     with patch.object(decoder, "draw_plainly", side_effect=noting):
         engine.run(*requests)

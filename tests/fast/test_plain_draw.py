@@ -1,18 +1,30 @@
-"""Requests without a tree: drawn as trees' tokens are, where the engine need not."""
+"""Requests without a tree: drawn by the noise of their positions, as trees are."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.chi_square import p_value
 from tests.fast.fake_scheduler import Habits, Request
-from tests.fast.toy_workloads import make_engine
+from tests.fast.interpreted import interpreted
+from tests.fast.position_noise import random_keys
+from tests.fast.toy_workloads import (
+    HABITS,
+    NOT_DRAWN,
+    make_engine,
+    workload,
+)
 from vllm_treespec.core import decoder
+from vllm_treespec.core.coupling import draw_coupled
 from vllm_treespec.core.plain_draw import draw_plainly
-from vllm_treespec.core.sampling import SamplingTensors, draw
+from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.kernels import kv_move
+from vllm_treespec.scorers import TargetLogits
 
 VOCAB_SIZE, NUM_ROWS = 9, 6
 
@@ -24,14 +36,15 @@ def logits_of(seed: int) -> Tensor:
     )
 
 
+@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize(
     "temperature", [(0.0, 0.0, 0.0), (0.7, 1.0, 2.0), (0.7, 0.0, 1.3)]
 )
 def test_each_request_is_drawn_by_its_own_parameters(
-    temperature: tuple[float, ...],
+    temperature: tuple[float, ...], batched: bool
 ) -> None:
-    """Red when rows, parameters or numbers of requests are mixed up."""
-    logits, rows = logits_of(0), torch.tensor([4, 0, 5])
+    """Red when rows, parameters or keys of requests are mixed up."""
+    logits, rows, keys = logits_of(0), torch.tensor([4, 0, 5]), random_keys(3, 1)
     greedy = [value == 0 for value in temperature]
     sampling = SamplingTensors(
         torch.tensor(temperature),
@@ -39,25 +52,22 @@ def test_each_request_is_drawn_by_its_own_parameters(
         all_greedy=all(greedy),
         all_random=not any(greedy),
     )
-    uniforms = torch.tensor([[0.2], [0.6], [0.95]], dtype=torch.float64)
-    tokens = draw_plainly(logits, rows, sampling, uniforms)
+    tokens = draw_plainly(TargetLogits(logits, rows, sampling), keys, batched)
     for place, is_greedy in enumerate(greedy):
         row = logits[rows[place]]
         own = torch.tensor([place])
-        probs = sampling.select(own).probs(row[None])
-        drawn = draw(probs, uniforms[place])
+        drawn = draw_coupled(sampling.select(own).probs(row[None]), keys[place])
         assert int(tokens[place]) == int(row.argmax() if is_greedy else drawn)
 
 
 def test_the_law_is_the_targets() -> None:
     """Red when a request without a tree follows another law."""
-    logits, count = logits_of(1)[:1], 4000
-    uniforms = (torch.arange(count, dtype=torch.float64)[:, None] + 0.5) / count
+    count = 20_000
     sampling = SamplingTensors(torch.full((count,), 0.8), all_random=True)
     rows = torch.zeros(count, dtype=torch.int64)
-    tokens = draw_plainly(logits, rows, sampling, uniforms)
-    shares = torch.bincount(tokens, minlength=VOCAB_SIZE) / count
-    assert torch.allclose(shares, (logits[0] / 0.8).softmax(0), atol=1 / count)
+    target = TargetLogits(logits_of(1)[:1], rows, sampling)
+    tokens = draw_plainly(target, random_keys(count, 1), batched=True)
+    assert p_value(tokens, (logits_of(1)[0] / 0.8).softmax(0)) > 1e-3
 
 
 def sampled(number: int, drafts: bool = True, seed: int | None = None) -> Request:
@@ -70,16 +80,13 @@ def test_an_odd_request_is_drawn_by_the_engine() -> None:
     """Red when parameters that trees cannot follow are left out of a draw."""
     rows: list[int] = []
 
-    def noting(
-        logits: Tensor, rows_: Tensor, sampling: SamplingTensors, uniforms: Tensor
-    ) -> Tensor:
-        rows.extend(rows_.tolist())
-        return draw_plainly(logits, rows_, sampling, uniforms)
+    def noting(target: TargetLogits, keys: Tensor, batched: bool) -> Tensor:
+        rows.extend(target.root_rows.tolist())
+        return draw_plainly(target, keys, batched)
 
     with patch.object(decoder, "draw_plainly", side_effect=noting):
-        engine = make_engine("suffix_tree", Habits())
-        engine.run(sampled(0, drafts=False), sampled(1, seed=1))
-        assert not rows, "nor one with a seed: its numbers are the engine's"
+        make_engine("suffix_tree", Habits()).run(sampled(0, drafts=False))
+        assert not rows
         make_engine("suffix_tree", Habits()).run(sampled(0), sampled(1, drafts=False))
         assert set(rows) == {0}
 
@@ -89,11 +96,9 @@ def test_greedy_requests_without_trees_are_the_engines() -> None:
     engine = make_engine("suffix_tree", Habits())
     with_trees: list[bool] = []
 
-    def noting(
-        logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
-    ) -> Tensor:
+    def noting(target: TargetLogits, keys: Tensor, batched: bool) -> Tensor:
         with_trees.append(engine.decoder.trees is not None)
-        return draw_plainly(logits, rows, sampling, uniforms)
+        return draw_plainly(target, keys, batched)
 
     with patch.object(decoder, "draw_plainly", side_effect=noting):
         engine.run(*[Request(f"r{n}", [n, 3], 12, temperature=0.0) for n in range(3)])
@@ -101,24 +106,66 @@ def test_greedy_requests_without_trees_are_the_engines() -> None:
     assert all(with_trees)
 
 
-def test_an_odd_request_changes_no_other_ones_text() -> None:
-    """Red when it depends on the batch who draws for a request with a seed."""
-    alone = make_engine("suffix_tree", Habits()).run(sampled(0, seed=0))
-    odd = [sampled(1, drafts=False), sampled(2)]
-    together = make_engine("suffix_tree", Habits()).run(sampled(0, seed=0), *odd)
-    assert together[0] == alone[0]
+# The text is that of plain decoding
 
 
-def test_each_token_has_a_number_of_its_own() -> None:
-    """Red when a token is drawn by a number that an earlier one was drawn by."""
-    used: list[float] = []
+def sampled_workload(seed: int, seeded: bool) -> list[Request]:
+    """Requests at temperature 1."""
+    return [
+        replace(
+            request,
+            temperature=1.0,
+            seed=100 + number if seeded else None,
+        )
+        for number, request in enumerate(workload(seed))
+    ]
 
-    def noting(
-        logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
-    ) -> Tensor:
-        used.extend(uniforms.flatten().tolist())
-        return draw_plainly(logits, rows, sampling, uniforms)
 
-    with patch.object(decoder, "draw_plainly", side_effect=noting):
-        make_engine("suffix_tree", Habits()).run(sampled(0), sampled(1))
-    assert len(used) == len(set(used)) > 2
+def plain_answers(seed: int, seeded: bool) -> list[list[int]]:
+    """What requests get that may have no draft."""
+    requests = [replace(r, max_drafts=0) for r in sampled_workload(seed, seeded)]
+    engine = make_engine("suffix_tree", Habits(), seed)
+    answers = engine.run(*requests)
+    assert not sum(engine.num_trees)
+    return answers
+
+
+@pytest.mark.parametrize("habits", ["whole", "all", "few blocks"])
+@pytest.mark.parametrize("name", [name for name in NOT_DRAWN if name != "head"])
+def test_sampled_text_is_that_of_plain_decoding(name: str, habits: str) -> None:
+    """Red when a token is drawn by noise that is not its position's.
+
+    Whatever the tree, and whether it was cut, lost, late or preempted.
+    """
+    engine = make_engine(name, HABITS[habits], seed=1)
+    assert engine.run(*sampled_workload(1, seeded=True)) == plain_answers(1, True)
+    assert sum(engine.num_trees) > 20
+    assert sum(count for depth, count in engine.accepted.items() if depth) > 10
+
+
+def test_so_it_is_without_seeds() -> None:
+    """Red when a request without a seed has no key of its own for good."""
+    engine = make_engine("hybrid", HABITS["all"], seed=2)
+    assert engine.run(*sampled_workload(2, seeded=False)) == plain_answers(2, False)
+    assert sum(engine.num_trees) > 20
+
+
+def test_noise_by_steps_is_noticed() -> None:
+    """Negative control: red when noise that belongs to a step would pass."""
+    engine = make_engine("dynamic_tree", HABITS["all"], seed=1)
+
+    def by_step(keys: object, positions: object, count: int) -> Tensor:
+        return random_keys(len(list(positions)), count, seed=engine.decoder.step)  # type: ignore[call-overload]
+
+    with patch.object(decoder, "noise_keys", side_effect=by_step):
+        assert engine.run(*sampled_workload(1, True)) != plain_answers(1, True)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_an_answer_does_not_depend_on_the_batch(masks: bool) -> None:
+    """Red when other requests, or the form of the rule, reach a seeded answer."""
+    alone = make_engine("hybrid", Habits()).run(sampled(0, seed=5))
+    others = [sampled(1, drafts=False), sampled(2), sampled(3, seed=5)]
+    with interpreted(kv_move):
+        engine = make_engine("hybrid", Habits(), masks=masks)
+        assert engine.run(*others, sampled(0, seed=5))[-1] == alone[0]

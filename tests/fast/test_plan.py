@@ -288,10 +288,10 @@ def test_allowance_replaces_the_estimate(target: str) -> None:
         ([], SUFFIX, "much", "--gpu-memory 'much' is no size; write one such as 80GiB"),
         ([], SUFFIX, "80", "--gpu-memory '80' is no size"),
         (["--allowance", "x"], SUFFIX, "80GiB", "--allowance 'x' is no size"),
-        ([], "{method", "80GiB", "--speculative-config is not JSON"),
-        ([], "[]", "80GiB", "--speculative-config is no JSON object"),
+        ([], "{method", "80GiB", "the spec-config is not JSON"),
+        ([], "[]", "80GiB", "the spec-config is no JSON object"),
         ([], {"method": "rsd-s"}, "80GiB", "did you mean 'rsd_s'"),
-        ([], {"method": "sd", "model": "./none"}, "80GiB", "there is no ./none"),
+        ([], {"method": "sd", "model": "./none"}, "80GiB", "there is no folder ./none"),
         (["--block-size", "20"], SUFFIX, "80GiB", "--block-size 20"),
     ],
 )
@@ -322,7 +322,7 @@ def test_targets_that_trees_do_not_support(
 
 def test_target_is_named(target: str, tmp_path: Path) -> None:
     """Red when a path that does not exist is asked for at the hub."""
-    assert "TARGET: there is no" in refusal(str(tmp_path / "none"), SUFFIX)
+    assert "TARGET: there is no folder" in refusal(str(tmp_path / "none"), SUFFIX)
     assert "holds no config.json" in refusal(str(tmp_path), SUFFIX)
     plan = planned(f"{target}/config.json", SUFFIX, 8)
     assert plan["fits"]

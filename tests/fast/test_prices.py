@@ -456,7 +456,7 @@ def test_guesses_are_compared_with_what_was_emitted() -> None:
     """Red when a guess is judged by another step's token, or by another request's."""
     language, schedule = Language(3), Dear()
     proposer = Suffix(8, depth=5, min_probability=0.0)
-    method = Method(schedule, [proposer], RULES["target_draw"], False, 16)
+    method = Method(schedule, [proposer], RULES["coupled_draw"], False, 16)
     index = SuffixIndex(depth=5, max_match=6, max_cached_tokens=0)
     engine = FakeEngine(language, method, [index], Habits(), 0)
     prompt = [1, 2, 3, 1, 2]

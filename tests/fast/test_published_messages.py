@@ -65,6 +65,18 @@ def config_of(head: PublishedHead, **keys: Any) -> PublishedHead:
         (config_of(HOT, hidden_act="gelu"), "hidden_act: Input should be 'silu'"),
         (config_of(HOT, hidden_size=None), "hidden_size: Field required"),
         (config_of(HOT, num_attention_heads=True), "num_attention_heads: Input should"),
+        (config_of(HOT, num_attention_heads=0), "num_attention_heads: Input should be"),
+        (config_of(HOT, num_key_value_heads=0), "num_key_value_heads: Input should be"),
+        (
+            config_of(HOT, head_dim=None, num_attention_heads=100),
+            "head_size: Input sho",
+        ),
+        (
+            config_of(HOT, num_attention_heads=3),
+            "3 attention heads are no multiple of 2",
+        ),
+        (config_of(HOT, head_dim=5), "pairs of numbers, and an attention head has 5"),
+        (config_of(HOT, draft_vocab_size=0), "draft_vocab_size: Input should be great"),
         (config_of(HOT, norm_output=1), "norm_output: Input should be a valid boolean"),
         (config_of(HOT, treespec={"deph": 1}), "treespec: deph: Extra inputs are not"),
         (
@@ -144,6 +156,21 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> Path:
         (lambda t: t.update(d2t=-torch.arange(12)), "'d2t' in"),
         (lambda t: t.update(t2d=~t["t2d"]), "marks other tokens than 'd2t' names"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(9, 16)}), "has 9 rows and"),
+        (lambda t: t.update(d2t=t["d2t"][:, None]), "'d2t' in"),
+        (lambda t: t.update(d2t=t["d2t"].float()), "is torch.float32 [12], no list of"),
+        (lambda t: t.update(d2t=t["d2t"][:0]), "'d2t' beside it has the shape [0]"),
+        (lambda t: t.update(d2t=torch.tensor(1)), "'d2t' beside it has the shape []"),
+        (lambda t: t.update(t2d=t["t2d"][None]), "is torch.bool [1, 40], no list of"),
+        (
+            lambda t: t.update({"norm.weight": torch.ones(16, dtype=torch.int32)}),
+            "norm.weight is torch.int32, and weights are floating-point numbers",
+        ),
+        (
+            lambda t: t.update({"norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
+            "norm.weight is torch.float8_e4m3fn, and weights are floating-point",
+        ),
+        (lambda t: t["norm.weight"].fill_(torch.inf), "norm.weight holds NaN or infin"),
+        (lambda t: t["lm_head.weight"][3].fill_(torch.nan), "lm_head.weight holds NaN"),
         (
             lambda t: (t.pop("midlayer.hidden_norm.weight"), t.pop("fc.weight")),
             "the weights beside it are not those of an EAGLE head",
@@ -164,9 +191,9 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     folder = HOT.write(tmp_path / "head")
     weights = folder / "model.safetensors"
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "y.safetensors"}}))
-    assert "holds no y.safetensors; copy the head again" in refusal(folder)
+    assert "there is no file 'y.safetensors' beside it; copy" in refusal(folder)
     (folder / INDEX).write_text("{}")
-    assert "lists no files; copy the head again" in refusal(folder)
+    assert "lists no files; copy the folder again" in refusal(folder)
     (folder / INDEX).unlink()
     weights.write_bytes(weights.read_bytes()[:-9])
     assert "is cut short" in refusal(folder)
@@ -202,7 +229,7 @@ def test_heads_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     says = "there is no folder no/network, and the hub gave no head of that name (no "
     assert says in refusal("no/network")
     monkeypatch.undo()
-    with pytest.raises(HeadError, match="Repo id must"):
+    with pytest.raises(HeadError, match="a/b/c, and it is no hub id either"):
         head_folder("a/b/c")
 
 

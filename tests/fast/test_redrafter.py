@@ -24,6 +24,7 @@ from tests.fast.languages import (
     plain_sampling,
     random_tables,
 )
+from tests.fast.position_noise import by_position
 from tests.fast.tiny_heads import (
     VOCAB_SIZE,
     drafted,
@@ -35,7 +36,7 @@ from tests.fast.tiny_heads import (
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import PROPOSERS, ReDrafter, RsdS
 from vllm_treespec.proposers.redrafter import prefix_match, tree_of_beams
-from vllm_treespec.scorers import recursive_rejection, target_draw
+from vllm_treespec.scorers import recursive_rejection
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -319,13 +320,13 @@ def beam_tree(draft: Language, shape: tuple[int, int, int]) -> Weighted:
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (3, 2, 6), (5, 2, 4), (9, 2, 12)])
 @pytest.mark.parametrize("kind", ["random", "zeros", "one_token"])
-def test_law_of_beam_trees_under_target_draw(
+def test_law_of_beam_trees_under_coupled_draw(
     kind: str, shape: tuple[int, int, int]
 ) -> None:
     """Red when beams are accepted by anything but draws from the target."""
     drawn = beam_tree(random_tables(kind, 3, 2)[0], shape)
     assert int(drawn.tree.num_nodes) > 2
-    assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
+    assert grid_law_error(by_position, drawn, grid_target()) < EXACT
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 4), (3, 2, 4)])

@@ -157,7 +157,7 @@ def test_a_listed_schedule_counts_steps_of_a_rest() -> None:
 def test_where_features_are_read_nothing_rests() -> None:
     """Red when a head misses the hidden states of a step."""
     language = Language(0)
-    method = make_method([SumTree(2)], "target_draw", [0])
+    method = make_method([SumTree(2)], "coupled_draw", [0])
     source = FeatureSums(language)
     engine = FakeEngine(language, method, [source], Habits())
     source.bind(Habits().num_blocks)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_treespec.core.plain_draw import PlainDraw
 from vllm_treespec.engine.v1.sampler_output import sampler_output
 
 
@@ -37,7 +38,13 @@ class CountingSampler:
         return SimpleNamespace(sampled_token_ids=tokens[:, None])
 
 
-def emitted(drawn: list[int] | None, sampler: Any) -> list[list[int]]:
+def plain_draw(tokens: dict[int, int]) -> PlainDraw:
+    """Tokens of requests by their places."""
+    reqs = torch.tensor(list(tokens))
+    return PlainDraw(reqs.numpy(), reqs, torch.tensor(list(tokens.values())))
+
+
+def emitted(drawn: dict[int, int] | None, sampler: Any) -> list[list[int]]:
     """Tokens of three requests without a tree, each with a generator."""
     metadata: Any = Metadata({0: "a", 1: "b", 2: "c"})
     found = sampler_output(
@@ -47,7 +54,7 @@ def emitted(drawn: list[int] | None, sampler: Any) -> list[list[int]]:
         torch.arange(3),
         None,
         None,
-        None if drawn is None else torch.tensor(drawn),
+        None if drawn is None else plain_draw(drawn),
     )
     assert found.sampled_token_ids.dtype == torch.int32
     return found.sampled_token_ids.tolist()
@@ -56,19 +63,19 @@ def emitted(drawn: list[int] | None, sampler: Any) -> list[list[int]]:
 def test_the_sampler_rests_where_all_is_drawn() -> None:
     """Red when tokens are drawn twice."""
     sampler = CountingSampler()
-    assert emitted([5, 6, 7], sampler) == [[5], [6], [7]]
+    assert emitted({0: 5, 1: 6, 2: 7}, sampler) == [[5], [6], [7]]
     assert not sampler.generators
 
 
 def test_the_sampler_draws_for_the_others() -> None:
     """Red when a request gets another one's token, or its generator moves in vain."""
     sampler = CountingSampler()
-    assert emitted([5, -1, 7], sampler) == [[5], [71], [7]]
+    assert emitted({0: 5, 2: 7}, sampler) == [[5], [71], [7]]
     assert sampler.generators == [{1}]
 
 
 def test_without_draws_a_step_is_the_samplers() -> None:
-    """Red when a plain step of a GPU is no longer vLLM's own, copies included."""
+    """Red when a step in which nothing is drawn copies its logits."""
     sampler = CountingSampler()
     assert emitted(None, sampler) == [[70], [71], [72]]
     assert sampler.generators == [{0, 1, 2}]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +18,7 @@ pytest.importorskip("vllm", reason="the file lies in vLLM's cache")
 
 from tests.fast.small_engine import engine_config
 from tests.fast.test_measured_schedule import HEAD, Machine, Run
+from vllm_treespec.core.decoder import RanksDiffer
 from vllm_treespec.core.experience import Experience, experience_of
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.engine import schedule_cache
@@ -22,6 +28,7 @@ from vllm_treespec.engine.schedule_cache import (
     ScheduleCache,
     origin_of,
 )
+from vllm_treespec.engine.v1 import drafter
 
 ORIGIN = {"target": "t", "device": "cpu"}
 
@@ -118,16 +125,154 @@ def test_it_is_written_now_and_then(tmp_path: Path) -> None:
     assert written[-1] - written[-2] == MOST_SECONDS
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"origin": {}, "experience": 3}', "\x00"])
+def changed(**learned: Any) -> Callable[[Path], object]:
+    """Put something else in place of what was learned."""
+
+    def change(file: Path) -> None:
+        whole = json.loads(file.read_text())
+        whole["experience"] |= learned
+        file.write_text(json.dumps(whole))
+
+    return change
+
+
+def text(content: str) -> Callable[[Path], object]:
+    """Write something else into the file."""
+    return lambda file: file.write_text(content)
+
+
+def is_a_folder(file: Path) -> None:
+    """Put a folder in place of the file."""
+    file.unlink()
+    file.mkdir()
+
+
+def is_a_pipe(file: Path) -> None:
+    """Put a pipe in place of the file, which nobody writes to."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+def plain(seconds: object) -> dict[str, object]:
+    """Times of plain steps."""
+    return {"greedy": {"4": {"plain": seconds}}, "sampled": {}}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (text(""), "ValidationError"),
+        (text("{}"), "validation errors"),
+        (text('{"origin": {}, "experience": 3}'), "validation error"),
+        (text("\x00"), "ValidationError"),
+        (text("[" * 100_000), "ValidationError"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "ValidationError"),
+        (lambda file: file.write_bytes(b"\xff\xfe"), "ValidationError"),
+        (lambda file: os.truncate(file, 2**40), "ValidationError"),
+        (is_a_folder, "no schedule's file"),
+        (is_a_pipe, "no schedule's file"),
+        (
+            lambda file: file.write_text(file.read_text().replace('"cpu"', '"tpu"')),
+            "another engine's file",
+        ),
+        (
+            changed(seconds={"greedy": {"4": {"plain": 1, "no such tree": 1}}}),
+            "KeyError: 'no such tree'",
+        ),
+        (changed(accepted={"greedy": {"no such tree": 1}}), "'no such tree'"),
+        (changed(accepted={"greedy": {"plain": 1}}), "ZeroDivisionError"),
+        (
+            changed(
+                seconds={"greedy": {"4": {HEAD[0].name: 1}}},
+                drafts={"greedy": {"4": [1, 1, 1, 1, 1]}},
+            ),
+            "KeyError: 'plain'",
+        ),
+        (changed(seconds=plain(-1)), "ValidationError"),
+        (changed(seconds=plain(0)), "ValidationError"),
+        (changed(seconds=plain(math.nan)), "ValidationError"),
+        (changed(seconds=plain(math.inf)), "ValidationError"),
+        (changed(seconds=plain("long")), "ValidationError"),
+        (changed(seconds={"greedy": {"0": {"plain": 1}}}), "ValidationError"),
+        (changed(seconds={"warm": {}}), "ValidationError"),
+        (changed(drafts={"greedy": {"4": [1, 1]}}), "ValidationError"),
+        (changed(target_forwards={"-1": 1}), "ValidationError"),
+        (changed(kept={"greedy": math.inf}), "ValidationError"),
+    ],
+)
 def test_a_broken_file_is_measured_anew(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: Callable[[Path], object],
+    says: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Red when an engine does not start for a broken file."""
-    _, cache, _ = start(tmp_path)
-    cache.file.write_text(text)
+    """Red when an engine does not start for a broken file, or begins with a part."""
+    kept(tmp_path)
+    (file,) = tmp_path.iterdir()
+    damage(file)
     with caplog.at_level(logging.WARNING):
-        assert not start(tmp_path)[0].schedule.costs.times
-    assert "cannot be read, so the schedule measures anew" in caplog.text
+        run, *_ = start(tmp_path)
+    assert experience_of(run.schedule) == experience_of(MeasuredSchedule(HEAD, 64))
+    (line,) = caplog.messages
+    assert f"{file} cannot be read, so the schedule measures anew (" in line
+    assert says in line
+
+
+@pytest.mark.usefixtures("aids_may_fail")
+@pytest.mark.parametrize("function", ["experience_of", "recall"])
+def test_a_cache_that_fails_is_left_out(
+    function: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when an error in reading or writing the cache ends an engine."""
+    kept(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise TypeError("as told")
+
+    monkeypatch.setattr(schedule_cache, function, fail)
+    run, cache, clock = start(tmp_path)
+    assert bool(run.schedule.costs.times) == (function == "experience_of")
+    run.steps(20, 4)
+    for clock.now in (20.0, 100.0, 1000.0):
+        cache.save_if_due()
+    (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
+    assert "The schedule's cache failed" in record.message
+    assert record.exc_info is not None
+
+
+def test_what_a_failed_schedule_learned_is_not_kept(tmp_path: Path) -> None:
+    """Red when the next start begins with what made this one's schedule fail."""
+    run, cache, clock = start(tmp_path)
+    run.steps(20, 4)
+    run.schedule.aid.is_on = False
+    clock.now = FIRST_SECONDS
+    cache.save_if_due()
+    assert not cache.file.exists()
+
+
+def test_writing_changes_nothing_that_was_learned(tmp_path: Path) -> None:
+    """Red when rank 0, which alone writes, learns otherwise than the others."""
+    run, cache, clock = start(tmp_path)
+    run.steps(100, 4)
+    before = pickle.dumps(run.schedule.costs.times)
+    clock.now = FIRST_SECONDS
+    cache.save_if_due()
+    assert cache.file.exists()
+    assert pickle.dumps(run.schedule.costs.times) == before
+
+
+def test_ranks_without_a_connection_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a rank goes on without its schedule, where others have theirs."""
+
+    def broken() -> Rank:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(drafter, "get_tp_group", broken)
+    with pytest.raises(RanksDiffer, match="Connection closed by peer"):
+        drafter.first_rank_values([1.0])
 
 
 def test_a_folder_that_cannot_be_written_is_named(

@@ -14,6 +14,7 @@ from vllm_treespec.engine.seams import (
     BELOW_VLLM,
     MIN_VLLM,
     SEAMS,
+    TOPICS,
     Seam,
     SeamError,
     check_seams,
@@ -217,18 +218,33 @@ def parsed(installed: SourceFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SourceFiles, "installed", lambda: installed)
 
 
-def doctor_says() -> tuple[bool, str]:
+def doctor_says(device: str = "cpu", verbose: bool = False) -> tuple[bool, str]:
     """What the doctor returns, and its text on a wide screen."""
     text = io.StringIO()
-    result = doctor(Console(file=text, width=400))
+    result = doctor(Console(file=text, width=400), device, verbose)
     return result, text.getvalue()
 
 
 @pytest.mark.usefixtures("parsed")
-def test_doctor_is_content() -> None:
-    """Red when the doctor reports a problem with the locked vLLM."""
-    result, text = doctor_says()
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_doctor_is_content(device: str) -> None:
+    """Red when the doctor finds fault with the locked vLLM, or prints more than asked.
+
+    It runs on machines without the device.
+    """
+    result, text = doctor_says(device)
     assert result
+    assert len(text.splitlines()) <= 5
+    assert f" on {device}; " in text
+    assert "draft trees work with this vLLM" in text
+
+
+@pytest.mark.usefixtures("parsed")
+def test_doctor_lists_seams_if_asked() -> None:
+    """Red when a topic of the table is left out, or one seam is not as it was."""
+    result, text = doctor_says(verbose=True)
+    assert result
+    assert all(topic in text for topic in TOPICS)
     assert "DIFFERS" not in text
     assert "as in 0.32" in text
     assert "both" in text
@@ -241,9 +257,10 @@ def test_doctor_names_a_changed_function(monkeypatch: pytest.MonkeyPatch) -> Non
     known = FINGERPRINTS["vllm.v1.worker.gpu_model_runner"]["GPUModelRunner._sample"]
     for release in known:
         monkeypatch.setitem(known, release, "0" * 16)
-    result, text = doctor_says()
+    result, text = doctor_says(verbose=True)
     assert result
     assert text.count("DIFFERS") == 1
+    assert "1 are unknown" in text
     (line,) = [line for line in text.splitlines() if "make test" in line]
     assert "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample;" in line
 
@@ -257,7 +274,8 @@ def test_doctor_names_a_lost_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
         return attribute != "GPUModelRunner.positions" and has(self, module, attribute)
 
     monkeypatch.setattr(SourceFiles, "has", without_positions)
-    result, text = doctor_says()
+    result, text = doctor_says(verbose=True)
     assert not result
     assert "no positions" in text
+    assert "missing: vllm.v1.worker.gpu_model_runner.GPUModelRunner.positions" in text
     assert "draft trees do not work with this vLLM" in text

@@ -1,19 +1,24 @@
 """`treespec shrink`: a draft model in int8, with a list of hot tokens."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from tests.heads import write_head
+from tests.published_heads import PublishedHead
 from vllm_treespec.cli import app
+from vllm_treespec.heads.checkpoint import WEIGHTS
 from vllm_treespec.tools.shrink import texts_of
 
 WORDS = ["<end>", "one", "two", "three"]
@@ -99,15 +104,55 @@ def test_texts(tmp_path: Path) -> None:
     assert list(texts_of(plain)) == ["a text"]
 
 
+def change(folder: Path, edit: Any) -> None:
+    """Write the weights again, edited."""
+    tensors = load_file(folder / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_failures_leave_no_folder(
+    draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a full disk leaves half of a draft model, or its folder."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    done = shrink(draft, tmp_path / "out")
+    assert "treespec: No space left on device" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_refusals(draft: Path, tmp_path: Path) -> None:
     """Red when a folder is overwritten, or a message names no remedy."""
     out, numbers = tmp_path / "out", tmp_path / "numbers.jsonl"
     numbers.write_text('{"token_ids": [1, 2]}\n')
+    eagle, redrafter = PublishedHead("eagle").write(tmp_path / "eagle"), tmp_path / "rd"
+    write_head(redrafter, "redrafter")
+    cut, no_number, lacking, nested = (
+        shutil.copytree(draft, tmp_path / name) for name in ("cut", "nan", "lost", "[[")
+    )
+    os.truncate(cut / WEIGHTS, 999)
+    change(no_number, lambda t: t["model.norm.weight"].fill_(torch.nan))
+    change(lacking, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    (nested / "config.json").write_text("[" * 100_000)
     assert shrink(draft, out).exit_code == 0
     for arguments, says in (
         ((draft, out), "is not empty; name a new folder"),
         ((out, tmp_path / "again"), "is quantised already; name the model it was"),
-        ((tmp_path / "none", tmp_path / "new"), "cannot be read as a draft model"),
+        ((tmp_path / "none", tmp_path / "new"), "there is no folder"),
+        (
+            (eagle, tmp_path / "new"),
+            "holds an eagle head, and shrink is for draft",
+        ),
+        ((eagle, tmp_path / "new"), "as it is, with method 'eagle_tree'"),
+        ((redrafter, tmp_path / "new"), "holds a redrafter head, and shrink is for"),
+        ((cut, tmp_path / "new"), "is cut short or is no safetensors file"),
+        ((no_number, tmp_path / "new"), "model.norm.weight of"),
+        ((lacking, tmp_path / "new"), "lacks the weights model.layers.1.mlp.up_proj."),
+        ((nested, tmp_path / "new"), "are nested too deeply); copy or save the draft"),
         ((draft, tmp_path / "new", "--tokenizer", tmp_path), "--tokenizer"),
         ((draft, tmp_path / "new", "--text", tmp_path / "none.txt"), "no file with"),
         ((draft, tmp_path / "new", "--text", numbers), "has no texts"),

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from tests.fast.batched_rules import drawing
 from tests.fast.drawn_trees import as_if_drawn
 from tests.fast.enumeration import (
     Weighted,
@@ -17,6 +16,7 @@ from tests.fast.enumeration import (
     propose,
 )
 from tests.fast.languages import LanguageDraft, plain_sampling, random_tables
+from tests.fast.position_noise import by_position, by_position_batched
 from tests.fast.test_dynamic_tree import log_law, weighted
 from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token_paths
 from tests.fast.tree_bounds import CountingDraft, check_bounds
@@ -24,7 +24,7 @@ from tests.reference.proposers import static_tree_reference
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import ProposerInputs, StaticTree
 from vllm_treespec.proposers.static_tree import RANK_ACCURACIES, sizes
-from vllm_treespec.scorers import recursive_rejection, target_draw
+from vllm_treespec.scorers import recursive_rejection
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -104,11 +104,11 @@ def static(num_drafts: int) -> Weighted:
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 6, 12])
-def test_law_under_target_draw(num_drafts: int) -> None:
+def test_law_under_coupled_draw(num_drafts: int) -> None:
     """Red when the tree's nodes or their order change what is emitted."""
     drawn = static(num_drafts)
-    assert grid_law_error(target_draw, drawn, grid_target()) < EXACT
-    assert grid_law_error(drawing, drawn, grid_target()) < EXACT
+    assert grid_law_error(by_position, drawn, grid_target()) < EXACT
+    assert grid_law_error(by_position_batched, drawn, grid_target()) < EXACT
 
 
 @pytest.mark.parametrize("num_drafts", [3, 6])

@@ -24,6 +24,7 @@ from vllm_treespec.core.reading import plan_reading
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.texts import TextView
 from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.core.uniforms import numbered_key, seeded_key
 from vllm_treespec.core.views import (
     BlockTables,
     EmittedBatch,
@@ -186,11 +187,11 @@ def test_slots_are_reused_in_one_order() -> None:
         slots = RequestSlots()
         assert [slots.add(name, True, None) for name in "abc"] == [0, 1, 2]
         assert slots.release(ended).tolist() == [0, 2]
-        assert slots.add("d", may_draft=False, seed=5) == 2
-        assert slots.add("e", may_draft=True, seed=None) == 0
+        assert slots.add("d", supported=False, seed=5) == 2
+        assert slots.add("e", supported=True, seed=None) == 0
         assert slots.lookup(["e", "b", "d"]).tolist() == [0, 1, 2]
         assert slots.may_draft(ints([2, 1, 0])).tolist() == [False, True, True]
-        assert slots.seeds(ints([0, 2])) == [None, 5]
+        assert slots.keys(ints([0, 2])).tolist() == [numbered_key(0, 4), seeded_key(5)]
         assert slots.max_drafts(ints([0, 2])).tolist() == [63, 63]
         assert slots.name(2) == "d"
 
@@ -199,11 +200,13 @@ def test_a_known_request_keeps_its_slot() -> None:
     """Red when a request that is added again has two slots, or old parameters."""
     slots = RequestSlots()
     slots.add("a", True, None)
-    assert slots.add("a", may_draft=False, seed=3, max_drafts=2) == 0
+    assert slots.add("a", True, None) == 0
+    assert slots.keys(ints([0])).tolist() == [numbered_key(0, 1)]
+    assert slots.add("a", supported=False, seed=3, max_drafts=2) == 0
     assert slots.max_drafts(ints([0])).tolist() == [2]
-    assert slots.seeds(ints([0])) == [3]
+    assert slots.keys(ints([0])).tolist() == [seeded_key(3)]
     assert slots.may_draft(ints([0])).tolist() == [False]
-    assert slots.add("b", may_draft=True, seed=None) == 1
+    assert slots.add("b", supported=True, seed=None) == 1
 
 
 def test_many_slots() -> None:
@@ -213,7 +216,7 @@ def test_many_slots() -> None:
     for i, name in enumerate(names):
         slots.add(name, i % 2 == 0, i)
     assert slots.lookup(names).tolist() == list(range(50))
-    assert slots.seeds(np.arange(50)) == list(range(50))
+    assert slots.keys(np.arange(50)).tolist() == list(map(seeded_key, range(50)))
     assert slots.may_draft(np.arange(50)).tolist() == [i % 2 == 0 for i in range(50)]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.fast.independent_draws import grid, in_eighths
 from tests.fast.languages import plain_sampling
+from tests.fast.position_noise import by_position
 from tests.fast.tree_bounds import check_bounds
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.core.prices import Prices
@@ -25,7 +26,7 @@ from vllm_treespec.proposers.suffix import (
     Draft,
     grow_tree,
 )
-from vllm_treespec.scorers import RULES, target_draw
+from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.continuations import next_tokens
 from vllm_treespec.sources.suffix_index import (
@@ -398,7 +399,7 @@ def test_emitted_law_is_the_targets() -> None:
     uniforms = grid(4)
     same = tree.select(torch.zeros(len(uniforms), dtype=torch.int64))
     logits = target.target_logits(same, plain_sampling(len(uniforms)))
-    emitted = target_draw(same, logits, uniforms).emitted(same)
+    emitted = by_position(same, logits, uniforms).emitted(same)
     reached = target.no_mass()
     prefix = torch.zeros(len(emitted), dtype=torch.int64)
     for token in emitted.T:
@@ -414,7 +415,7 @@ def test_emitted_law_is_the_targets() -> None:
 def test_spec_config() -> None:
     """Red when a key does not reach the proposer, or a draft model is asked for."""
     config = parse_spec_config({"method": "suffix_tree", "num_drafts": 24, "depth": 8})
-    assert (config.models, config.rule) == ((), "target_draw")
+    assert (config.models, config.rule) == ((), "coupled_draw")
     assert config.rule in RULES
     proposer, index = config.proposer(), config.suffix_index()
     assert isinstance(proposer, Suffix)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
+from transformers import BertConfig
 from typer.testing import CliRunner
 
 from vllm_treespec.cli import app
 from vllm_treespec.tools import target_doctor
 
 pytest.importorskip("vllm", reason="it reads models with vLLM")
+
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.fast.small_engine import model_config
 
@@ -49,47 +52,43 @@ def test_a_target_that_works(target: Path) -> None:
     """Red when a supported model is refused, or its weights are asked for."""
     code, text = doctor("--target", target)
     assert code == 0, text
-    assert "multi-head latent attention │ no" in text
-    assert "refused" not in text
-    assert "draft trees work here" in text
+    assert text.endswith(f"{target} on cpu draft trees work here")
+    assert "multi-head latent attention │ no" in doctor("--target", target, "-v")[1]
 
 
 def test_what_is_in_the_way_is_named(target: Path) -> None:
     """Red when a model that would be refused at the start is not refused here."""
     change(target, model_type="mamba", architectures=["MambaForCausalLM"])
-    code, text = doctor("--target", target)
+    code, text = doctor("--target", target, "--verbose")
     assert code == 1
     assert "a hybrid or state-space model │ yes: refused" in text
     assert text.count("yes: refused") == 1
+    assert "a hybrid or state-space model yet" in text
+    assert "serve it without speculative_config" in text
     assert "draft trees do not work here" in text
 
 
 @pytest.mark.parametrize(("device", "refused"), [("cpu", False), ("cuda", True)])
 def test_chunks_are_read_on_a_cpu_only(
-    device: str, refused: bool, target: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, refused: bool, target: Path
 ) -> None:
     """Red when the check says another thing than the engine's start on this device."""
-    monkeypatch.setattr(target_doctor, "check_platform", lambda: device)
     change(target, attention_chunk_size=64)
-    code, text = doctor("--target", target)
+    code, text = doctor("--target", target, "--device", device)
     assert code == refused
-    assert ("chunked local attention (on a GPU) │ yes: refused" in text) == refused
+    assert ("do not support chunked local attention (on a GPU)" in text) == refused
 
 
 @pytest.mark.parametrize(("device", "refused"), [("cpu", False), ("cuda", True)])
 def test_chunks_of_a_draft_model_are_read_on_a_cpu_only(
-    device: str,
-    refused: bool,
-    target: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, refused: bool, target: Path, tmp_path: Path
 ) -> None:
     """Red when a draft model gets trees of a kind that no kernel of ours reads."""
-    monkeypatch.setattr(target_doctor, "check_platform", lambda: device)
     draft = write_draft(tmp_path / "draft")
     change(draft, attention_chunk_size=64)
     spec = json.dumps({"method": "sd", "model": str(draft), "depth": 2})
-    code, text = doctor("--target", target, "--speculative-config", spec)
+    check = ("--target", target, "--speculative-config", spec, "--device", device)
+    code, text = doctor(*check)
     assert code == refused
     assert ("has chunks of 64 tokens); name another draft model" in text) == refused
 
@@ -103,8 +102,7 @@ def test_a_spec_config_is_checked_too(target: Path) -> None:
         ('{"method": "sd", "model": "/nope"}', "there is no folder /nope"),
         ('{"method": "eagle_tree", "model": "/nope"}', "there is no folder /nope"),
         ('{"method": "ngrams"}', "'method' is 'ngrams'"),
-        ("{", "--speculative-config is not JSON"),
-        ("[]", "--speculative-config must be one JSON object"),
+        ("{", "the spec-config is not JSON"),
     ):
         code, printed = doctor("--target", target, "--speculative-config", text)
         assert code == 1, text
@@ -126,20 +124,94 @@ def test_lengths_are_those_of_the_engine(target: Path, tmp_path: Path) -> None:
     assert "tensor_parallel_size=3 does not divide" in text
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Red when a wrong folder is a traceback."""
-    for folder in (tmp_path, "/nope"):
-        code, text = doctor("--target", folder)
-        assert code == 1
-        assert f"vLLM cannot read {folder}" in text
-        assert "Traceback" not in text
-
-
-def test_a_spec_config_needs_a_target() -> None:
-    """Red when the option is ignored."""
-    code, text = doctor("--speculative-config", "{}")
+def test_all_that_is_in_the_way_is_named(target: Path, tmp_path: Path) -> None:
+    """Red when one fault hides the others: of the target, of a draft, of an option."""
+    draft = tmp_path / "draft"
+    model_config().save_pretrained(draft)
+    change(draft, vocab_size=64, max_position_embeddings=32)
+    spec = json.dumps({"method": "sd", "model": str(draft)})
+    change(target, model_type="mamba", architectures=["MambaForCausalLM"])
+    check = ("--target", target, "--speculative-config", spec)
+    code, text = doctor(*check, "--tensor-parallel-size", 3)
     assert code == 1
-    assert "--speculative-config needs --target" in text
+    for says in (
+        "a hybrid or state-space model yet",
+        "draft holds no *.safetensors weights; convert",
+        "has 64 tokens, the target's 32",
+        "tensor_parallel_size=3 does not divide",
+    ):
+        assert text.count(says) == 1, (says, text)
+
+
+def test_too_long_texts_are_named(target: Path) -> None:
+    """Red when vLLM's reason is lost in its own advice, or hides other faults."""
+    spec = json.dumps({"method": "suffix_tree", "width": 2})
+    check = ("--target", target, "--speculative-config", spec)
+    code, text = doctor(*check, "--max-model-len", 1000)
+    assert code == 1
+    assert "--max-model-len: User-specified max_model_len (1000) is greater" in text
+    assert "pass less, or leave it out" in text
+    assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in text.split("refused: ", 1)[1]
+    assert "'width' is not a key of this method" in text
+
+
+def test_pooling_models_are_refused(tmp_path: Path) -> None:
+    """Red when a model that writes no text is a traceback, or passes."""
+    BertConfig(
+        architectures=["BertModel"],
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path)
+    spec = json.dumps({"method": "suffix_tree"})
+    code, text = doctor("--target", tmp_path, "--speculative-config", spec)
+    assert code == 1
+    assert "do not support a pooling model yet" in text
+
+
+def test_models_whose_code_lacks_a_package(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a model with images is refused without naming what is to be installed.
+
+    vLLM imports a model's code in a process of its own, and says no more than this.
+    """
+
+    def fail(arguments: object) -> None:
+        raise ValueError("Model architectures ['X'] failed to be inspected. See logs.")
+
+    monkeypatch.setattr(EngineArgs, "create_model_config", fail)
+    for there, says in ((False, "install torchvision, which"), (True, "its log says")):
+        monkeypatch.setattr(
+            target_doctor, "is_torchvision_available", lambda there=there: there
+        )
+        code, text = doctor("--target", target)
+        assert code == 1
+        assert f"vLLM cannot import the code of {target}" in text
+        assert says in text
+
+
+@pytest.mark.parametrize(
+    "option", ["--speculative-config", "--max-model-len", "--tensor-parallel-size"]
+)
+def test_options_that_need_a_target(option: str) -> None:
+    """Red when one is ignored."""
+    code, text = doctor(option, 2)
+    assert code == 1
+    assert "need --target" in text
+
+
+def test_another_device_needs_no_such_machine(target: Path) -> None:
+    """Red when a laptop cannot say what a server with a GPU would refuse."""
+    for device in ("cpu", "cuda"):
+        code, text = doctor("--target", target, "--device", device)
+        assert code == 0, text
+        assert f"{target} on {device}" in text
+    code, text = doctor("--device", "cuda")
+    assert code == 0, text
+    assert " on cuda; supported" in text
+    assert len(text) < 300
 
 
 def test_slow_arithmetic_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

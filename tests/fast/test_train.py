@@ -368,11 +368,12 @@ WRONG_ROWS = {
     b"[1, 2]": "not a JSON object; a line is",
     b"token_ids": "not JSON",
     b"": "not JSON",
-    b'{"token_ids": [1, 2], "prompt_len": 1, "note": "\xff"}': "not UTF-8; save",
+    b'{"token_ids": [1, 2], "prompt_len": 1, "note": "\xff"}': "it is not UTF-8 text",
+    b"[" * 100_000: "its lists and objects are nested too deeply",
 }
 
 
-@pytest.mark.parametrize("line", WRONG_ROWS)
+@pytest.mark.parametrize("line", WRONG_ROWS, ids=lambda line: repr(line[:60]))
 def test_wrong_rows_are_refused_by_line(tmp_path: Path, line: bytes) -> None:
     """Red when a row that cannot be trained on passes, or its line is not named."""
     path = tmp_path / "text.jsonl"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,6 +21,8 @@ from vllm_treespec.train import distill
 from vllm_treespec.train.cli import app
 from vllm_treespec.train.distill import DistillOptions, DistillTrainer, run_training
 from vllm_treespec.train.model import save_draft
+from vllm_treespec.train.teacher import TeacherOptions, cache_teacher
+from vllm_treespec.train.text import Row
 
 STEPS = 8
 OPTIONS = DistillOptions(epochs=1, save_steps=2, seed=3)
@@ -78,16 +81,51 @@ def empty(path: Path) -> None:
     os.truncate(path, 0)
 
 
-# What a kill does to the newest checkpoint.
-LEFT: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file, as a damaged disk does."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def not_a_number(path: Path) -> None:
+    """Put NaN into a file of weights."""
+    tensors = load_file(path)
+    next(iter(tensors.values())).fill_(torch.nan)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def shards(path: Path) -> None:
+    """Leave an index of two shards, one of them cut, in place of the weights."""
+    tensors = load_file(path)
+    files = {name: f"model-0000{n % 2}.safetensors" for n, name in enumerate(tensors)}
+    for file in set(files.values()):
+        part = {name: t for name, t in tensors.items() if files[name] == file}
+        save_file(part, path.with_name(file), metadata={"format": "pt"})
+    cut(path.with_name(file))
+    index = path.with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": files}))
+    path.unlink()
+
+
+# What a kill, or a damaged disk, does to the newest checkpoint.
+LEFT: dict[str, list[tuple[str, Callable[[Path], Any]]]] = {
     DRAFT: [
         ("model.safetensors", empty),
         ("model.safetensors", cut),
+        ("model.safetensors", flip),
+        ("model.safetensors", not_a_number),
+        ("model.safetensors", shards),
         ("optimizer.pt", cut),
+        ("optimizer.pt", flip),
         ("scheduler.pt", cut),
         ("rng_state.pth", cut),
         ("trainer_state.json", cut),
+        ("trainer_state.json", empty),
+        ("trainer_state.json", lambda path: path.write_text("{}")),
         ("trainer_state.json", Path.unlink),
+        ("sums.json", cut),
+        ("sums.json", Path.unlink),
     ],
     HEAD: [("optimizer.pt", cut), ("trainer_state.json", Path.unlink)],
 }
@@ -97,16 +135,17 @@ LEFT: dict[str, list[tuple[str, Callable[[Path], None]]]] = {
 def test_half_written_checkpoints_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """Red when a checkpoint that a kill left half written stops or changes a run."""
+    """Red when a checkpoint that is half written or damaged stops or changes a run."""
     uncut = train(kind, tmp_path)
     newest, before = tmp_path / "checkpoint-8", tmp_path / "checkpoint-6"
     for name, leave in LEFT[kind]:
         leave(newest / name)
         capsys.readouterr()
         resumed = train(kind, tmp_path)
-        said = [s for s in capsys.readouterr().out.splitlines() if "incomplete" in s]
+        said = [s for s in capsys.readouterr().out.splitlines() if "not whole" in s]
         assert len(said) == 1, (name, leave)
-        assert f"{newest} is incomplete ({name} is missing or cut short)" in said[0]
+        says = f"{newest} is not whole ({name} is missing, or not as it was written)"
+        assert says in said[0]
         assert said[0].endswith("goes on from checkpoint-6")
         for tensor, value in uncut.items():
             torch.testing.assert_close(resumed[tensor], value, rtol=0, atol=0)
@@ -117,10 +156,27 @@ def test_half_written_checkpoints_are_skipped(
     capsys.readouterr()
     resumed = train(kind, tmp_path)
     printed = capsys.readouterr().out
-    assert "checkpoint-6 is incomplete" in printed
+    assert "checkpoint-6 is not whole" in printed
     assert printed.count("training goes on from the start") == 2
     for tensor, value in uncut.items():
         torch.testing.assert_close(resumed[tensor], value, rtol=0, atol=0)
+
+
+def test_diverged_weights_are_not_saved(tmp_path: Path) -> None:
+    """Red when a checkpoint gets NaN weights, or a diverged run goes on."""
+
+    class Diverging(TinyTrainer):
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            loss = super().compute_loss(*arguments, **options)
+            return loss * torch.nan if self.state.global_step >= 3 else loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "TinyTrainer", Diverging)
+        with pytest.raises(ValueError, match=r"training diverged: .* at step 4, .*--l"):
+            train(DRAFT, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        "checkpoint-2"
+    ]
 
 
 def test_options_appear_whole(tmp_path: Path) -> None:
@@ -139,7 +195,7 @@ def test_options_appear_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other lr"):
         distill.check_same_run(tmp_path, {"lr": 2})
     cut(tmp_path / "options.json")
-    with pytest.raises(ValueError, match=r"options\.json is cut short: delete .*--out"):
+    with pytest.raises(ValueError, match=r"options\.json is not JSON .*: delete "):
         distill.check_same_run(tmp_path, {"lr": 1})
 
 
@@ -223,3 +279,20 @@ def test_killed_command_goes_on(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output[-2000:]
     assert "training goes on from checkpoint-2" in done.output
     assert (tmp_path / "o" / "model.safetensors").is_file()
+
+
+def test_shards_of_the_teacher_that_are_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a shard cut short is a traceback, or is read as it is."""
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    target = LlamaForCausalLM(LlamaConfig(**sizes, **layers)).eval()
+    rows = [Row(list(range(9)), 2), Row(list(range(7)), 3)]
+    (shard,) = cache_teacher(target, "target", rows, tmp_path, TeacherOptions())
+    whole = shard.read_bytes()
+    cut(shard)
+    capsys.readouterr()
+    cache_teacher(target, "target", rows, tmp_path, TeacherOptions())
+    assert f"{shard} is cut short" in capsys.readouterr().out
+    assert shard.read_bytes() == whole

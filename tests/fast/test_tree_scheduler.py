@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
@@ -198,3 +200,69 @@ def test_no_trees_means_stock_masks(scheduler: TreeScheduler) -> None:
     found = step(scheduler, {"free": DRAFTS})
     assert found.structured_output_request_ids == ["tree", "undrafted"]
     assert (found.grammar_bitmask == STOCK).all()
+
+
+def counted(kind: str) -> tuple[StepCounts, SpecDecodingStats]:
+    """Both counts of a step of two requests; what happens to the second, see below."""
+    config = engine_config({"method": "suffix_tree"})
+    made = make_scheduler(config, log_stats=True)
+    handed_over = StepCounts(node_counts={8: 1, 4: 1}, accepted={2: 1, 1: 1})
+    names = ["tree", "other"]
+    for name in names:
+        made.add_request(make_request(name))
+    made.update_from_output(made.schedule(), output_of(names, [[5], [5]]))
+    drafts = {"tree": DRAFTS, "other": DRAFTS[:3]}
+    update_with(made, drafts, StepCounts())
+    output = made.schedule()
+    assert output.scheduled_spec_decode_tokens == drafts
+    added: list[StepCounts] = []
+    made._counters = SimpleNamespace(add=added.append)  # type: ignore[assignment]
+    if kind == "ended in the step":
+        made.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    elif kind == "padded":
+        output.scheduled_spec_decode_tokens["other"] = [-1] * 3
+        handed_over = StepCounts(node_counts={8: 1}, accepted={2: 1})
+    outputs = made.update_from_output(
+        output, output_of(names, [[4, 6, 3], [4] if kind == "padded" else [4, 1]])
+    )
+    update_with(made, {}, handed_over)
+    update_with(made, {}, StepCounts())
+    ours, later = added
+    assert later == StepCounts()
+    (stats,) = (o.scheduler_stats for o in outputs.values() if o.scheduler_stats)
+    assert stats.spec_decoding_stats is not None
+    return ours, stats.spec_decoding_stats
+
+
+def output_of(names: list[str], emitted: list[list[int]]) -> ModelRunnerOutput:
+    """What a runner emitted."""
+    rows = {name: row for row, name in enumerate(names)}
+    return ModelRunnerOutput(names, rows, emitted)
+
+
+def update_with(
+    made: TreeScheduler, drafts: dict[str, list[int]], counts: StepCounts
+) -> None:
+    """Hand over drafts, and what was counted."""
+    parents = {name: [0] * len(of) for name, of in drafts.items()}
+    made.update_draft_token_ids(
+        TreeDraftTokenIds([*drafts], [*drafts.values()], parents, counts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_trees"),
+    [("whole", 2), ("ended in the step", 1), ("padded", 1)],
+)
+def test_both_counts_are_of_the_same_trees(kind: str, num_trees: int) -> None:
+    """Red when ours and vLLM's drift apart where requests end, or enter a batch.
+
+    Behind a server a request with a stop string ends while its next step runs: the
+    worker scores its tree, and vLLM does not count it. In place of drafts of a request
+    with one token to read vLLM sends padding.
+    """
+    ours, theirs = counted(kind)
+    assert ours.trees == theirs.num_drafts == num_trees
+    assert ours.nodes - ours.trees == theirs.num_draft_tokens
+    accepted = sum(n * trees for n, trees in ours.accepted.items())
+    assert accepted == theirs.num_accepted_tokens

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
 from tests.heads import write_head
@@ -63,6 +64,13 @@ def suffix_pays(method: str, size: int, cell: Cell) -> float:
         return 0.5
     alone = {8: 1.4, 16: 1.5, 32: 1.1}[size]
     return alone if cell.batch_size == 1 else max(alone - 0.0375 * size, 0.1)
+
+
+def write_config(folder: Path) -> str:
+    """Write as much of a model as is read before engines start; its folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
 
 
 def test_models_are_tried_alone_and_beside_the_index(tmp_path: Path) -> None:
@@ -198,7 +206,8 @@ def test_the_command_prints_and_writes(
 
     monkeypatch.setattr(sides_module, "run_side", fails)
     head, out = write_head(tmp_path / "head", "redrafter"), tmp_path / "out"
-    command = ["tune", "target", "--head", head, "--out", str(out)]
+    target = write_config(tmp_path / "target")
+    command = ["tune", target, "--head", head, "--out", str(out)]
     done = CliRunner().invoke(app, [*command, "--batch-sizes", "1,4"])
     assert done.exit_code == 0, done.output
     assert "editing, 1 request at a time, temperature 0: suffix_tree" in done.output
@@ -211,9 +220,73 @@ def test_the_command_prints_and_writes(
     done = CliRunner().invoke(app, [*command, "--temperatures", "warm"])
     assert done.exit_code == 1
     assert "--temperatures: 'warm' is no list of numbers" in done.output
-    done = CliRunner().invoke(app, ["tune", "t", "--head", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize(
+    ("failing", "says", "engines"),
+    [
+        ({PLAIN}, "treespec tune: plain: broken (log: ", 1),
+        ({"suffix_tree"}, "treespec tune: nothing was measured beside plain", 2),
+    ],
+)
+def test_where_nothing_is_compared_there_is_no_answer(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: set[str],
+    says: str,
+    engines: int,
+) -> None:
+    """Red when plain vLLM is called best because nothing else has run."""
+    started: list[str] = []
+
+    def fails(job: Job, log: Path, on_event: OnEvent) -> None:
+        started.append(job.side.name)
+        if job.side.name in failing:
+            raise EngineError(f"{job.side.name}: broken (log: {log})")
+        Engines(suffix_pays)(job, log, on_event)
+
+    monkeypatch.setattr(sides_module, "run_side", fails)
+    out = tmp_path / "out"
+    target = write_config(tmp_path / "target")
+    done = CliRunner().invoke(app, ["tune", target, "--out", str(out)])
     assert done.exit_code == 1
-    assert "treespec tune: " in done.output
+    assert says in done.output
+    assert f"broken (log: {out / 'logs'}" in done.output
+    assert "is best" not in done.output
+    assert len(started) == engines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["IN/none"], "TARGET: there is no folder IN/none; name the folder"),
+        (["IN/empty"], "TARGET: IN/empty holds no config.json; name the folder"),
+        (["none/none"], "TARGET: there is no folder none/none, and the hub gave no"),
+        (["IN/target", "--draft", "IN/none"], "--draft: there is no folder IN/none"),
+        (["IN/target", "--draft", "./none"], "--draft: there is no folder ./none"),
+        (["IN/target", "--head", "IN/none"], "there is no folder IN/none; name the"),
+    ],
+)
+def test_missing_models_are_found_before_an_engine_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: str,
+) -> None:
+    """Red when a misspelt folder starts engines, one after the other."""
+
+    def not_there(model: str) -> None:
+        raise OSError(f"{model} is not a model identifier")
+
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", not_there)
+    monkeypatch.setattr(sides_module, "run_side", None)
+    write_config(tmp_path / "target")
+    (tmp_path / "empty").mkdir()
+    given = [argument.replace("IN", str(tmp_path)) for argument in arguments]
+    done = CliRunner().invoke(app, ["tune", *given, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert says.replace("IN", str(tmp_path)) in done.output
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("named", [None, 0.5])

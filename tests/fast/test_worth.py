@@ -81,14 +81,11 @@ def propose(
     """One tree for each request that has a price."""
     count = len(draft.logits)
     temperature = torch.zeros(count) if greedy else torch.ones(count)
-    # Noise, too, would say how sure a draft is.
-    follows_noise = isinstance(proposer, DynamicTree)
-    num_uniforms = 0 if follows_noise else proposer.sizes.num_uniforms
     return proposer.propose(
         ProposerInputs(
             torch.zeros(count, dtype=torch.int64),
             SamplingTensors(temperature, all_greedy=greedy, all_random=not greedy),
-            torch.rand(count, num_uniforms, dtype=torch.float64),
+            torch.rand(count, proposer.sizes.num_uniforms, dtype=torch.float64),
             [draft],
             prices=prices,
             host_may_wait=may_wait,

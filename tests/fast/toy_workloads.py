@@ -60,10 +60,6 @@ NOT_DRAWN = (
     *("lyanna_replace", "lyanna_merge"),
     *("hybrid", "hybrid_alone", "hybrid_head", "hybrid_pairs", "hybrid_chains"),
 )
-# What of these is drafted for sampled requests follows the target's noise.
-FOLLOWING_NOISE = tuple(
-    name for name in NOT_DRAWN if name not in ("suffix_tree", "head")
-)
 # How they use what a step leaves over.
 RESAMPLE: dict[str, Resample] = {
     "lyanna_replace": "replace",
@@ -160,9 +156,7 @@ def make_engine(
 ) -> FakeEngine:
     """An engine for one method; with masks it scores all nodes, as on a GPU."""
     language = Language(seed)
-    rule = "target_draw" if name in NOT_DRAWN else "recursive_rejection"
-    if name in FOLLOWING_NOISE:
-        rule = "coupled_draw"
+    rule = "coupled_draw" if name in NOT_DRAWN else "recursive_rejection"
     proposer = (PROPOSERS | MORE_PROPOSERS)[name]()
     shares = Shares(sure_match=4) if name.startswith("hybrid") else None
     method = make_method(

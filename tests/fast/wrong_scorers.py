@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.fast.enumeration import Scorer
+from tests.fast.position_noise import by_position, numbers_of
 from vllm_treespec.core.coupling import LIKELIEST
 from vllm_treespec.core.sampling import SamplingTensors, draw
 from vllm_treespec.core.tree import Draws, TreeBatch, first_child, next_draw
@@ -24,8 +25,8 @@ from vllm_treespec.scorers import (
     k_seq,
     multi_round,
     recursive_rejection,
-    target_draw,
 )
+from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.scorers.independent_draws import Judge, walk_independent_draws
 from vllm_treespec.scorers.k_seq import make_judge, optimal_division_factor
 
@@ -247,14 +248,14 @@ def one_uniform_for_all(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
     """Draws the token after every node with the same number."""
-    return target_draw(tree, target, uniforms[:, :1].expand_as(uniforms))
+    return by_position(tree, target, uniforms[:, :1].expand_as(uniforms))
 
 
 def bonus_is_greedy(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
     """Emits the likeliest token where the tree ends."""
-    output = target_draw(tree, target, uniforms)
+    output = by_position(tree, target, uniforms)
     reqs, last = torch.arange(tree.num_reqs), output.last_node()
     leaf = first_child(tree)[reqs, last] < 0
     tokens = torch.where(leaf, target.argmax(reqs, last), output.next_token_ids)
@@ -265,9 +266,9 @@ def draws_again(
     tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> ScorerOutput:
     """Draws again, three times at most, while no child of the root has the token."""
-    output = target_draw(tree, target, uniforms)
+    output = by_position(tree, target, uniforms)
     for turn in (0.25, 0.5, 0.75):
-        other = target_draw(tree, target, (uniforms + turn) % 1)
+        other = by_position(tree, target, (uniforms + turn) % 1)
         missed = output.num_accepted == 0
         output = ScorerOutput(
             torch.where(missed[:, None], other.path, output.path),
@@ -283,10 +284,11 @@ def only_likeliest(
     """Coupled draw that forgets the tokens whose noise it does not look at."""
     kept = target.logits.topk(min(LIKELIEST, target.logits.shape[1]), dim=1).indices
     likely = torch.zeros_like(target.logits).scatter(1, kept, 1.0)
-    return coupled_draw(tree, replace(target, logits=target.logits * likely), uniforms)
+    numbers = numbers_of(COUPLED_DRAW, uniforms)
+    return coupled_draw(tree, replace(target, logits=target.logits * likely), numbers)
 
 
-WRONG_TARGET_DRAW: dict[str, Scorer] = {
+WRONG_COUPLED_DRAW: dict[str, Scorer] = {
     "one uniform for all nodes": one_uniform_for_all,
     "greedy bonus token": bonus_is_greedy,
     "draws again": draws_again,

@@ -6,7 +6,7 @@ from vllm_treespec.config.parse import (
     SpecConfigError,
     names_our_method,
     parse_spec_config,
-    read_spec_file,
+    read_spec,
     unknown_method,
 )
 
@@ -17,6 +17,6 @@ __all__ = [
     "SpecConfigError",
     "names_our_method",
     "parse_spec_config",
-    "read_spec_file",
+    "read_spec",
     "unknown_method",
 ]

@@ -11,7 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -70,13 +72,21 @@ class MethodConfig(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
+    # what a user must have besides the target
+    NEEDS: ClassVar[str] = "nothing"
     # keys that shape the tree, and may stand in a schedule
     SHAPE: ClassVar[tuple[str, ...]] = ()
 
     max_trees: Count = Field(
         default=16, description="requests that may carry a tree in one step"
     )
-    schedule: tuple[ScheduleEntry, ...] | Literal["measured", "fixed"] = Field(
+    schedule: Annotated[
+        Annotated[tuple[ScheduleEntry, ...], Tag("[entries]")]
+        | Annotated[Literal["measured", "fixed"], Tag("[name]")],
+        Discriminator(
+            lambda given: "[name]" if isinstance(given, str) else "[entries]"
+        ),
+    ] = Field(
         default="measured",
         description="measured: the tree, or none, that brings most tokens a second; "
         "fixed: always the same; or a list of trees by batch size",
@@ -86,7 +96,9 @@ class MethodConfig(BaseModel, ABC):
         description="keep what the measured schedule learned for the next start",
     )
     lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
-        default=None, description="give up the target's distribution for speed"
+        default=None,
+        description="give up the target's distribution for speed",
+        examples=[{"epsilon": 0.1, "delta": 0.3}],
     )
 
     @classmethod
@@ -188,6 +200,8 @@ class MethodConfig(BaseModel, ABC):
                     f"'schedule' has an entry with '{key}', which does not shape a "
                     f"{self.name} tree; write {', '.join(self.SHAPE) or 'no such key'}"
                 )
+        if not shape:
+            return self.model_copy(update={"schedule": "fixed"})
         changed = {**self.model_dump(), "schedule": "fixed", **shape}
         try:
             return type(self).model_validate(changed)
@@ -314,6 +328,8 @@ def hot_token_files(
 
 class DraftModelConfig(MethodConfig):
     """What all methods with one draft model share."""
+
+    NEEDS = "a draft model"
 
     model: str = Field(min_length=1, description="folder or hub id of the draft model")
     hot_tokens: HotTokens = None

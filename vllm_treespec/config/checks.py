@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from vllm_treespec.config import HEAD_METHODS, SpecConfigError
 from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
+from vllm_treespec.config.reading import check_config_sizes
 from vllm_treespec.heads import (
     EagleHeadConfig,
     HeadError,
@@ -21,9 +20,15 @@ from vllm_treespec.heads import (
     head_folder,
     read_head_config,
 )
-from vllm_treespec.heads.files import check_head_weights, read_hot_tokens
+from vllm_treespec.heads.files import (
+    check_head_weights,
+    read_heads_hot_tokens,
+    read_hot_tokens,
+)
+from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.heads.published import is_eagle
 from vllm_treespec.heads.weights import listed, tensor_headers, weights_problem
+from vllm_treespec.json_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,12 +40,6 @@ SIZES = {
     "vocab_size": ("vocab_size",),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
 }
-# What it may say, and not as 0.
-POSITIVE = {
-    *(name for names in SIZES.values() for name in names),
-    *("hidden_size", "n_embd", "intermediate_size", "max_position_embeddings"),
-    *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
-}
 
 
 def check_weights(config: MethodConfig) -> None:
@@ -51,70 +50,104 @@ def check_weights(config: MethodConfig) -> None:
 
     """
     for model in config.models:
-        folder = Path(model)
-        if not folder.exists():
-            if folder.is_absolute() or model.startswith((".", "~")):
-                raise SpecConfigError(
-                    f"speculative_config 'model': there is no folder {model}; "
-                    f"`treespec assets` prints where the shipped draft models lie"
-                )
-            continue
-        if not (folder / "config.json").is_file():
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no config.json; name the "
-                f"folder of a model in Hugging Face format"
-            )
-        said = _check_config_file(folder / "config.json", config)
-        # older formats say it in a file of their own
-        quantised = {"quantization_config", "compression_config"} & said.keys() or any(
-            folder.glob("*quant*.json")
-        )
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise SpecConfigError(
-                f"speculative_config 'model': {folder} holds no *.safetensors weights; "
-                f"convert them with save_pretrained(..., safe_serialization=True)"
-            )
-        for problem in filter(None, map(weights_problem, files)):
-            raise SpecConfigError(
-                f"speculative_config 'model': {problem}; copy or save the draft model "
-                f"again"
-            )
-        headers = {n: h for file in files for n, h in tensor_headers(file).items()}
-        if is_eagle(headers):
-            raise _no_draft_model(folder, "eagle", config)
-        whole = [
-            name
-            for name, header in headers.items()
-            if name.endswith(".weight") and not header.is_floating
-        ]
-        if whole and not quantised:
-            raise SpecConfigError(
-                f"speculative_config 'model': weights in {folder} are whole numbers "
-                f"({listed(whole)}), and its config.json has no 'quantization_config'; "
-                f"save the draft model again, `treespec shrink` makes one in int8"
-            )
+        check_folder(model, config)
+        check_files(model, config)
 
 
-def _check_config_file(path: Path, method: MethodConfig) -> dict[str, Any]:
-    """Read a config.json that is a model's, and says what a draft model's must."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+def check_folder(model: str, config: MethodConfig) -> None:
+    """Check that a draft model's folder is there, and its config.json a model's.
+
+    Raises:
+        SpecConfigError: naming the folder or the file.
+
+    """
+    if problem := no_such_model(model):
         raise SpecConfigError(
-            f"speculative_config 'model': {path} is not JSON ({error}); copy or save "
-            f"the draft model again"
-        ) from None
-    if not isinstance(config, dict):
-        raise SpecConfigError(
-            f"speculative_config 'model': {path} holds no JSON object; name the folder "
-            f"of a model in Hugging Face format"
+            f"speculative_config 'model': {problem}; `treespec assets` prints where "
+            f"the shipped draft models lie"
         )
+    folder = Path(model)
+    if not folder.exists():
+        return
+    if not (folder / "config.json").is_file():
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no config.json; name the "
+            f"folder of a model in Hugging Face format"
+        )
+    _check_config_file(folder / "config.json", config)
+
+
+def check_files(model: str, config: MethodConfig) -> None:
+    """Check that the weights in a draft model's folder are there and whole.
+
+    Args:
+        model: one of the config's, which passed ``check_folder``.
+        config: validated.
+
+    Raises:
+        SpecConfigError: naming the file that is missing or broken, or weights that are
+            whole numbers without scales.
+
+    """
+    folder = Path(model)
+    if not folder.exists():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SpecConfigError(
+            f"speculative_config 'model': {folder} holds no *.safetensors weights; "
+            f"convert them with save_pretrained(..., safe_serialization=True)"
+        )
+    for problem in filter(None, map(weights_problem, files)):
+        raise SpecConfigError(
+            f"speculative_config 'model': {problem}; copy or save the draft model again"
+        )
+    if kind := kind_of_head({}, files):
+        raise _no_draft_model(folder, kind, config)
+    # older formats say how weights are quantised in a file of their own
+    keys = {"quantization_config", "compression_config"}
+    said = read_json_object(folder / "config.json").keys()
+    if keys & said or any(folder.glob("*quant*.json")):
+        return
+    whole = [
+        name
+        for file in files
+        for name, header in tensor_headers(file).items()
+        if name.endswith(".weight") and not header.dtype.is_floating_point
+    ]
+    if whole:
+        raise SpecConfigError(
+            f"speculative_config 'model': weights in {folder} are whole numbers "
+            f"({listed(whole)}), and its config.json has no 'quantization_config'; "
+            f"save the draft model again, `treespec shrink` makes one in int8"
+        )
+
+
+def kind_of_head(config: dict[str, Any], files: Iterable[Path] = ()) -> str | None:
+    """Which kind of head a folder holds, None: none.
+
+    Args:
+        config: its config.json.
+        files: of its weights, which must be whole.
+
+    """
     kind = config.get("method")
     if isinstance(kind, str) and kind in HEAD_METHODS:
+        return kind
+    names = (name for file in files for name in tensor_headers(file))
+    return "eagle" if "speculators_model_type" in config or is_eagle(names) else None
+
+
+def _check_config_file(path: Path, method: MethodConfig) -> None:
+    """Check a config.json: it is a model's, and says what a draft model's must."""
+    try:
+        config = read_json_object(path)
+    except ValueError as error:
+        raise SpecConfigError(
+            f"speculative_config 'model': {error}; copy or save the draft model again"
+        ) from None
+    if kind := kind_of_head(config):
         raise _no_draft_model(path.parent, kind, method)
-    if "speculators_model_type" in config:
-        raise _no_draft_model(path.parent, "eagle", method)
     text = config.get("text_config")
     keys = {*config, *(text if isinstance(text, dict) else ())}
     for size, names in SIZES.items():
@@ -123,18 +156,12 @@ def _check_config_file(path: Path, method: MethodConfig) -> dict[str, Any]:
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"
             )
-    for key, size in {**config, **(text if isinstance(text, dict) else {})}.items():
-        if key in POSITIVE and isinstance(size, int) and size < 1:
-            raise SpecConfigError(
-                f"speculative_config 'model': {path} says {key} {size}, which must be "
-                f"1 or more; save the draft model again with save_pretrained"
-            )
-    return config
+    check_config_sizes("speculative_config 'model'", path, config)
 
 
 def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfigError:
     return SpecConfigError(
-        f"speculative_config 'model': {folder} holds {_a_head(kind)}, not a draft "
+        f"speculative_config 'model': {folder} holds {a_head(kind)}, not a draft "
         f"model; write {_key_of_head(kind, config)}"
     )
 
@@ -173,9 +200,9 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
     head = read_head_config(folder)
     if head.method != config.head_kind:
         raise HeadError(
-            f"{folder} holds {_a_head(head.method)}; write "
+            f"{folder} holds {a_head(head.method)}; write "
             f"{_key_of_head(head.method, config)}, or name the folder of "
-            f"{_a_head(str(config.head_kind))}"
+            f"{a_head(str(config.head_kind))}"
         )
     check_head_weights(folder)
     levels = len(head.rank_accuracies) if isinstance(head, MedusaHeadConfig) else 0
@@ -186,40 +213,9 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
         )
 
 
-def _a_head(kind: str) -> str:
+def a_head(kind: str) -> str:
+    """Name a head of a kind, with its article."""
     return f"{'an' if kind == 'eagle' else 'a'} {kind} head"
-
-
-def read_config(
-    what: str, model: str, read: Callable[..., PretrainedConfig], **options: Any
-) -> PretrainedConfig:
-    """Read the configuration of a model in Hugging Face format.
-
-    Args:
-        what: the key or option that names the model, for the message.
-        model: folder or hub id.
-        read: called with ``model`` and ``options``.
-
-    Raises:
-        SpecConfigError: naming the model and what is wrong with it.
-
-    """
-    try:
-        return read(model, **options)
-    except (
-        OSError,
-        ValueError,
-        StrictDataclassError,
-        RecursionError,
-        ZeroDivisionError,
-    ) as error:
-        file = Path(model) / "config.json"
-        where = str(file) if file.is_file() else f"the configuration of {model}"
-        reason = " ".join(str(error).split())
-        raise SpecConfigError(
-            f"{what}: {where} cannot be read ({reason}); name the folder, or the hub "
-            f"id, of a model in Hugging Face format"
-        ) from None
 
 
 def check_text_only(model: str, draft: PretrainedConfig) -> None:
@@ -253,8 +249,12 @@ def check_attention(model: str, draft: PretrainedConfig, device: str) -> None:
         )
 
 
-def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
-    """Check the lists of hot tokens of draft models.
+def check_hot_tokens(config: MethodConfig, vocab_size: int | None = None) -> None:
+    """Check the lists of hot tokens of draft models and of EAGLE heads.
+
+    Args:
+        config: validated; its head's files are there.
+        vocab_size: tokens that target and draft models share, if it is known.
 
     Raises:
         SpecConfigError: one cannot be read.
@@ -264,6 +264,11 @@ def check_hot_tokens(config: MethodConfig, vocab_size: int) -> None:
         for file in config.hot_token_files:
             if file is not None:
                 read_hot_tokens(file, vocab_size)
+        if isinstance(config, EagleTreeConfig) and config.hot_tokens is not None:
+            head = read_head_config(config.model)
+            # others are refused by check_head_files
+            if isinstance(head, EagleHeadConfig):
+                read_heads_hot_tokens(Path(config.hot_tokens), head)
     except HeadError as error:
         raise SpecConfigError(f"speculative_config {error}") from None
 
@@ -344,7 +349,10 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     """
     if config.head is None:
         return
-    head = read_head_config(config.head)
+    try:
+        head = read_head_config(config.head)
+    except HeadError as error:
+        raise SpecConfigError(f"speculative_config 'model': {error}") from None
     sizes = {"vocab_size": (head.vocab_size, target.vocab_size)}
     if isinstance(head, EagleHeadConfig):
         states = (head.target_hidden_size, target.hidden_size)

@@ -34,6 +34,7 @@ class EagleTreeConfig(GrownTreeConfig):
     """Trees from an EAGLE head."""
 
     HEAD = "eagle"
+    NEEDS = "an EAGLE head"
 
     method: Literal["eagle_tree"]
     tree: Literal["dynamic", "static", "stochastic"] = Field(

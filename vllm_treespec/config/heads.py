@@ -41,7 +41,7 @@ class HeadMethodConfig(MethodConfig):
     @property
     def rule(self) -> str:
         """Drafts that were not drawn have no distribution to reject by."""
-        return "target_draw"
+        return "coupled_draw"
 
 
 def smaller_trees(
@@ -110,9 +110,7 @@ class GrownTreeConfig(HeadMethodConfig):
 
     @property
     def rule(self) -> str:
-        """Drawn trees have a distribution to reject by; dynamic ones follow noise."""
-        if self.tree == "dynamic":
-            return "coupled_draw"
+        """Drawn trees have a distribution to reject by."""
         return "recursive_rejection" if self.tree == "stochastic" else super().rule
 
     @property

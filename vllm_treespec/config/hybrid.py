@@ -23,6 +23,7 @@ class HybridConfig(IndexConfig):
 
     MODEL_SHAPE: ClassVar[tuple[str, ...]] = ("top_k", "model_depth")
     SHAPE = (*IndexConfig.SHAPE, *MODEL_SHAPE)
+    NEEDS = "a draft model or a head"
 
     method: Literal["hybrid"]
     model: str = Field(
@@ -87,7 +88,7 @@ class HybridConfig(IndexConfig):
 
     @property
     def rule(self) -> str:
-        """What the model drafts for sampled requests follows the target's noise."""
+        """Drafts that were not drawn have no distribution to reject by."""
         return "coupled_draw"
 
     @property

@@ -28,6 +28,7 @@ class LyannaConfig(GrownTreeConfig):
 
     SHAPE = (*GrownTreeConfig.SHAPE, "resample_drafts")
     HEAD = "lyanna"
+    NEEDS = "a Lyanna head"
 
     method: Literal["lyanna"]
     tree: Literal["dynamic", "stochastic"] = Field(

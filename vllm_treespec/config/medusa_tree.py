@@ -21,6 +21,7 @@ class MedusaTreeConfig(HeadMethodConfig):
 
     SHAPE = ("num_drafts",)
     HEAD = "medusa"
+    NEEDS = "a Medusa head"
 
     method: Literal["medusa_tree"]
     num_drafts: Count = Field(

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.methods import METHODS
+from vllm_treespec.heads.names import shown
+from vllm_treespec.json_files import parse_json, read_json_object
 
-# Methods that got another name, because the old one is a method of vLLM's own.
-RENAMED = {"suffix": "suffix_tree", "medusa": "medusa_tree"}
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+# Methods of vLLM's own, with the draft trees of the same kind.
+OF_VLLM = {
+    "suffix": "suffix_tree",
+    "ngram": "suffix_tree",
+    "ngram_gpu": "suffix_tree",
+    "medusa": "medusa_tree",
+    "eagle": "eagle_tree",
+    "eagle3": "eagle_tree",
+    "draft_model": "rsd_s",
+}
+# Of these, names that methods of ours had before.
+RENAMED = ("suffix", "medusa")
+# The key in which vLLM's own methods are told how many tokens to draft.
+VLLM_SIZE = "num_speculative_tokens"
+EXAMPLE = '{"method": "suffix_tree"}'
 
 
 class SpecConfigError(ValueError):
@@ -37,29 +56,44 @@ def parse_spec_config(spec: Mapping[str, Any]) -> MethodConfig:
         raise SpecConfigError(_one_message(error, method)) from None
 
 
-def read_spec_file(path: Path) -> dict[str, Any]:
-    """Read a spec-config from a JSON file; it is not validated.
+def read_spec(given: str) -> dict[str, Any]:
+    """Read a spec-config from JSON text, or from a JSON file; it is not validated.
+
+    Args:
+        given: the text, or the file's name; only text begins with a bracket.
 
     Raises:
-        SpecConfigError: when the file holds no JSON object.
+        SpecConfigError: it is no JSON object.
 
     """
+    if given.lstrip()[:1] not in ("{", "["):
+        return _read_spec_file(given)
     try:
-        spec = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
-    except UnicodeDecodeError as error:
-        raise SpecConfigError(
-            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); "
-            f"save it as UTF-8"
-        ) from None
+        spec = parse_json(given, finite=True)
     except ValueError as error:
-        raise SpecConfigError(f"{path} is not JSON: {error}") from None
+        raise SpecConfigError(
+            f"the spec-config is not JSON ({error}); write it in single quotes, such "
+            f"as '{EXAMPLE}'"
+        ) from None
     if not isinstance(spec, dict):
-        raise SpecConfigError(f"{path} must hold one JSON object, a spec-config")
+        raise SpecConfigError(
+            f"the spec-config is no JSON object; write one such as '{EXAMPLE}'"
+        )
     return spec
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON's; write a finite number")
+def _read_spec_file(name: str) -> dict[str, Any]:
+    if not os.path.isfile(name):
+        raise SpecConfigError(
+            f"there is no file {shown(name)[1:-1]}; name a JSON file that holds a "
+            f"spec-config, or write it in single quotes, such as '{EXAMPLE}'"
+        )
+    try:
+        return read_json_object(Path(name), finite=True)
+    except ValueError as error:
+        raise SpecConfigError(
+            f"{error}; write one JSON object into it, such as {EXAMPLE}"
+        ) from None
 
 
 def names_our_method(spec: Mapping[str, Any]) -> bool:
@@ -79,37 +113,53 @@ def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
             f"speculative_config: 'method' is missing; "
             f"write one of {', '.join(fitting) or names}"
         )
-    message = f"speculative_config: 'method' is {method!r}"
+    message = f"speculative_config: 'method' is {shown(method)}"
     if not isinstance(method, str):
         return SpecConfigError(f"{message}; write a name, one of {names}")
-    if method in RENAMED:
+    if method in OF_VLLM:
         return SpecConfigError(
-            f"{message}, the name of another method, of vLLM's own; "
-            f"draft trees of this kind are '{RENAMED[method]}'"
+            f"{message}, a method of vLLM's own, which needs no treespec; "
+            f"draft trees of this kind are '{OF_VLLM[method]}'"
         )
     nearest = get_close_matches(method.lower().replace("-", "_"), METHODS, n=1)
     meant = f" (did you mean '{nearest[0]}'?)" if nearest else ""
     return SpecConfigError(
-        f"{message}{meant}; write one of {names}, or a method of vLLM's own"
+        f"{message}{meant}; write one of {names} (other methods of vLLM's own are for "
+        f"`vllm serve` alone)"
     )
 
 
 def _one_message(error: ValidationError, method: str) -> str:
-    method_type = METHODS[method]
-    problems = []
-    for problem in error.errors():
-        # pydantic names the members of a union, too
-        parts = [str(part) for part in problem["loc"] if "[" not in str(part)]
-        key = ".".join(parts)
-        if problem["type"] == "extra_forbidden":
-            problems.append(f"'{key}' is not a key of this method; remove it")
-        elif problem["type"] == "missing":
-            problems.append(f"'{key}' is missing; add it")
-        else:
-            message = str(problem["msg"]).removeprefix("Value error, ")
-            key = f"'{key}' is {problem['input']!r}: " if key else ""
-            problems.append(key + message)
+    problems = "; ".join(_problem(problem, method) for problem in error.errors())
     return (
-        f"speculative_config for method '{method}': {'; '.join(problems)} "
-        f"(its keys are {', '.join(method_type.model_fields)})"
+        f"speculative_config for method '{method}': {problems} "
+        f"(its keys are {', '.join(METHODS[method].model_fields)})"
     )
+
+
+def _problem(problem: ErrorDetails, method: str) -> str:
+    """What is wrong with one key, and what to write."""
+    fields = METHODS[method].model_fields
+    # the members of a union are named in brackets, too
+    key = ".".join(str(part) for part in problem["loc"] if "[" not in str(part))
+    if problem["type"] == "missing":
+        return f"'{key}' is missing; add it"
+    if problem["type"] == "extra_forbidden" and key == VLLM_SIZE:
+        return f"'{key}' is for vLLM's own methods; write {_size_keys(method)}"
+    if problem["type"] == "extra_forbidden":
+        near = get_close_matches(key, fields, n=1)
+        other = f", or write '{near[0]}'" if near else ""
+        return f"{shown(key)} is not a key of this method; remove it{other}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not key:
+        return message
+    examples = fields[key].examples if key in fields else None
+    remedy = f"; write one such as {json.dumps(examples[0])}" if examples else ""
+    return f"'{key}' is {shown(problem['input'])}: {message}{remedy}"
+
+
+def _size_keys(method: str) -> str:
+    """The keys that say how many tokens a method drafts."""
+    shape = METHODS[method].SHAPE
+    keys = ["num_drafts"] if "num_drafts" in shape else shape
+    return ", ".join(f"'{key}'" for key in keys if key != "min_probability")

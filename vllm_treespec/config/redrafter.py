@@ -34,6 +34,7 @@ class ReDrafterConfig(HeadMethodConfig):
 
     SHAPE = ("beam_width", "length", "num_drafts", "min_probability")
     HEAD = "redrafter"
+    NEEDS = "a ReDrafter head"
 
     method: Literal["redrafter"]
     beam_width: Count = Field(default=BEAM_WIDTH, le=MAX_DRAFTS, description="beams")
@@ -65,10 +66,8 @@ class ReDrafterConfig(HeadMethodConfig):
 
     @property
     def rule(self) -> str:
-        """Drawn beams have a distribution to reject by; dynamic trees follow noise."""
-        if self.tree == "dynamic":
-            return "coupled_draw"
-        if self.beam_search == "stochastic":
+        """Drawn beams have a distribution to reject by."""
+        if self.tree != "dynamic" and self.beam_search == "stochastic":
             return "recursive_rejection"
         return super().rule
 

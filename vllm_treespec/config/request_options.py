@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_treespec.config.base import MAX_DRAFTS
+from vllm_treespec.heads.names import shown
 
 KEY = "treespec"
 WHERE = f"extra_args (vllm_xargs over HTTP), '{KEY}'"
 EXAMPLE = f'write {{"{KEY}": {{"enabled": false}}}}, or the inner object as JSON text'
-SHOWN = 60
 
 
 class RequestOptionsError(ValueError):
@@ -82,9 +82,3 @@ def one_message(error: ValidationError) -> str:
             problems.append(f"{key} is {value}: {problem['msg']}")
     keys = ", ".join(RequestOptions.model_fields)
     return f"{WHERE}: {'; '.join(problems)} (its keys are {keys})"
-
-
-def shown(value: object) -> str:
-    """A value for a message, not too long."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -39,6 +39,7 @@ class SpecInferDraft(BaseModel):
 class SpecInferConfig(MethodConfig):
     """Trees of one or more draft models, merged."""
 
+    NEEDS = "draft models"
     SHAPE = ("drafts",)
 
     method: Literal["specinfer"]

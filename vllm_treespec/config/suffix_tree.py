@@ -41,7 +41,7 @@ class IndexConfig(MethodConfig, ABC):
     @property
     def rule(self) -> str:
         """Drafts that were not drawn have no distribution to reject by."""
-        return "target_draw"
+        return "coupled_draw"
 
     def suffix_index(self) -> SuffixIndex:
         """Make the index, with an empty cache, for the deepest tree of the schedule."""

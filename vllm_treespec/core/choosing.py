@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vllm_treespec.core.aids import aiding
 from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.schedule import RunningRequests, Schedule, StepOutcome
 from vllm_treespec.core.stats import StepStats
@@ -69,7 +70,8 @@ class Chooser:
     """Chooses the tree of each step.
 
     At the end of a step, unless it ``rests``, comes ``observe``, then ``choose``, and
-    ``drafted`` last.
+    ``drafted`` last. Where a schedule fails, or what is noted for it, all later steps
+    are plain.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Chooser:
     ) -> None:
         """Begin without a choice; ``clock`` gives seconds."""
         self.schedule = schedule
+        self.aid = schedule.aid
         self.stats = stats
         self.clock = clock
         # of trees, by their index: to make a name takes longer than to choose
@@ -100,14 +103,18 @@ class Chooser:
             scheduled: a step without trees, in which every request emitted a token.
 
         """
-        num_steps = 1 + self.rest.num_steps
-        holds = self.last.only_decoded and num_steps <= self.schedule.rest_steps
-        if not (holds and self._goes_on(scheduled)):
+        if not self.aid.run(False, self._holds, scheduled):
             return False
         num_tokens = self.rest.num_tokens + len(scheduled.slots)
-        self.rest = Timed(num_steps, num_tokens, self.clock())
+        self.rest = Timed(1 + self.rest.num_steps, num_tokens, self.clock())
         self.stats.count_step(PLAIN)
         return True
+
+    def _holds(self, scheduled: ScheduledBatch) -> bool:
+        """The same, before the step is noted."""
+        num_steps = 1 + self.rest.num_steps
+        holds = self.last.only_decoded and num_steps <= self.schedule.rest_steps
+        return holds and self._goes_on(scheduled)
 
     def choose(
         self,
@@ -130,6 +137,24 @@ class Chooser:
             drawn, bool [n].
 
         """
+        nobody = np.zeros(len(reqs), dtype=bool)
+        index, mode, drawn_for = self.aid.run(
+            (None, PLAIN, nobody), self._ask, batch, reqs, limits, num_behind
+        )
+        self.rest = Timed()
+        ran = frozenset(batch.slots.tolist())
+        self.last = Choice(index, mode, ran, self.only_decoded, self.clock())
+        self.stats.count_step(mode)
+        return index, drawn_for
+
+    def _ask(
+        self,
+        batch: EmittedBatch,
+        reqs: np.ndarray,
+        limits: np.ndarray,
+        num_behind: np.ndarray,
+    ) -> tuple[int | None, str, np.ndarray]:
+        """Ask the schedule, see ``choose``; the tree's name lies between."""
         emitted = batch.emitted[reqs]
         slots = batch.slots[reqs].tolist()
         reqs = reqs[emitted]
@@ -143,14 +168,11 @@ class Chooser:
                 num_behind[emitted].tolist(),
             )
         )
-        self.rest = Timed()
         mode = PLAIN if index is None else self.modes[index]
-        ran = frozenset(batch.slots.tolist())
-        self.last = Choice(index, mode, ran, self.only_decoded, self.clock())
-        self.stats.count_step(mode)
         drawn = set(drawn_for)
-        return index, np.array([slot in drawn for slot in slots], dtype=bool)
+        return index, mode, np.array([slot in drawn for slot in slots], dtype=bool)
 
+    @aiding
     def observe(
         self,
         scheduled: ScheduledBatch,
@@ -260,5 +282,5 @@ class Chooser:
         A step without them is not timed: the engine may have idled before it.
         """
         if len(slots):
-            self.schedule.forget(slots.tolist())
+            self.aid.run(None, self.schedule.forget, slots.tolist())
             self.last = replace(self.last, slots=frozenset())

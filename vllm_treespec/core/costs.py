@@ -87,6 +87,9 @@ class StepCosts:
     ) -> None:
         """Add a timed step.
 
+        More trees take longer: of a step with fewer ones than requests, what it took
+        longer than a plain step grows with them, and no time is less than the step's.
+
         Args:
             batch_size: of the step.
             index: of its option.
@@ -99,8 +102,8 @@ class StepCosts:
         if index is not None and share < 1:
             if None not in known:
                 return
-            plain = known[None].seconds
-            seconds = plain + (seconds - plain) * math.sqrt(1 / share)
+            extra = max(seconds - known[None].seconds, 0.0)
+            seconds += extra * (math.sqrt(1 / share) - 1)
         times = known.setdefault(index, StepTimes())
         times.add(self.steps_at[batch_size], seconds, num_steps)
         self._check_recalled(batch_size, index)

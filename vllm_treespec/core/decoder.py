@@ -23,13 +23,13 @@ from vllm_treespec.core.matching import (
 )
 from vllm_treespec.core.method import EngineLimits, Method
 from vllm_treespec.core.penalties import PenalisedTexts, Penalties, no_drafts
-from vllm_treespec.core.plain_draw import draw_plainly
+from vllm_treespec.core.plain_draw import PlainDraw, draw_plainly
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.shares import count_parts
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import SECOND_PART, TreeBatch, ancestor_bits
-from vllm_treespec.core.uniforms import SCORING, UniformSource
+from vllm_treespec.core.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.core.views import (
     EmittedBatch,
     SamplingView,
@@ -42,7 +42,7 @@ from vllm_treespec.sources.base import DraftSource, TextSource
 
 
 class RanksDiffer(SystemExit):
-    """A rank drew other drafts than rank 0, so that its text would be another.
+    """A rank drew other drafts than rank 0, or would, so that its text would differ.
 
     vLLM takes the answers of rank 0 alone, but it stops the engine when the process
     of any rank ends.
@@ -76,16 +76,11 @@ class TreeDecoder:
         self.layout = layout
         self.limits = limits
         self.stats = stats
-        self.slots = RequestSlots()
+        self.slots = RequestSlots(limits.seed)
         self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
-        self.uniforms = UniformSource(limits.seed)
         self.penalised_texts = PenalisedTexts()
-        self.drafter = TreeDrafter(
-            method, sources, self.slots, self.uniforms, limits, stats
-        )
-        self.max_draws = TreeSizes.largest(
-            [p.sizes for p in method.proposers]
-        ).max_draws
+        self.drafter = TreeDrafter(method, sources, self.slots, limits, stats)
+        self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
         self.step = 0
         self.proposal: Proposal | None = None
         self.chooser = Chooser(method.schedule, stats)
@@ -164,59 +159,64 @@ class TreeDecoder:
         of_trees = sampling.select(trees.host_reqs, trees.reqs)
         penalties = self._penalties(trees, sampling)
         target = TargetLogits(logits, trees.root_rows, of_trees, penalties)
-        uniforms = trees.tree.keys
-        if uniforms is None:
-            count = 0 if of_trees.all_greedy else 1 + self.max_draws
-            seeds = self.slots.seeds(trees.slots)
-            uniforms = self.uniforms.draw(
-                seeds, trees.root_positions.tolist(), count, SCORING
-            ).to(self.limits.device)
+        numbers = torch.empty((len(trees.slots), 0))
+        if not of_trees.all_greedy:
+            numbers = self.numbers(self.slots.keys(trees.slots), trees.root_positions)
         with self._leaving_out(logits, sampling, trees.host_reqs, trees):
-            self.scored = self.verify(trees.tree_index, trees.tree, target, uniforms)
+            self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
         return self.scored
 
-    def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> Tensor | None:
-        """Draw the tokens of requests without a tree, if they could have one.
+    def numbers(self, keys: np.ndarray, root_positions: np.ndarray) -> Tensor:
+        """Random numbers of the method's rule for trees, on the device.
 
-        The engine's sampler must draw for others: their parameters trees cannot follow,
-        or they have a seed, of which its generator is made on any device.
+        Args:
+            keys: int64 [num_trees], of the requests.
+            root_positions: int64 [num_trees].
+
+        """
+        if self.method.rule.follows_noise:
+            numbers = noise_keys(keys, root_positions, 1 + self.sizes.max_depth)
+        else:
+            count = 1 + self.sizes.max_draws
+            numbers = keyed_uniforms(keys, root_positions, SCORING, count)
+        return numbers.to(self.limits.device)
+
+    def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
+        """Draw the tokens of requests without a tree; None if there are none.
+
+        They are drawn by the noise of their positions, as the tokens of trees are. The
+        engine's sampler must draw for requests whose parameters trees cannot follow. It
+        also serves where all requests are greedy without penalties.
 
         Args:
             logits: [num_rows, vocab_size].
             sampling: of the requests of the batch.
 
-        Returns:
-            int64 [num_reqs], -1 where nothing was drawn; None if nothing was. The
-            engine's sampler is as fast on a GPU, and where all requests are greedy
-            without penalties.
-
         """
-        if self.method.batched or (self.trees is None and sampling.likeliest_only):
+        if self.trees is None and sampling.likeliest_only:
             return None
         batch = self.batch
-        drawn_for = self.slots.may_draft(batch.slots)
-        drawn_for &= [seed is None for seed in self.slots.seeds(batch.slots)]
+        drawn_for = self.slots.supported(batch.slots)
         if self.trees is not None:
             drawn_for[self.trees.host_reqs] = False
         host_reqs = np.flatnonzero(drawn_for)
         if not len(host_reqs):
             return None
-        reqs = torch.from_numpy(host_reqs)
-        of_reqs = sampling.select(host_reqs, reqs)
-        count = 0 if of_reqs.all_greedy else 1
-        uniforms = self.uniforms.draw_shared(len(host_reqs), count)
-        rows = self.root_rows[reqs]
-        penalties = self.penalised_texts.penalties(
-            sampling.penalties, host_reqs, batch.slots[host_reqs], *no_drafts(reqs)
+        reqs, slots = torch.from_numpy(host_reqs), batch.slots[host_reqs]
+        reqs = reqs.to(self.limits.device)
+        target = TargetLogits(
+            logits,
+            self.root_rows[reqs],
+            sampling.select(host_reqs, reqs),
+            self.penalised_texts.penalties(
+                sampling.penalties, host_reqs, slots, *no_drafts(reqs)
+            ),
         )
-        tokens = torch.full((len(drawn_for),), -1)
+        keys = noise_keys(self.slots.keys(slots), batch.root_positions[host_reqs], 1)
+        keys = keys.to(self.limits.device)
         with self._leaving_out(logits, sampling, host_reqs):
-            if penalties is not None:
-                every = torch.arange(len(rows))
-                logits = penalties.apply(logits[rows], every, torch.zeros_like(every))
-                rows = every
-            tokens[reqs] = draw_plainly(logits, rows, of_reqs, uniforms)
-        return tokens
+            tokens = draw_plainly(target, keys, self.method.batched)
+        return PlainDraw(host_reqs, reqs, tokens)
 
     def _leaving_out(
         self,
@@ -265,7 +265,7 @@ class TreeDecoder:
         )
 
     def verify(
-        self, index: int, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
+        self, index: int, tree: TreeBatch, target: TargetLogits, numbers: Tensor
     ) -> ScorerOutput:
         """Verify trees that were drawn as the schedule's tree of this index.
 
@@ -273,11 +273,11 @@ class TreeDecoder:
             index: in the schedule.
             tree: the trees.
             target: the target's logits at the nodes.
-            uniforms: float64 [num_trees, 1 + max_draws] in [0, 1).
+            numbers: random numbers of the method's rule.
 
         """
         sizes = self.method.proposers[index].sizes if self.method.batched else None
-        return score(tree, target, uniforms, self.method.rule, sizes)
+        return score(tree, target, numbers, self.method.rule, sizes)
 
     def commit(self) -> None:
         """Bring the accepted paths' KV into the requests' own slots."""
@@ -310,7 +310,12 @@ class TreeDecoder:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
-            by_part = self._count(batch, accepted)
+            by_part = self.chooser.aid.run(
+                np.zeros((batch.num_reqs, 2), dtype=np.int64),
+                self._count,
+                batch,
+                accepted,
+            )
             has_branches = self.trees is not None and self.trees.branching
             self.chooser.observe(
                 self.batch, batch, self.proposal, accepted, by_part, has_branches

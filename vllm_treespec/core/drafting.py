@@ -16,7 +16,7 @@ from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.requests import RequestSlots
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.uniforms import DRAFTING, UniformSource
+from vllm_treespec.core.uniforms import DRAFTING, keyed_uniforms, noise_keys
 from vllm_treespec.core.views import GREEDY_BELOW, EmittedBatch
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.proposers.hybrid import Hybrid
@@ -69,7 +69,6 @@ class TreeDrafter:
         method: Method,
         sources: Sequence[DraftSource],
         slots: RequestSlots,
-        uniforms: UniformSource,
         limits: EngineLimits,
         stats: StepStats,
     ) -> None:
@@ -78,7 +77,6 @@ class TreeDrafter:
         self.models = [s for s in sources if not s.reads.token_ids]
         self.text_sources = [s for s in sources if s.reads.token_ids]
         self.slots = slots
-        self.uniforms = uniforms
         self.limits = limits
         self.stats = stats
 
@@ -102,7 +100,8 @@ class TreeDrafter:
             found = cast(Continuations, source.begin(roots))
             if self.method.shares is not None:
                 shares = self.method.shares.first(roots.slots, found.matches())
-        prices = self.method.schedule.prices(roots.slots.tolist())
+        schedule = self.method.schedule
+        prices = schedule.aid.run(None, schedule.prices, roots.slots.tolist())
         return Candidates(index, reqs, roots, found, shares, prices)
 
     def models_draft(self, candidates: Candidates) -> bool:
@@ -149,20 +148,20 @@ class TreeDrafter:
             for source in self.models
             if models_draft
         ]
-        uniforms = self.uniforms.draw(
-            self.slots.seeds(roots.slots),
-            roots.positions.tolist(),
-            proposer.sizes.num_uniforms,
-            DRAFTING,
-        )
+        device = self.limits.device
+        sampling = end.batch.sampling.select(reqs, torch.from_numpy(reqs).to(device))
+        keys, sizes = self.slots.keys(roots.slots), proposer.sizes
+        uniforms = keyed_uniforms(keys, roots.positions, DRAFTING, sizes.num_uniforms)
+        noise: Tensor | None = None
+        if models and self.method.rule.follows_noise and not sampling.all_greedy:
+            noise = noise_keys(keys, roots.positions, sizes.max_depth).to(device)
         tree = proposer.propose(
             ProposerInputs(
                 root_token_ids=roots.root_token_ids,
-                sampling=end.batch.sampling.select(
-                    reqs, torch.from_numpy(reqs).to(self.limits.device)
-                ),
-                uniforms=uniforms.to(self.limits.device),
+                sampling=sampling,
+                uniforms=uniforms.to(device),
                 draft_models=models,
+                noise_keys=noise,
                 continuations=[] if candidates.found is None else [candidates.found],
                 first_shares=candidates.first_shares,
                 prices=candidates.prices,

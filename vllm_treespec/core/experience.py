@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Literal
 
-from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.forward_times import ForwardTimes
@@ -37,17 +43,19 @@ Parts = tuple[
 class Experience(BaseModel):
     """What a schedule learned of a machine and of the text it serves."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     # batch size -> name of a tree, or "plain" -> seconds of a step; steps in which some
     # request is sampled apart
-    seconds: dict[Kind, dict[int, dict[str, PositiveFloat]]]
+    seconds: dict[Kind, dict[PositiveInt, dict[str, PositiveFloat]]]
     # name of a tree -> accepted tokens of one
     accepted: dict[Kind, dict[str, NonNegativeFloat]]
     # batch size -> seconds of what drafts cost, see ``DraftParts``
-    drafts: dict[Kind, dict[int, Parts]] = {}
+    drafts: dict[Kind, dict[PositiveInt, Parts]] = {}
     # number of rows -> seconds of a forward of the target, and of the draft models, as
     # the start has timed them
-    target_forwards: dict[int, PositiveFloat] = {}
-    draft_forwards: dict[int, PositiveFloat] = {}
+    target_forwards: dict[PositiveInt, PositiveFloat] = {}
+    draft_forwards: dict[PositiveInt, PositiveFloat] = {}
     # accepted tokens over those that trees promised, and a model's beside an index
     kept: dict[Kind, NonNegativeFloat] = {}
     model_kept: dict[Kind, NonNegativeFloat] = {}
@@ -118,6 +126,10 @@ def recall(schedule: MeasuredSchedule, experience: Experience) -> None:
     """Let a schedule that has measured nothing begin with what another one knew.
 
     Times count as one measured step each, until they turn out to be another machine's.
+
+    Raises:
+        KeyError: the experience is of a tree that the schedule does not have.
+
     """
     indices = {name: index for index, name in _names(schedule).items()}
     schedule.times.begin_with(

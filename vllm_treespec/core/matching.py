@@ -290,7 +290,7 @@ def running_trees(
         host_reqs=reqs,
         query_starts=query_starts[reqs],
         num_nodes=num_nodes,
-        root_positions=batch.num_computed[reqs],
+        root_positions=batch.root_positions[reqs],
         slots=batch.slots[reqs],
         proposal_rows=rows,
         branching=proposal.is_branching(rows, num_nodes),

@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors, draw, likeliest
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import NO_NODE, TreeBatch
+from vllm_treespec.scorers import TargetLogits, score
+from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 
-# Rows that each thread draws at once. The system clears the memory of more rows each
-# time anew, which takes longer than to draw.
-ROWS_OF_A_THREAD = 1
+ROOT_ALONE = TreeSizes(max_nodes=1, max_depth=0, max_width=1, max_leaves=1)
 
 
-def draw_plainly(
-    logits: Tensor, rows: Tensor, sampling: SamplingTensors, uniforms: Tensor
-) -> Tensor:
-    """Draw the next token of each request, on a CPU.
+class PlainDraw(NamedTuple):
+    """The next tokens of requests that have no tree in a step."""
+
+    # int64 [n], places in the batch, on the host
+    host_reqs: np.ndarray
+    # int64 [n], the same on the device
+    reqs: Tensor
+    # int64 [n]
+    token_ids: Tensor
+
+
+def draw_plainly(target: TargetLogits, keys: Tensor, batched: bool) -> Tensor:
+    """Draw the next token of each request by the noise of its position.
 
     Args:
-        logits: [num_rows, vocab_size].
-        rows: int64 [num_reqs], the requests' rows of them.
-        sampling: of the requests.
-        uniforms: float64 [num_reqs, 1] in [0, 1); [num_reqs, 0] where all are greedy.
+        target: the target's logits at the roots.
+        keys: int64 [num_reqs, 1], see ``uniforms.noise_keys``.
+        batched: whether the host must not wait for the device.
 
     Returns:
         int64 [num_reqs]; the likeliest token of greedy requests.
 
     """
-    if sampling.all_random:
-        parts = torch.arange(len(rows)).split(
-            ROWS_OF_A_THREAD * torch.get_num_threads()
-        )
-        return torch.cat(
-            [
-                draw(sampling.select(part).probs(logits[rows[part]]), uniforms[part, 0])
-                for part in parts
-            ]
-        )
-    if sampling.all_greedy:
-        return rows.new_tensor(likeliest(logits, rows.tolist()))
-    tokens = torch.zeros_like(rows)
-    for kind, is_greedy in ((sampling.greedy, True), (~sampling.greedy, False)):
-        reqs = torch.nonzero(kind)[:, 0]
-        of_kind = replace(
-            sampling.select(reqs), all_greedy=is_greedy, all_random=not is_greedy
-        )
-        tokens[reqs] = draw_plainly(logits, rows[reqs], of_kind, uniforms[reqs])
-    return tokens
+    zeros = torch.zeros_like(keys)
+    roots = TreeBatch(
+        token_ids=zeros,
+        parents=torch.full_like(keys, NO_NODE),
+        depths=zeros,
+        num_nodes=torch.ones_like(keys[:, 0]),
+    )
+    sizes = ROOT_ALONE if batched else None
+    return score(roots, target, keys, COUPLED_DRAW, sizes).next_token_ids

@@ -74,16 +74,17 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             depth=proposer.sizes.draft_depth,
             hidden=hidden,
         )
-        num_uniforms = max(proposer.sizes.num_uniforms, 1 + decoder.max_draws)
         uniforms = torch.rand(
-            (num_reqs, num_uniforms), dtype=torch.float64, device=device
+            (num_reqs, proposer.sizes.num_uniforms), dtype=torch.float64, device=device
         )
+        numbers = decoder.numbers(roots.slots, roots.positions)
         inputs = ProposerInputs(
             roots.root_token_ids,
             sampling,
-            uniforms[:, : proposer.sizes.num_uniforms],
+            uniforms,
             [draft_model_of(source, roots, vocab_size) for source in models],
-            [nothing] if len(models) < len(decoder.sources) else (),
+            noise_keys=numbers if decoder.method.rule.follows_noise else None,
+            continuations=[nothing] if len(models) < len(decoder.sources) else (),
             first_shares=None
             if shares is None
             else shares.first(roots.slots, nothing.matches()),
@@ -92,7 +93,7 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)
         root_rows = torch.arange(num_reqs, device=device) * tree.max_nodes
         target = TargetLogits(logits, root_rows, sampling)
-        decoder.verify(index, tree, target, uniforms)
+        decoder.verify(index, tree, target, numbers)
 
 
 def draft_model_of(source: DraftSource, roots: Roots, vocab_size: int) -> DraftModel:

@@ -8,30 +8,38 @@ import numpy as np
 
 from vllm_treespec.core.forbidden import Forbidden
 from vllm_treespec.core.tree import MAX_NODES
+from vllm_treespec.core.uniforms import numbered_key, seeded_key
 
 
 class RequestSlots:
-    """Gives every request a slot, and stores what drafting needs to know of it.
+    """Gives every request a slot and a key, and stores what drafting needs of it.
 
     A slot is free again when its request ends. All that is stored by slot must be
     dropped then (``TreeDecoder.finish_requests``): the next request may get the same
     slot.
+
+    All random numbers of a request follow from its key (``uniforms.py``). The key is
+    that of its seed; without one it follows from the engine's seed and the number of
+    such requests before it, so that all ranks have the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine_seed: int = 0) -> None:
         """Begin without requests."""
+        self._engine_seed = engine_seed
+        # requests without a seed so far
+        self.num_unseeded = 0
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._names: list[str] = []
-        self._may_draft = np.zeros(0, dtype=bool)
+        self._supported = np.zeros(0, dtype=bool)
         self._max_drafts = np.zeros(0, dtype=np.int64)
-        self._seeds: list[int | None] = []
+        self._keys = np.zeros(0, dtype=np.int64)
         self._forbidden: list[Forbidden | None] = []
 
     def add(
         self,
         req_id: str,
-        may_draft: bool,
+        supported: bool,
         seed: int | None,
         max_drafts: int = MAX_NODES - 1,
         forbidden: Forbidden | None = None,
@@ -40,7 +48,8 @@ class RequestSlots:
 
         Args:
             req_id: the request.
-            may_draft: whether it may have draft trees.
+            supported: whether trees can follow its sampling parameters; if not, the
+                engine's own sampler draws its tokens.
             seed: of its random numbers, if any.
             max_drafts: draft tokens that a tree of it may have.
             forbidden: what it must not emit; None: it may emit everything.
@@ -50,10 +59,13 @@ class RequestSlots:
         if slot is None:
             slot = self._free.pop() if self._free else self._grow()
             self._slots[req_id] = slot
+            if seed is None:
+                self._keys[slot] = self._unseeded_key()
         self._names[slot] = req_id
-        self._may_draft[slot] = may_draft
+        self._supported[slot] = supported
         self._max_drafts[slot] = max_drafts
-        self._seeds[slot] = seed
+        if seed is not None:
+            self._keys[slot] = seeded_key(seed)
         self._forbidden[slot] = forbidden
         return slot
 
@@ -82,27 +94,36 @@ class RequestSlots:
         """The request in a slot."""
         return self._names[slot]
 
+    def supported(self, slots: np.ndarray) -> np.ndarray:
+        """Of which requests trees can follow the parameters, bool, same shape."""
+        return self._supported[slots]
+
     def may_draft(self, slots: np.ndarray) -> np.ndarray:
         """Which requests may have draft trees, bool, same shape."""
-        return self._may_draft[slots]
+        return self._supported[slots] & (self._max_drafts[slots] > 0)
 
     def max_drafts(self, slots: np.ndarray) -> np.ndarray:
         """Draft tokens that the requests' trees may have, int64, same shape."""
         return self._max_drafts[slots]
 
-    def seeds(self, slots: np.ndarray) -> list[int | None]:
-        """The requests' seeds."""
-        return [self._seeds[slot] for slot in slots.tolist()]
+    def keys(self, slots: np.ndarray) -> np.ndarray:
+        """The requests' keys, int64, same shape."""
+        return self._keys[slots]
 
     def forbidden(self, slots: np.ndarray) -> list[Forbidden | None]:
         """What the requests must not emit."""
         return [self._forbidden[slot] for slot in slots.tolist()]
 
+    def _unseeded_key(self) -> int:
+        """Key of the next request without a seed."""
+        self.num_unseeded += 1
+        return numbered_key(self._engine_seed, self.num_unseeded)
+
     def _grow(self) -> int:
         """Make one more slot."""
         self._names.append("")
-        self._seeds.append(None)
         self._forbidden.append(None)
-        self._may_draft = np.append(self._may_draft, False)
+        self._supported = np.append(self._supported, False)
         self._max_drafts = np.append(self._max_drafts, 0)
+        self._keys = np.append(self._keys, 0)
         return len(self._names) - 1

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sizes import TreeSizes
 
@@ -112,13 +113,15 @@ class Schedule(ABC):
     """Chooses the tree of every step; ``None`` stands for plain decoding.
 
     The choice depends on past steps alone and is the same on every rank; it changes
-    what drafting costs, never what is emitted.
+    what drafting costs, never what is emitted. A decoder asks through ``aid``, so that
+    steps are plain after an error.
     """
 
     def __init__(self, trees: Sequence[ScheduledTree]) -> None:
         """Take the schedule's trees in their order."""
         self.trees = trees
         self.forced_index: int | None = None
+        self.aid = Aid("The schedule of draft trees", "every step is plain")
 
     @property
     def rest_steps(self) -> int:

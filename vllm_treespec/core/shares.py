@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_treespec.core.aids import Aid, aiding
 from vllm_treespec.core.tree import FIRST_PART, SECOND_PART
 
 # What is left of the counts of earlier trees when another tree is counted.
@@ -38,9 +39,11 @@ class Shares:
     def __init__(self, sure_match: int | None) -> None:
         """Take the match from which on an index may be sure; None: it never is."""
         self.sure_match = sure_match
+        self.aid = Aid("Sharing trees between index and model", "each has one half")
         # slot -> float64 [2, 2]: draft nodes of each part, and accepted ones
         self._counts: dict[int, np.ndarray] = {}
 
+    @aiding
     def observe(self, slot: int, num_nodes: np.ndarray, accepted: np.ndarray) -> None:
         """Count a scored tree.
 
@@ -65,6 +68,11 @@ class Shares:
             and half of what it drafted lately was accepted.
 
         """
+        halves = np.full(len(slots), 0.5)
+        return self.aid.run(halves, self._first, slots, matches)
+
+    def _first(self, slots: np.ndarray, matches: np.ndarray) -> np.ndarray:
+        """The same by what was counted."""
         rates = self._rates(slots)
         share = rates[:, 0] / rates.sum(axis=1)
         share = share.clip(LEAST_SHARE, 1 - LEAST_SHARE)

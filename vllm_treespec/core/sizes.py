@@ -22,7 +22,7 @@ class TreeSizes:
         draft_nodes: most nodes that a draft model reads in all levels; left out: all
             draft nodes.
         num_uniforms: uniform numbers that drafting one tree takes; 0 where drafts
-            are not drawn and follow no noise.
+            are not drawn.
         max_draws: draws behind the largest tree, repeats included; left out: as many
             as draft nodes.
         max_siblings: most draws below one node, repeats included; left out:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
+from vllm_treespec.core.aids import Aid, aiding
 
 # In the order of a step.
 STAGES = ("tree_build", "forward", "score", "commit", "draft")
@@ -68,6 +71,20 @@ class StepCounts:
         """Nodes of the scored trees, roots included."""
         return sum(nodes * trees for nodes, trees in self.node_counts.items())
 
+    def without(self, trees: Iterable[tuple[int, int]]) -> StepCounts:
+        """The same without these trees, as far as they were counted.
+
+        Args:
+            trees: nodes of each, its root included, and accepted draft tokens.
+
+        """
+        node_counts, accepted = Counter(self.node_counts), Counter(self.accepted)
+        for num_nodes, num_accepted in trees:
+            if node_counts[num_nodes] and accepted[num_accepted]:
+                node_counts[num_nodes] -= 1
+                accepted[num_accepted] -= 1
+        return replace(self, node_counts=dict(node_counts), accepted=dict(accepted))
+
 
 @dataclass
 class Acceptance:
@@ -105,6 +122,7 @@ class StepStats:
     """
 
     def __init__(self) -> None:
+        self.aid = Aid("Counting steps", "metrics of draft trees stand still")
         self._totals = StepCounts()
         self._pending = StepCounts()
 
@@ -128,16 +146,19 @@ class StepStats:
         yield
         self.add_seconds(name, time.perf_counter() - start)
 
+    @aiding
     def add_seconds(self, stage: str, seconds: float) -> None:
         """Add time to a stage."""
         for counts in self._counts:
             counts.seconds[stage] = counts.seconds.get(stage, 0.0) + seconds
 
+    @aiding
     def count_step(self, name: str) -> None:
         """Count a step, by what it drafts with: a tree's name or "plain"."""
         for counts in self._counts:
             counts.modes[name] = counts.modes.get(name, 0) + 1
 
+    @aiding
     def count_timed(self, name: str, seconds: float, num_tokens: int) -> None:
         """Count the time of a step that only decoded, and the tokens it emitted.
 
@@ -147,6 +168,7 @@ class StepStats:
             counts.mode_seconds[name] = counts.mode_seconds.get(name, 0.0) + seconds
             counts.mode_tokens[name] = counts.mode_tokens.get(name, 0) + num_tokens
 
+    @aiding
     def count_trees(self, num_nodes: list[int], num_accepted: list[int]) -> None:
         """Count the scored trees of a step."""
         for counts in self._counts:
@@ -155,18 +177,21 @@ class StepStats:
             for accepted in num_accepted:
                 counts.accepted[accepted] = counts.accepted.get(accepted, 0) + 1
 
+    @aiding
     def count_beams(self, num_beam_tokens: int, num_nodes: int) -> None:
         """Count tokens of beams and the draft nodes that they were merged into."""
         for counts in self._counts:
             counts.beam_tokens += num_beam_tokens
             counts.beam_nodes += num_nodes
 
+    @aiding
     def count_leftovers(self, num_nodes: int, num_accepted: int) -> None:
         """Count scored draft nodes that came from what an earlier step left over."""
         for counts in self._counts:
             counts.leftover_nodes += num_nodes
             counts.leftover_accepted += num_accepted
 
+    @aiding
     def count_sources(self, num_nodes: np.ndarray, num_accepted: np.ndarray) -> None:
         """Count scored and accepted draft nodes by source, int64 [2] both."""
         for counts in self._counts:

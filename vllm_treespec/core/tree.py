@@ -118,10 +118,6 @@ class TreeBatch:
     # int64 [num_reqs], of trees without drafts the token that ``promised`` stands for,
     # a draft that was not worth its price; else NO_GUESS. None = nothing is guessed
     guesses: Tensor | None = None
-    # float64 [num_reqs, at least 1 + max_depth] in [0, 1), keys of the noise that the
-    # drafts of sampled requests followed, by depth of the node before a token (see
-    # ``coupling.py``). The target must draw by the same. None = they followed none
-    keys: Tensor | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -152,7 +148,6 @@ class TreeBatch:
             num_nodes=self.num_nodes[rows],
             draws=None if self.draws is None else self.draws.select(rows),
             parts=None if self.parts is None else self.parts[rows],
-            keys=None if self.keys is None else self.keys[rows],
         )
 
     def cut(self, num_nodes: Tensor) -> TreeBatch:
@@ -174,7 +169,6 @@ class TreeBatch:
             if self.draws is None
             else self._cut_draws(self.draws, num_nodes),
             parts=None if self.parts is None else self.parts.masked_fill(gone, 0),
-            keys=self.keys,
         )
 
     def _cut_draws(self, draws: Draws, num_nodes: Tensor) -> Draws:

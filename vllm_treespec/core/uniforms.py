@@ -1,64 +1,113 @@
-"""Uniform numbers for drafting and scoring, the only randomness of a step."""
+"""Pseudo-random numbers of a request at a position: the only randomness of a step.
+
+Every number is a hash (SplitMix64, doi 10.1145/2714064.2660195) of the request's key,
+a position of its text, a purpose and a place. It does not depend on the batch, the
+schedule or the steps before. A number that is not used stays that of its position.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-DRAFTING, SCORING = 0, 1
+# What numbers of a position are for: drawing drafts, accepting drawn drafts, and
+# drawing the token at the position itself.
+PURPOSES = DRAFTING, SCORING, EMITTING = range(3)
+# The step of SplitMix64, and its two factors, as signed numbers.
+STEP = 0x9E3779B97F4A7C15 - 2**64
+FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+SHIFTS = (30, 27, 31)
+# Bits of a uniform number: half a unit more is still exact in float64.
+BITS = 52
 
 
-class UniformSource:
-    """Hands out uniform numbers per request.
+def mixed(numbers: Tensor) -> Tensor:
+    """Mix the bits of numbers, int64, as SplitMix64 does after a step."""
+    numbers = numbers + STEP
+    for shift, factor in zip(SHIFTS, (*FACTORS, 1), strict=True):
+        above = (numbers >> shift) & ((1 << (64 - shift)) - 1)
+        numbers = (numbers ^ above) * factor
+    return numbers
 
-    A request with a seed gets numbers that depend on its seed, the position of its
-    root and the purpose alone: not on the batch, preemption or the number of steps
-    before. Drafting and scoring share no numbers, except where a tree's drafts
-    follow the noise that the target draws by (``coupling.py``). Requests without a
-    seed share one generator, seeded alike on every rank, so that all ranks draw the
-    same.
+
+def seeded_key(seed: int) -> int:
+    """Key of a request with a seed; seeds that differ by 2**64 share one."""
+    signed = int(np.array(seed % 2**64, np.uint64).view(np.int64))
+    return int(mixed(torch.tensor(signed)))
+
+
+def numbered_key(engine_seed: int, number: int) -> int:
+    """Key of the engine's request of this number, which has no seed."""
+    of_engine = mixed(torch.tensor(seeded_key(engine_seed)))
+    return int(mixed(of_engine + torch.tensor(number) * STEP))
+
+
+def position_keys(request_keys: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Keys of the numbers for one purpose at positions.
+
+    Args:
+        request_keys: int64; shapes are broadcast.
+        positions: int64, of tokens in their requests' texts.
+        purpose: one of ``PURPOSES``.
+
+    Returns:
+        int64.
+
     """
+    return mixed(request_keys + (positions * len(PURPOSES) + purpose) * STEP)
 
-    def __init__(self, seed: int) -> None:
-        """Seed the shared generator."""
-        self.shared = torch.Generator().manual_seed(seed)
 
-    def draw(
-        self,
-        seeds: Sequence[int | None],
-        positions: Sequence[int],
-        count: int,
-        purpose: int,
-    ) -> Tensor:
-        """Draw ``count`` numbers for each request.
+def hashed_uniforms(keys: Tensor, places: Tensor) -> Tensor:
+    """Uniform numbers that belong to a position's key and a place.
 
-        Args:
-            seeds: per request, None without one.
-            positions: of the requests' roots.
-            count: numbers a request.
-            purpose: ``DRAFTING`` or ``SCORING``.
+    Args:
+        keys: int64, see ``position_keys``; shapes are broadcast.
+        places: int64, tokens for instance.
 
-        Returns:
-            float64 [num_reqs, count] in [0, 1), on the CPU.
+    Returns:
+        float64 in (0, 1).
 
-        """
-        numbers = self.draw_shared(len(seeds), count)
-        if not count:
-            return numbers
-        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
-            if seed is not None:
-                # A plain list of a large and a small integer would become float64.
-                key = np.array([seed % 2**64, 2 * position + purpose], np.uint64)
-                own = np.random.Generator(np.random.Philox(key=key))
-                numbers[row] = torch.from_numpy(own.random(count))
-        return numbers
+    """
+    bits = (mixed(keys + places * STEP) >> (64 - BITS)) & ((1 << BITS) - 1)
+    return (bits.double() + 0.5) * 2.0**-BITS
 
-    def draw_shared(self, num_reqs: int, count: int) -> Tensor:
-        """Draw for requests without a seed, float64 [num_reqs, count] in [0, 1)."""
-        shape = num_reqs, count
-        if not count:
-            return torch.empty(shape, dtype=torch.float64)
-        return torch.rand(shape, generator=self.shared, dtype=torch.float64)
+
+def keyed_uniforms(
+    request_keys: np.ndarray, positions: np.ndarray, purpose: int, count: int
+) -> Tensor:
+    """Uniform numbers for drawing or accepting the tree below each root.
+
+    Args:
+        request_keys: int64 [num_reqs].
+        positions: int64 [num_reqs], of the roots.
+        purpose: ``DRAFTING`` or ``SCORING``.
+        count: numbers a request.
+
+    Returns:
+        float64 [num_reqs, count] in (0, 1), on the CPU.
+
+    """
+    keys = position_keys(
+        torch.from_numpy(request_keys), torch.from_numpy(positions), purpose
+    )
+    return hashed_uniforms(keys[:, None], torch.arange(count))
+
+
+def noise_keys(
+    request_keys: np.ndarray, root_positions: np.ndarray, count: int
+) -> Tensor:
+    """Keys of the noise by which the tokens behind each root are drawn.
+
+    Args:
+        request_keys: int64 [num_reqs].
+        root_positions: int64 [num_reqs].
+        count: positions behind each root.
+
+    Returns:
+        int64 [num_reqs, count], on the CPU: column d is for the token after a node of
+        depth d.
+
+    """
+    after_roots = torch.from_numpy(root_positions)[:, None] + 1 + torch.arange(count)
+    return position_keys(torch.from_numpy(request_keys)[:, None], after_roots, EMITTING)

@@ -45,6 +45,11 @@ class ScheduledBatch:
         return np.cumsum(num_rows) - num_rows
 
     @cached_property
+    def root_positions(self) -> np.ndarray:
+        """Position of the last token before the drafts, int64 [num_reqs]."""
+        return self.num_computed + self.num_scheduled - self.num_drafts - 1
+
+    @cached_property
     def only_decodes(self) -> bool:
         """Whether no request reads more than its last token and drafts."""
         num_decoded = len(self.slots) + len(self.draft_token_ids)

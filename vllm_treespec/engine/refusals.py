@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_attention,
+    check_files,
+    check_folder,
     check_head,
     check_hot_tokens,
     check_kv_cache,
     check_positions,
     check_shards,
     check_text_only,
-    check_weights,
     head_joins_groups,
-    read_config,
 )
+from vllm_treespec.config.reading import A_MODEL, read_config
 from vllm_treespec.config.vocabularies import check_vocabularies
+from vllm_treespec.heads.names import no_such_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -35,6 +39,19 @@ KV_CACHE_DTYPES = {
     "cpu": ("auto", "bfloat16", "float16"),
     "cuda": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
 }
+
+
+def refuse_missing(target: str) -> None:
+    """Refuse a target that is no folder, before it is looked for at the hub.
+
+    Raises:
+        SpecConfigError: naming it and the remedy.
+
+    """
+    # vLLM also reads s3://bucket/model and, with GGUF, name:quantisation
+    problem = None if ":" in target else no_such_model(target)
+    if problem is not None:
+        raise SpecConfigError(f"--model: {problem}; name {A_MODEL}")
 
 
 def refuse_arguments(args: EngineArgs) -> str:
@@ -115,6 +132,24 @@ def choose_groups(
         )
 
 
+def platform_device() -> str:
+    """The device of this platform, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        SpecConfigError: this is another platform.
+
+    """
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_name
+    if device not in WORKERS:
+        raise SpecConfigError(
+            f"draft trees run on vLLM's CPU and CUDA platforms, this is "
+            f"{device or 'none'}; remove speculative_config"
+        )
+    return device
+
+
 def check_platform() -> str:
     """Check that draft trees run on this platform, with this vLLM.
 
@@ -126,16 +161,9 @@ def check_platform() -> str:
         SeamError: when this vLLM lacks a seam.
 
     """
-    from vllm.platforms import current_platform
-
     from vllm_treespec.engine.seams import check_seams
 
-    device = current_platform.device_name
-    if device not in WORKERS:
-        raise SpecConfigError(
-            f"draft trees run on vLLM's CPU and CUDA platforms, this is {device}; "
-            f"remove speculative_config"
-        )
+    device = platform_device()
     check_seams(device)
     return device
 
@@ -188,27 +216,34 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
             "experts yet, whose engines step together; run an engine for each "
             "replica, or remove speculative_config"
         )
-    for what, found in unsupported_features(target, device).items():
-        if found:
-            raise SpecConfigError(
-                f"draft trees do not support {what} yet ({target.model}); "
-                f"remove speculative_config"
-            )
+    for problem in feature_problems(target, device):
+        raise SpecConfigError(problem)
     cache_dtype = vllm_config.cache_config.cache_dtype
     if device == "cpu":
         check_kv_cache(target.model, target.hf_text_config, cache_dtype)
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    refuse_drafters(config, target, num_ranks, device, cache_dtype)
+    for error in drafter_problems(config, target, num_ranks, device, cache_dtype):
+        raise error
 
 
-def refuse_drafters(
+def feature_problems(target: ModelConfig, device: str) -> list[str]:
+    """Say what draft trees do not support in a target; nothing, if all of it."""
+    return [
+        f"draft trees do not support {what} yet ({target.model}); serve it without "
+        f"speculative_config"
+        for what, found in unsupported_features(target, device).items()
+        if found
+    ]
+
+
+def drafter_problems(
     config: MethodConfig,
     target: ModelConfig,
     num_ranks: int,
     device: str,
     cache_dtype: str = "auto",
-) -> None:
-    """Refuse draft models and heads that do not fit a target.
+) -> Iterator[SpecConfigError]:
+    """Find what is wrong with draft models and heads, or does not fit a target.
 
     Args:
         config: validated.
@@ -217,28 +252,53 @@ def refuse_drafters(
         device: ``"cpu"`` or ``"cuda"``.
         cache_dtype: of the KV cache, as the user asked for it.
 
-    Raises:
-        SpecConfigError: naming what is in the way and the remedy.
+    Yields:
+        Errors that name what is in the way and the remedy.
 
     """
     from vllm.transformers_utils.config import get_config
 
-    check_weights(config)
-    check_head(config, target.hf_text_config)
     trust, size = target.trust_remote_code, target.get_vocab_size()
     draft_sizes: dict[str, int] = {}
+    readable = True
     for model in config.models:
-        draft = read_config(
-            "speculative_config 'model'", model, get_config, trust_remote_code=trust
+        try:
+            check_folder(model, config)
+            draft = read_config(
+                "speculative_config 'model'", model, get_config, trust_remote_code=trust
+            )
+        except SpecConfigError as error:
+            readable = False
+            yield error
+            continue
+        draft_sizes[model] = draft.get_text_config().vocab_size
+        for check in (
+            partial(check_files, model, config),
+            partial(check_text_only, model, draft),
+            partial(check_attention, model, draft, device),
+            partial(check_kv_cache, model, draft, cache_dtype),
+            partial(check_shards, model, draft, num_ranks),
+            partial(check_positions, model, draft, target.max_model_len),
+        ):
+            yield from _problems(check)
+    if readable:
+        tokenizer = target.tokenizer
+        yield from _problems(
+            partial(check_vocabularies, draft_sizes, tokenizer, size, trust)
         )
-        check_text_only(model, draft)
-        check_attention(model, draft, device)
-        check_kv_cache(model, draft, cache_dtype)
-        check_shards(model, draft, num_ranks)
-        check_positions(model, draft, target.max_model_len)
-        draft_sizes[model] = draft.vocab_size
-    check_vocabularies(draft_sizes, target.tokenizer, size, trust)
-    check_hot_tokens(config, min([size, *draft_sizes.values()]))
+    for problem in _problems(partial(check_head, config, target.hf_text_config)):
+        readable = False
+        yield problem
+    if readable:
+        shared = min([size, *draft_sizes.values()])
+        yield from _problems(partial(check_hot_tokens, config, shared))
+
+
+def _problems(check: Callable[[], None]) -> Iterator[SpecConfigError]:
+    try:
+        check()
+    except SpecConfigError as error:
+        yield error
 
 
 def refuse_short_chunks(vllm_config: VllmConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -13,18 +14,21 @@ from pathlib import Path
 import torch
 import vllm
 import vllm.envs as envs
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from vllm_treespec import __version__
+from vllm_treespec.core.aids import Aid, aiding
 from vllm_treespec.core.experience import Experience, experience_of, recall
 from vllm_treespec.core.measured import MeasuredSchedule
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
 
+# Bytes that a file is read up to; all batch sizes of ten trees take a hundredth.
+MOST_BYTES = 2**22
 # Seconds from the first step to the first writing, which double, and at most.
 FIRST_SECONDS, MOST_SECONDS = 10.0, 600.0
 
@@ -83,6 +87,7 @@ class ScheduleCache:
         self.origin = origin
         self.schedule = schedule
         self.clock = clock
+        self.aid = Aid("The schedule's cache", "the next start measures anew")
         self.is_writer = get_tp_group().is_first_rank
         self.wait = FIRST_SECONDS
         self.next_write: float | None = None
@@ -90,33 +95,42 @@ class ScheduleCache:
 
     def load(self) -> None:
         """Let the schedule begin with what the file holds, the same on all ranks."""
-        kept = self._read() if self.is_writer else None
+        kept = self.aid.run(None, self._read) if self.is_writer else None
         experience: Experience | None = get_tp_group().broadcast_object(kept)
         if experience is not None:
             recall(self.schedule, experience)
             logger.info("The schedule begins with what %s holds", self.file)
 
     def _read(self) -> Experience | None:
-        """What the file holds, if there is one."""
-        if not self.file.is_file():
-            return None
+        """What the file holds, if there is one, and the schedule can begin with it."""
         try:
-            kept = Kept.model_validate_json(self.file.read_bytes())
-        except (OSError, ValidationError) as error:
+            if not self.file.exists():
+                return None
+            if not self.file.is_file():
+                raise ValueError("no schedule's file")
+            with self.file.open("rb") as opened:
+                kept = Kept.model_validate_json(opened.read(MOST_BYTES))
+            if kept.origin != self.origin:
+                raise ValueError("another engine's file")
+            # Once all ranks begin with it, it must not fail.
+            recall(copy.deepcopy(self.schedule), kept.experience)
+        except (OSError, ValueError, LookupError, ArithmeticError) as error:
             logger.warning(
-                "%s cannot be read, so the schedule measures anew (%s)",
+                "%s cannot be read, so the schedule measures anew (%s: %s)",
                 self.file,
+                type(error).__name__,
                 str(error).splitlines()[0],
             )
             return None
-        return kept.experience if kept.origin == self.origin else None
+        return kept.experience
 
+    @aiding
     def save_if_due(self) -> None:
-        """Write the file from time to time."""
+        """Write the file from time to time, as long as the schedule works."""
         now = self.clock()
         if self.next_write is None:
             self.next_write = now + self.wait
-        if not self.is_writer or now < self.next_write:
+        if not self.is_writer or now < self.next_write or not self.schedule.aid.is_on:
             return
         costs = self.schedule.times.costs_by_kind.values()
         if any(c.is_other_machine for c in costs) and not self.was_noticed:
@@ -132,7 +146,9 @@ class ScheduleCache:
 
     def _write(self) -> None:
         """Put the file in place of the last one; readers see the one or the other."""
-        kept = Kept(origin=self.origin, experience=experience_of(self.schedule))
+        # A copy: what is learned fades while it is read, which ranks must do alike.
+        learned = experience_of(copy.deepcopy(self.schedule))
+        kept = Kept(origin=self.origin, experience=learned)
         part = self.file.with_suffix(f".{os.getpid()}.part")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -15,12 +15,16 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.matching import PADDING_TOKEN_ID
 from vllm_treespec.core.stats import Acceptance, StepCounts
 from vllm_treespec.metrics import open_counters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
@@ -51,13 +55,24 @@ class TreeScheduler(Scheduler):
 
     With the drafts comes what the worker counted. It is added to the counters that the
     front-end shows (:mod:`vllm_treespec.metrics`), if the engine keeps statistics.
+    Both counts are of the same trees: ours leaves out those of requests that ended
+    while their step ran, vLLM's the padding in place of drafts.
     """
 
     def __init__(self, *args: object, **options: object) -> None:
         """Make the stock scheduler."""
         super().__init__(*args, **options)
         self._parents: dict[str, list[int]] = {}
-        self._counters = open_counters(self.vllm_config) if self.log_stats else None
+        self._counting = Aid("Counting draft trees", "their metrics stand still")
+        self._counters = (
+            self._counting.run(None, open_counters, self.vllm_config)
+            if self.log_stats
+            else None
+        )
+        # nodes and accepted tokens of trees that vLLM does not count
+        self._left_out: list[tuple[int, int]] = []
+        # requests whose drafts of the step are padding
+        self._padded: set[str] = set()
         self._acceptance = Acceptance()
         self._drafter = drafter_of(self.vllm_config.additional_config["treespec"])
 
@@ -65,9 +80,11 @@ class TreeScheduler(Scheduler):
         """Take in the next drafts; those of the step before were sent, and are gone."""
         if isinstance(draft_token_ids, TreeDraftTokenIds):
             self._parents |= draft_token_ids.parents
+            counts = draft_token_ids.counts.without(self._left_out)
+            self._left_out = []
             if self._counters is not None:
-                self._counters.add(draft_token_ids.counts)
-            self._watch_acceptance(draft_token_ids.counts)
+                self._counting.run(None, self._counters.add, counts)
+            self._counting.run(None, self._watch_acceptance, counts)
         if not any(draft_token_ids.draft_token_ids):
             return
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
@@ -103,6 +120,47 @@ class TreeScheduler(Scheduler):
                 self._drafter,
             )
             self._drafter = None
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Take in a step, and note which of its drafts only one side counts."""
+        if self._counters is not None:
+            self._counting.run(
+                None, self._note_drafts, scheduler_output, model_runner_output
+            )
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _note_drafts(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput
+    ) -> None:
+        """Note padding, which vLLM would count, and trees that it does not count."""
+        drafts = scheduled.scheduled_spec_decode_tokens
+        self._padded = {r for r, d in drafts.items() if d[0] == PADDING_TOKEN_ID}
+        for req_id in drafts.keys() - self._padded:
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished():
+                emitted = output.sampled_token_ids[output.req_id_to_index[req_id]]
+                self._left_out.append((1 + len(drafts[req_id]), len(emitted) - 1))
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats | None:
+        """Count a request's drafts, unless they are padding."""
+        if request_id in self._padded:
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
 
     def get_grammar_bitmask(
         self, scheduler_output: SchedulerOutput

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vllm_treespec.heads.config import HeadError
+from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.heads.weights import (
     TensorHeader,
     tensor_headers,
     weights_problem,
 )
+from vllm_treespec.json_files import read_json_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,13 +39,14 @@ def head_folder(model: str | Path, files: tuple[str, ...] = READ) -> Path:
         HeadError: there is no such folder, and it cannot be fetched.
 
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or folder.exists() or str(model).startswith((".", "~")):
+    if os.path.isdir(model):
+        return Path(model)
+    problem = no_such_model(str(model))
+    if problem is None and os.path.exists(model):
+        problem = f"{model} is no folder"
+    if problem is not None:
         raise HeadError(
-            f"there is no folder {model}; name the folder of a head, `treespec train` "
-            f"makes one"
+            f"{problem}; name the folder of a head, `treespec train` makes one"
         )
     return _fetched(str(model), files)
 
@@ -53,8 +56,8 @@ def _fetched(model: str, files: tuple[str, ...]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(files)))
     # answers of the hub and a missing network are OSErrors
-    except (OSError, HFValidationError) as error:
-        reason = " ".join(str(error).split())
+    except OSError as error:
+        reason = " ".join(str(error).split()).split(". ")[0]
         raise HeadError(
             f"there is no folder {model}, and the hub gave no head of that name "
             f"({reason}); name the folder, or the hub id, of a head"
@@ -71,13 +74,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise HeadError(f"{folder} holds no config.json; name the folder of a head")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise not_a_head(path, str(error)) from None
-    if not isinstance(config, dict):
-        raise not_a_head(path, "it holds no JSON object")
-    return config
+    return _read_object(path)
 
 
 def not_a_head(path: Path, reason: str) -> HeadError:
@@ -135,24 +132,32 @@ class Checkpoint:
 
 
 def listed_files(index: Path) -> list[Path]:
-    """The files of weights that an index lists, all of which must exist.
+    """The files of weights that an index lists; all lie beside it.
 
     Raises:
-        HeadError: it lists none, or one is missing.
+        HeadError: it lists none, one is missing, or one lies elsewhere.
 
     """
-    try:
-        names = set(
-            json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        )
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise HeadError(f"{index} lists no files; copy the head again") from None
-    missing = sorted(name for name in names if not (index.parent / name).is_file())
-    if missing:
+    listed = _read_object(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
         raise HeadError(
-            f"{index.parent} holds no {', '.join(missing)}; copy the head again"
+            f"{index} cannot be read: it lists no files; copy the folder again"
         )
-    return [index.parent / name for name in sorted(names)]
+    there = {path.name for path in index.parent.iterdir() if path.is_file()}
+    for name in listed.values():
+        if not isinstance(name, str) or name not in there:
+            raise HeadError(
+                f"{index} cannot be read: there is no file {shortened(name)} beside "
+                f"it; copy the folder again"
+            )
+    return [index.parent / name for name in sorted(set(listed.values()))]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path)
+    except ValueError as error:
+        raise HeadError(f"{error}; copy the folder again") from None
 
 
 def _weight_files(folder: Path) -> list[Path]:

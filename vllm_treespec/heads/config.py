@@ -128,6 +128,20 @@ class EagleHeadConfig(HeadConfig):
         default=(), description="architectures of the target, where the file says so"
     )
 
+    @model_validator(mode="after")
+    def _attention_can_be_computed(self) -> EagleHeadConfig:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} attention heads are no multiple of "
+                f"{self.num_kv_heads} key-value heads"
+            )
+        if self.head_size % 2:
+            raise ValueError(
+                f"rotary embeddings turn pairs of numbers, and an attention head has "
+                f"{self.head_size}"
+            )
+        return self
+
     @property
     def layers(self) -> tuple[int, ...]:
         """``target_layers``, which are known once ``with_target`` was called."""

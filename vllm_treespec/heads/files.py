@@ -37,7 +37,7 @@ from vllm_treespec.heads.redrafter import ReDrafterHead
 from vllm_treespec.heads.weights import (
     TensorHeader,
     first_misfit,
-    listed,
+    first_not_finite,
     tensor_headers,
     weights_problem,
 )
@@ -114,18 +114,19 @@ def _check_own_weights(head: Head, folder: Path) -> None:
         raise HeadError(f"{problem}; copy the head again, or train it again")
     wanted = {name: TensorHeader.of(own) for name, own in head.state_dict().items()}
     found = tensor_headers(path)
-    if wanted.keys() != found.keys():
-        problem = (
-            f"missing {listed(wanted.keys() - found.keys())}, "
-            f"not known {listed(found.keys() - wanted.keys())}"
-        )
-    else:
-        problem = first_misfit(wanted, found)
-    if problem:
-        raise HeadError(
-            f"{path} does not fit its config.json: {problem}; copy the head again, or "
-            f"train it again"
-        )
+    problems = [
+        *(f"{name} is missing" for name in wanted if name not in found),
+        *(f"{name} is not known" for name in found if name not in wanted),
+    ]
+    if problem := next(iter(problems), None) or first_misfit(wanted, found):
+        raise _unfit(path, problem)
+
+
+def _unfit(path: Path, problem: str) -> HeadError:
+    return HeadError(
+        f"{path} does not fit its config.json: {problem}; copy the head again, or "
+        f"train it again"
+    )
 
 
 def load_head(model: str | Path) -> DraftHead:
@@ -180,7 +181,11 @@ def _load_weights(head: Head, folder: Path) -> None:
 
     """
     _check_own_weights(head, folder)
-    head.load_state_dict(load_file(folder / WEIGHTS))
+    path = folder / WEIGHTS
+    found = load_file(path)
+    if name := first_not_finite(found):
+        raise _unfit(path, f"{name} holds NaN or infinity")
+    head.load_state_dict(found)
     head.eval().requires_grad_(False)
 
 
@@ -207,7 +212,9 @@ def load_eagle_head(
     if not isinstance(config, EagleHeadConfig) or isinstance(config, LyannaHeadConfig):
         raise HeadError(f"{folder} holds a {config.method} head; name an EAGLE head")
     head = EagleHead(config)
-    load_weights(head, Checkpoint.read(folder))
+    checkpoint = Checkpoint.read(folder)
+    check_weights_fit(head, checkpoint)
+    load_weights(head, folder, checkpoint.tensors())
     if hot_tokens is not None:
         head.restrict(read_heads_hot_tokens(hot_tokens, config))
     return head.eval().requires_grad_(False)
@@ -228,8 +235,12 @@ def read_heads_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
     return read_hot_tokens(path, config.vocab_size)
 
 
-def read_hot_tokens(path: Path, vocab_size: int) -> torch.Tensor:
+def read_hot_tokens(path: Path, vocab_size: int | None) -> torch.Tensor:
     """Read which tokens are to be drafted, ascending.
+
+    Args:
+        path: a JSON list of token ids.
+        vocab_size: tokens of the vocabulary, if it is known.
 
     Raises:
         HeadError: it is no list of tokens of this vocabulary.
@@ -243,10 +254,10 @@ def read_hot_tokens(path: Path, vocab_size: int) -> torch.Tensor:
             f"'hot_tokens': {path} is no JSON list of token ids ({reason})"
         ) from None
     hot = torch.tensor(sorted(set(ids)), dtype=torch.int64)
-    if len(hot) == 0 or hot[-1] >= vocab_size:
+    if len(hot) == 0 or (vocab_size is not None and hot[-1] >= vocab_size):
+        below = vocab_size and f" below {vocab_size}, the size of the vocabulary"
         raise HeadError(
-            f"'hot_tokens': {path} must name tokens below {vocab_size}, the size of "
-            f"the vocabulary, and at least one"
+            f"'hot_tokens': {path} must name tokens{below or ''}, and at least one"
         )
     return hot
 

@@ -161,8 +161,11 @@ def eagle_config(said: PublishedConfig, checkpoint: Checkpoint) -> EagleHeadConf
 
     """
     path = checkpoint.folder / "config.json"
+    for key, shape in checkpoint.shapes.items():
+        if 0 in shape or not shape:
+            raise not_a_head(path, f"'{key}' beside it has the shape {list(shape)}")
     shapes = {plain_key(key): shape for key, shape in checkpoint.shapes.items()}
-    if not (is_eagle(shapes) and all(shapes.values())):
+    if not is_eagle(shapes):
         raise not_a_head(path, "the weights beside it are not those of an EAGLE head")
     if "sliding_attention" in said.layer_types:
         raise HeadError(f"{path}: heads with 'sliding_attention' are not supported yet")
@@ -188,8 +191,13 @@ def eagle_config(said: PublishedConfig, checkpoint: Checkpoint) -> EagleHeadConf
         "verifier": said.speculators_config.verifier.architectures,
     }
     if VERSION_3_KEY in shapes:
-        return EagleHeadConfig(version=3, **common, **_eagle_3(said, shapes, path))
-    return EagleHeadConfig(version=1, **common, **_eagle_1(said, shapes))
+        common |= {"version": 3, **_eagle_3(said, shapes, path)}
+    else:
+        common |= {"version": 1, **_eagle_1(said, shapes)}
+    try:
+        return EagleHeadConfig(**common)
+    except ValidationError as error:
+        raise not_a_head(path, first_problem(error)) from None
 
 
 def _eagle_1(said: PublishedConfig, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -318,4 +326,5 @@ def first_problem(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     problem = error.errors()[0]
-    return ": ".join([*map(str, problem["loc"]), problem["msg"]])
+    said = problem["msg"].removeprefix("Value error, ")
+    return ": ".join([*map(str, problem["loc"]), said])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from vllm_treespec.heads.checkpoint import WEIGHTS, Checkpoint
 from vllm_treespec.heads.config import EagleHeadConfig, HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER, MIDDLE_LAYER, plain_key
-from vllm_treespec.heads.weights import TensorHeader, first_misfit, listed
+from vllm_treespec.heads.weights import (
+    TensorHeader,
+    first_misfit,
+    first_not_finite,
+    listed,
+)
 from vllm_treespec.sources.base import FINAL_LAYER
 
 # Published names by ours, of both versions; several are rows one below the other.
@@ -69,15 +75,14 @@ def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
     """Check by their headers that weights are those of a head.
 
     Raises:
-        HeadError: a tensor is missing, left over, or of another shape or kind.
+        HeadError: a tensor is missing, left over, of another shape, or no
+            floating-point number.
 
     """
     config, folder = head.config, checkpoint.folder
     wanted: dict[str, TensorHeader] = {}
-    for name, own in head.state_dict().items():
-        if name == "hot_token_ids":
-            continue
-        keys = published_names(name, config.version)
+    for name, keys in _names(head).items():
+        own = head.state_dict()[name]
         parts = own.split(_row_counts(config, len(keys)) or len(own))
         wanted |= dict(zip(keys, map(TensorHeader.of, parts), strict=True))
     found = {plain_key(key): key for key in checkpoint.headers}
@@ -86,7 +91,7 @@ def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
         found.pop("fc.weight", None)
     lost = wanted.keys() - found.keys()
     left = {found[k] for k in found.keys() - wanted.keys() if not NOT_READ.fullmatch(k)}
-    left |= _spelled_twice(checkpoint)
+    left |= _spelled_twice(checkpoint.headers.keys())
     if left or lost:
         raise HeadError(
             f"the weights in {folder} do not fit its config.json: "
@@ -97,29 +102,46 @@ def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
         {found[key]: header for key, header in wanted.items()}, checkpoint.headers
     )
     if problem:
-        raise HeadError(
-            f"the weights in {folder} do not fit its config.json: {problem}; correct "
-            f"it, or get the head again"
-        )
+        raise _unfit(folder, problem)
 
 
-def load_weights(head: EagleHead, checkpoint: Checkpoint) -> None:
-    """Read the weights of a head that was made for them; dtypes are the files'.
-
-    Raises:
-        HeadError: see ``check_weights_fit``; or ids of tokens are not the target's.
-
-    """
-    config, folder = head.config, checkpoint.folder
-    check_weights_fit(head, checkpoint)
-    read = {plain_key(key): tensor for key, tensor in checkpoint.tensors().items()}
-    tensors = {
-        name: _joined(read, published_names(name, config.version))
+def _names(head: EagleHead) -> dict[str, tuple[str, ...]]:
+    """The published names of each of a head's weights."""
+    return {
+        name: published_names(name, head.config.version)
         for name in head.state_dict()
         if name != "hot_token_ids"
     }
+
+
+def _unfit(folder: Path, problem: str) -> HeadError:
+    return HeadError(
+        f"the weights in {folder} do not fit its config.json: {problem}; correct it, "
+        f"or get the head again"
+    )
+
+
+def load_weights(head: EagleHead, folder: Path, published: dict[str, Tensor]) -> None:
+    """Take the published tensors of a head that was made for them, in their dtypes.
+
+    Args:
+        head: made from the folder's config.json.
+        folder: for messages.
+        published: by published name; they passed ``check_weights_fit``.
+
+    Raises:
+        HeadError: a weight is NaN or infinite, or ids of tokens are not the target's.
+
+    """
+    names = _names(head)
+    used = {key for keys in names.values() for key in keys}
+    weights = {k: tensor for k, tensor in published.items() if plain_key(k) in used}
+    if name := first_not_finite(weights):
+        raise _unfit(folder, f"{name} holds NaN or infinity")
+    read = {plain_key(key): tensor for key, tensor in published.items()}
+    tensors = {name: _joined(read, keys) for name, keys in names.items()}
     if "d2t" in read:
-        ids, order = _target_ids(read, config, folder).sort()
+        ids, order = _target_ids(read, head.config, folder).sort()
         if head.hot_token_ids is not None:
             tensors["hot_token_ids"] = ids
         if "output.weight" in tensors and not order.equal(torch.arange(len(order))):
@@ -127,13 +149,10 @@ def load_weights(head: EagleHead, checkpoint: Checkpoint) -> None:
     head.load_state_dict(tensors, assign=True)
 
 
-def _spelled_twice(checkpoint: Checkpoint) -> set[str]:
+def _spelled_twice(keys: Set[str]) -> set[str]:
     """Tensors of ``layers.0.`` that ``midlayer.`` has, too."""
     return {
-        key
-        for key in checkpoint.headers
-        if key.replace(FIRST_LAYER, MIDDLE_LAYER, 1)
-        in checkpoint.headers.keys() - {key}
+        key for key in keys if key.replace(FIRST_LAYER, MIDDLE_LAYER, 1) in keys - {key}
     }
 
 
@@ -147,6 +166,12 @@ def _target_ids(
     read: dict[str, Tensor], config: EagleHeadConfig, folder: Path
 ) -> Tensor:
     """The target's id of each row of the output layer, from its offsets ``d2t``."""
+    for key in {"d2t", "t2d"} & read.keys():
+        if read[key].ndim != 1 or read[key].is_floating_point():
+            raise HeadError(
+                f"{key!r} in {folder} is {read[key].dtype} {list(read[key].shape)}, no "
+                f"list of whole numbers; get the head again"
+            )
     ids = torch.arange(len(read["d2t"])) + read["d2t"].long()
     if not (ids.min() >= 0 and ids.max() < config.vocab_size):
         raise HeadError(

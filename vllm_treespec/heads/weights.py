@@ -1,26 +1,26 @@
-"""Whether files of weights are whole and as wanted, read from their headers alone."""
-
-from __future__ import annotations
+"""Whether files of weights are whole, and what they hold can be weights."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class TensorHeader(NamedTuple):
-    """What a file says of a tensor before its numbers."""
+    """What a tensor is, but for its numbers."""
 
     shape: tuple[int, ...]
-    # not whole numbers or flags
-    is_floating: bool
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorHeader:
+    def of(cls, tensor: Tensor) -> "TensorHeader":
         """The header of a tensor in memory."""
-        return cls(tuple(tensor.shape), tensor.is_floating_point())
+        return cls(tuple(tensor.shape), tensor.dtype)
 
 
 def weights_problem(path: Path) -> str | None:
@@ -38,9 +38,10 @@ def tensor_headers(path: Path) -> dict[str, TensorHeader]:
     with safe_open(path, "pt") as file:
         for name in list(file.keys()):
             part = file.get_slice(name)
-            # F32, BF16, F8_E4M3; the others are I64, U8, BOOL
-            is_floating = "F" in part.get_dtype()
-            headers[name] = TensorHeader(tuple(part.get_shape()), is_floating)
+            shape = tuple(part.get_shape())
+            # no number is read, but for those of a scalar
+            dtype = part[:0].dtype if shape else part[...].dtype
+            headers[name] = TensorHeader(shape, dtype)
     return headers
 
 
@@ -58,14 +59,26 @@ def first_misfit(
 
     Both have the same names, ``found`` perhaps more.
     """
-    for name, header in wanted.items():
-        shape, is_floating = found[name]
-        if shape != header.shape:
+    for name, own in wanted.items():
+        shape, dtype = found[name]
+        if shape != own.shape:
             return (
                 f"{name} has the shape {list(shape)}, and config.json says "
-                f"{list(header.shape)}"
+                f"{list(own.shape)}"
             )
-        if is_floating != header.is_floating:
-            kinds = {True: "fractions", False: "whole numbers"}
-            return f"{name} holds {kinds[is_floating]}, not {kinds[not is_floating]}"
+        if own.dtype.is_floating_point and dtype not in FLOATS:
+            return f"{name} is {dtype}, and weights are floating-point numbers"
+        if dtype.is_floating_point and not own.dtype.is_floating_point:
+            return f"{name} is {dtype}, and ids of tokens are whole numbers"
+    return None
+
+
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor with NaN or infinity; None: all numbers are finite."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        # both are NaN where any number is
+        if not torch.stack(tensor.aminmax()).isfinite().all():
+            return name
     return None

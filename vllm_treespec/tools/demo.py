@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from vllm_treespec.tools.sides import (
     Job,
     Side,
     SideResult,
+    check_model,
     plain_side,
     run_side,
     tree_side,
@@ -62,7 +64,8 @@ def main(
         head: folder of a ReDrafter head for it; None takes the shipped one.
         prompts: JSONL with ``workload`` and ``prompt``.
 
-    Exits with status 1 when a model is missing or an engine fails.
+    Exits with status 1 when a model is missing or an engine fails; without plain vLLM
+    there is nothing to compare with, and no further engine starts.
 
     """
     console = Console(soft_wrap=True)
@@ -70,6 +73,7 @@ def main(
         # The head first: getting the target takes a download.
         sides = sides_of(head or shipped_drafter(REDRAFTER))
         target = target or str(ensure_target())
+        check_model("--target", target)
     except (AssetError, SpecConfigError) as error:
         raise SystemExit(f"treespec demo: {error}") from None
     plain, suffix = sides[1], sides[2]
@@ -92,7 +96,10 @@ def main(
     )
     demo = Demo(console, [*speed_jobs, *exact_jobs])
     with demo.bar:
-        speed = demo.run(speed_jobs)
+        speed = demo.run(speed_jobs[:2])
+        if not speed:
+            raise SystemExit("treespec demo: plain vLLM failed; its logs say why")
+        speed |= demo.run(speed_jobs[2:])
         exact = demo.run(exact_jobs)
     rows = rows_of(sides, speed)
     console.print(result_table(rows, dtype))
@@ -183,9 +190,11 @@ class Demo:
         name = f"{job.side.name}, {job.dtype}"
         self.bar.update(self.task, description=f"{name}: starting the engine")
         start = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            watch = Watch(self.bar, self.task, job, name)
-            result = run_side(job, Path(folder) / "engine.log", watch)
+        # the log of an engine that fails stays there
+        folder = Path(tempfile.mkdtemp(prefix="treespec-demo-"))
+        watch = Watch(self.bar, self.task, job, name)
+        result = run_side(job, folder / "engine.log", watch)
+        shutil.rmtree(folder)
         seconds = time.monotonic() - start
         self.console.print(
             f"{name}: done in {seconds:.0f} s, {result.start_seconds:.0f} s of them "

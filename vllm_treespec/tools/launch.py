@@ -56,7 +56,8 @@ def launch(
         timeout_s: after so many seconds the process and all it started are ended.
 
     Raises:
-        EngineError: one line that says why the task was not finished.
+        EngineError: one line that says why the task was not finished, and where the
+            log is.
 
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -101,11 +102,9 @@ def launch(
             if not done:
                 _kill_group(process)
     if not done:
-        raise EngineError(
-            f"no result within {timeout_s:.0f} s"
-            if timed_out
-            else failure(process.returncode, log)
-        )
+        late = f"no result within {timeout_s:.0f} s"
+        reason = late if timed_out else failure(process.returncode, log)
+        raise EngineError(f"{reason} (log: {log})")
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
@@ -157,5 +156,5 @@ def failure(returncode: int, log: Path) -> str:
     if errors:
         return errors[-1]
     if returncode == -signal.SIGKILL:
-        return f"the engine process was killed, perhaps for memory (log: {log})"
-    return f"the engine process ended with status {returncode} (log: {log})"
+        return "the engine process was killed, perhaps for memory"
+    return f"the engine process ended with status {returncode}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+from vllm_treespec.json_files import parse_json
 
 SHIPPED = Path(__file__).parent / "prompts.jsonl"
 SHIPPED_WORKLOADS = Path(__file__).parent / "workloads.jsonl"
@@ -74,14 +75,14 @@ def read_jsonl(path: Path) -> list[tuple[int, Any]]:
     if not path.is_file():
         raise PromptError(f"there is no file {path}")
     content = path.read_bytes()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    content = gzip.decompress(content) if path.suffix == ".gz" else content
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            rows.append((number, json.loads(line)))
-        except json.JSONDecodeError as error:
+            rows.append((number, parse_json(line)))
+        except ValueError as error:
             raise PromptError(f"{path} line {number} is not JSON: {error}") from None
     if not rows:
         raise PromptError(f"{path} holds no prompts; write one JSON object a line")

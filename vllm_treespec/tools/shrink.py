@@ -23,12 +23,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from vllm_treespec.atomic_files import atomic_writes
+from vllm_treespec.config import HEAD_METHODS
+from vllm_treespec.config.checks import a_head, kind_of_head
+from vllm_treespec.config.reading import read_config
+from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.json_files import read_json_object
+from vllm_treespec.tools.load import load_model
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, read_jsonl
 
 HOT_TOKENS = "hot_tokens.json"
@@ -83,8 +90,9 @@ def shrink(
         console: shows what is going on.
 
     Raises:
-        ShrinkError: OUT is not empty, or there is no such model, or no text, or the
-            model is quantised already.
+        ShrinkError: OUT is not empty, or there is no text, or DRAFT is a head, damaged
+            or quantised already.
+        SpecConfigError: there is no such model, or a weight is missing or not finite.
 
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -107,9 +115,10 @@ def shrink(
     guesses = _guesses(model, sample)
     quantise(model)
     same = float((_guesses(model, sample) == guesses).double().mean())
-    _save(model, tokenizer, out)
-    if hot_tokens is not None:
-        (out / HOT_TOKENS).write_text(json.dumps(hot_tokens) + "\n")
+    with atomic_writes(out) as partial:
+        _save(model, tokenizer, partial)
+        if hot_tokens is not None:
+            (partial / HOT_TOKENS).write_text(json.dumps(hot_tokens) + "\n")
     num_hot = None if hot_tokens is None else len(hot_tokens)
     return Shrunk(before, _read_mb(model, num_hot), same, num_hot, coverage)
 
@@ -185,26 +194,43 @@ def _load(
     draft: str, tokenizer_of: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model as it is."""
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            draft, dtype="auto", use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    _refuse_heads(Path(draft))
+    config = read_config("DRAFT", draft, AutoConfig.from_pretrained)
+    if getattr(config, "quantization_config", None):
         raise ShrinkError(
-            f"{draft} cannot be read as a draft model: {reason}"
-        ) from None
+            f"{draft} is quantised already; name the model it was made of"
+        )
+    model = load_model("DRAFT", draft, dtype="auto", use_safetensors=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     except (OSError, ValueError):
         raise ShrinkError(
             f"{tokenizer_of} holds no tokenizer; name the target with --tokenizer"
         ) from None
-    if getattr(model.config, "quantization_config", None):
+    return model, tokenizer
+
+
+def _refuse_heads(folder: Path) -> None:
+    """Refuse a folder that holds a head, or files that are damaged.
+
+    Raises:
+        ShrinkError: it does.
+
+    """
+    if not (folder / "config.json").is_file():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        config = read_json_object(folder / "config.json")
+    except ValueError as error:
+        raise ShrinkError(f"{error}; copy or save the draft model again") from None
+    for problem in filter(None, map(weights_problem, files)):
+        raise ShrinkError(f"{problem}; copy or save the draft model again")
+    if kind := kind_of_head(config, files):
         raise ShrinkError(
-            f"{draft} is quantised already; name the model it was made of"
+            f"{folder} holds {a_head(kind)}, and shrink is for draft models; write it "
+            f"into a spec-config as it is, with method '{HEAD_METHODS[kind]}'"
         )
-    return model.eval(), tokenizer
 
 
 def _ends(model: PreTrainedModel) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_treespec.config import METHODS, parse_spec_config
+from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
@@ -272,6 +272,37 @@ def side_of_trees(
         engine={**engine, "speculative_config": spec},
         budget=max(size.max_nodes - 1 for size in sizes),
     )
+
+
+def check_model(what: str, model: str) -> None:
+    """Check that there is a model, before engines start for it.
+
+    Args:
+        what: the option that names the model, for the message.
+        model: folder or hub id; of the hub only the configuration is fetched.
+
+    Raises:
+        SpecConfigError: there is no such model.
+
+    """
+    from transformers import PretrainedConfig
+
+    remedy = "name the folder, or the hub id, of a model in Hugging Face format"
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SpecConfigError(f"{what}: {model} holds no config.json; {remedy}")
+    elif folder.is_absolute() or model.startswith((".", "~")):
+        raise SpecConfigError(f"{what}: there is no folder {model}; {remedy}")
+    else:
+        try:
+            PretrainedConfig.get_config_dict(model)
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise SpecConfigError(
+                f"{what}: there is no folder {model}, and the hub gave no model of "
+                f"that name ({reason}); {remedy}"
+            ) from None
 
 
 def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideResult:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from vllm_treespec.atomic_files import replaced
+
 
 class Stored(BaseModel):
     """Finished work in the output folder."""
@@ -31,9 +33,8 @@ def settings_of(*deciding: Any) -> str:
 def store(path: Path, content: BaseModel) -> None:
     """Write a file that appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(content.model_dump_json(), encoding="utf-8")
-    partial.rename(path)
+    with replaced(path) as part:
+        part.write_text(content.model_dump_json(), encoding="utf-8")
 
 
 def read_stored(

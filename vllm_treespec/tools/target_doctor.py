@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
-from huggingface_hub.errors import StrictDataclassError
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from transformers.utils import is_torchvision_available
 
-from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.config.checks import check_head_files
+from vllm_treespec.config import SpecConfigError, parse_spec_config, read_spec
+from vllm_treespec.config.base import MethodConfig
+from vllm_treespec.config.checks import check_head_files, check_weights
+from vllm_treespec.config.reading import (
+    A_MODEL,
+    UNREADABLE,
+    check_sizes,
+    first_sentence,
+    unreadable,
+)
 from vllm_treespec.core.processor import slow_arithmetic
 from vllm_treespec.engine.refusals import (
     check_platform,
-    refuse_drafters,
+    drafter_problems,
+    feature_problems,
     unsupported_features,
 )
-from vllm_treespec.engine.seams import SeamError
+from vllm_treespec.engine.seams import SeamError, SourceFiles, check_seams
+from vllm_treespec.heads.names import no_such_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 NO = "[green]no[/]"
 YES = "[red]yes: refused[/]"
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -34,46 +48,97 @@ class TargetCheck:
 
     # folder or hub id
     target: str
-    # JSON text
+    # JSON text, or the name of a JSON file
     spec: str | None = None
     max_model_len: int | None = None
     num_ranks: int = 1
+    # "cpu" or "cuda"; None: this machine's
+    device: str | None = None
 
 
-def check_target(check: TargetCheck, console: Console) -> bool:
-    """Print what a target has of what draft trees do not support.
+def check_target(check: TargetCheck, console: Console, verbose: bool = False) -> bool:
+    """Print all that is in the way of draft trees for a target.
 
     No weights are loaded.
+
+    Args:
+        check: what is checked.
+        console: where to.
+        verbose: print also what draft trees do not support and the target has not.
 
     Returns:
         whether an engine would start, as far as configs can say.
 
     """
-    try:
-        device = check_platform()
-        target = read_target(check)
-    except (SpecConfigError, SeamError) as error:
-        console.print(f"[red]refused:[/] {escape(one_line(error))}")
-        return False
-    features = unsupported_features(target, device)
-    table = Table(title=f"{escape(check.target)} on {device}", title_justify="left")
-    table.add_column("what draft trees do not support")
-    table.add_column("has it")
-    for what, found in features.items():
-        table.add_row(what, YES if found else NO)
-    console.print(table)
-    problem = spec_problem(check, target, device)
-    if problem is not None:
+    problems: list[str] = []
+    device = tried(problems, partial(checked_device, check.device))
+    if device is not None:
+        spec = check.spec
+        config = None if spec is None else tried(problems, partial(read_config, spec))
+        target = tried(problems, partial(read_target, check))
+        if target is None and check.max_model_len is not None:
+            # what else is in the way
+            without = replace(check, max_model_len=None)
+            target = tried([], partial(read_target, without))
+        if config is not None:
+            problems += spec_problems(config, check, target, device)
+        if target is not None:
+            problems += feature_problems(target, device)
+            show_target(check, target, device, console, verbose)
+    # a fault may be met twice: in a folder, and where its files are compared
+    for problem in dict.fromkeys(problems):
         console.print(f"[red]refused:[/] {escape(problem)}")
-    slow = slow_arithmetic(target.dtype) if device == "cpu" else None
-    if slow is not None:
-        console.print(f"[yellow]slow:[/] {escape(slow)}")
-    refused = any(features.values()) or problem is not None
-    if refused:
+    if problems:
         console.print("[red]draft trees do not work here[/]")
     else:
         console.print("[green]draft trees work here[/]")
-    return not refused
+    return not problems
+
+
+def tried(problems: list[str], make: Callable[[], Made]) -> Made | None:
+    """What a function makes; None, and the reason among the problems, if it fails."""
+    try:
+        return make()
+    except (SpecConfigError, SeamError) as error:
+        problems.append(one_line(error))
+        return None
+
+
+def checked_device(said: str | None) -> str:
+    """The device for which this vLLM has all that draft trees need.
+
+    Args:
+        said: ``"cpu"`` or ``"cuda"``, which this machine may lack; None: its own.
+
+    Raises:
+        SpecConfigError: this is another platform.
+        SeamError: this vLLM lacks something.
+
+    """
+    if said is None:
+        return check_platform()
+    sources = SourceFiles.installed()
+    check_seams(said, lambda seam: sources.has(seam.module, seam.attribute))
+    return said
+
+
+def show_target(
+    check: TargetCheck,
+    target: ModelConfig,
+    device: str,
+    console: Console,
+    verbose: bool,
+) -> None:
+    """Print what a target is checked for, and whether its arithmetic is slow."""
+    console.print(f"{escape(check.target)} on {device}")
+    if verbose:
+        table = Table("what draft trees do not support", "has it")
+        for what, found in unsupported_features(target, device).items():
+            table.add_row(what, YES if found else NO)
+        console.print(table)
+    slow = slow_arithmetic(target.dtype) if device == "cpu" else None
+    if slow is not None:
+        console.print(f"[yellow]slow:[/] {escape(slow)}")
 
 
 def read_target(check: TargetCheck) -> ModelConfig:
@@ -85,35 +150,59 @@ def read_target(check: TargetCheck) -> ModelConfig:
     """
     from vllm.engine.arg_utils import EngineArgs
 
+    if problem := no_such_model(check.target):
+        raise SpecConfigError(f"--target: {problem}; name {A_MODEL}")
+    check_sizes("--target", check.target)
     try:
         return EngineArgs(
             model=check.target,
             skip_tokenizer_init=True,
             max_model_len=check.max_model_len,
         ).create_model_config()
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise SpecConfigError(
-            f"--target: vLLM cannot read {check.target} ({error}); name the folder, or "
-            f"the hub id, of a model in Hugging Face format"
-        ) from None
+    except UNREADABLE as error:
+        raise unreadable_target(check, error) from None
 
 
-def spec_problem(check: TargetCheck, target: ModelConfig, device: str) -> str | None:
-    """What would be refused of the spec-config; None: nothing, or there is none."""
-    if check.spec is None:
-        return None
-    try:
-        spec = json.loads(check.spec)
-        if not isinstance(spec, dict):
-            return "--speculative-config must be one JSON object"
-        config = parse_spec_config(spec)
-        check_head_files(config)
-        refuse_drafters(config, target, check.num_ranks, device)
-    except json.JSONDecodeError as error:
-        return f"--speculative-config is not JSON: {error}"
-    except SpecConfigError as error:
-        return one_line(error)
-    return None
+def unreadable_target(check: TargetCheck, error: Exception) -> SpecConfigError:
+    """Say in one line why vLLM could not read a target."""
+    reason = first_sentence(error)
+    if check.max_model_len is not None and "max_model_len" in reason:
+        return SpecConfigError(f"--max-model-len: {reason}; pass less, or leave it out")
+    if "failed to be inspected" not in reason:
+        return unreadable("--target", check.target, error)
+    remedy = "its log says why"
+    if not is_torchvision_available():
+        remedy = (
+            f"install torchvision, which models with images need, of the release for "
+            f"torch {torch.__version__}"
+        )
+    return SpecConfigError(
+        f"--target: vLLM cannot import the code of {check.target} ({reason}); {remedy}"
+    )
+
+
+def read_config(spec: str) -> MethodConfig:
+    """Read and validate a spec-config.
+
+    Raises:
+        SpecConfigError: naming what is wrong with it.
+
+    """
+    return parse_spec_config(read_spec(spec))
+
+
+def spec_problems(
+    config: MethodConfig, check: TargetCheck, target: ModelConfig | None, device: str
+) -> list[str]:
+    """What would be refused of a valid spec-config."""
+    problems: list[str] = []
+    tried(problems, partial(check_head_files, config))
+    if target is None:
+        tried(problems, partial(check_weights, config))
+    else:
+        found = drafter_problems(config, target, check.num_ranks, device)
+        problems += map(one_line, found)
+    return problems
 
 
 def one_line(error: Exception) -> str:

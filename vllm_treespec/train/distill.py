@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerControl, TrainingArguments
 
-from vllm_treespec.train.atomic_files import atomic_writes, newest_complete_checkpoint
+from vllm_treespec.atomic_files import replaced
+from vllm_treespec.json_files import read_json_object
+from vllm_treespec.train.checkpoints import (
+    SumWriter,
+    check_finite,
+    newest_complete_checkpoint,
+)
 from vllm_treespec.train.loss import TeacherTargets
 
 
@@ -48,7 +54,9 @@ class DistillTrainer(Trainer):
     """
 
     def __init__(self, options: DistillOptions, **arguments: Any) -> None:
-        super().__init__(data_collator=lambda items: items[0], **arguments)
+        super().__init__(
+            data_collator=lambda items: items[0], callbacks=[SumWriter()], **arguments
+        )
         self.options = options
         self.optimizer: torch.optim.Optimizer | None
         self.control: TrainerControl
@@ -80,6 +88,15 @@ class DistillTrainer(Trainer):
                 fused=True,
             )
         return self.optimizer
+
+    def save_model(self, *arguments: Any, **options: Any) -> None:
+        """Save the weights of a checkpoint, which must be finite.
+
+        Raises:
+            ValueError: the training diverged.
+        """
+        check_finite(self.model, self.state.global_step)
+        super().save_model(*arguments, **options)
 
     @torch.no_grad()
     def evaluate(
@@ -128,7 +145,8 @@ def run_training(
         final means of the trainer's ``quality``.
 
     Raises:
-        ValueError: ``folder`` holds checkpoints of a run with other options.
+        ValueError: ``folder`` holds checkpoints of a run with other options, or the
+            training diverged.
     """
     check_same_run(folder, {**asdict(options), **description})
     train_set, eval_set = datasets
@@ -175,10 +193,10 @@ def check_same_run(folder: Path, now: dict[str, Any]) -> None:
     path = folder / "options.json"
     if path.exists():
         try:
-            before = json.loads(path.read_text())
-        except json.JSONDecodeError:
+            before = read_json_object(path)
+        except ValueError as error:
             raise ValueError(
-                f"{path} is cut short: delete {folder} or pass another --out"
+                f"{error}: delete {folder} or pass another --out"
             ) from None
         # A run may be made longer or shorter: the schedule follows the new length.
         free = {"epochs", "max_steps", "evaluations"}
@@ -188,5 +206,6 @@ def check_same_run(folder: Path, now: dict[str, Any]) -> None:
                 f"{folder} holds a run with other {', '.join(changed)}:"
                 " delete that folder or pass another --out"
             )
-    with atomic_writes(folder) as partial:
-        (partial / "options.json").write_text(json.dumps(now, indent=2) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as part:
+        part.write_text(json.dumps(now, indent=2) + "\n")

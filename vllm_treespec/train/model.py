@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from vllm_treespec.train.atomic_files import atomic_writes
+from vllm_treespec.atomic_files import atomic_writes
 
 # RMS of one embedding entry at the start. Llama adds layer outputs to the embedding as
 # it is. The outputs of fresh layers, which are added to it, have an RMS of about 0.1.

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from vllm_treespec.atomic_files import atomic_writes
 from vllm_treespec.heads import (
     EagleHead,
     EagleHeadConfig,
@@ -21,7 +22,6 @@ from vllm_treespec.heads import (
     save_head,
     save_published,
 )
-from vllm_treespec.train.atomic_files import atomic_writes
 from vllm_treespec.train.model import check_size
 from vllm_treespec.train.pair_head import (
     PairOptions,

@@ -10,6 +10,8 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, PreTrainedModel
 
+from vllm_treespec.atomic_files import atomic_writes, replaced
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads import (
     DraftHead,
     HeadError,
@@ -20,7 +22,6 @@ from vllm_treespec.heads import (
     save_head,
 )
 from vllm_treespec.heads.base import Head
-from vllm_treespec.train.atomic_files import atomic_writes
 from vllm_treespec.train.distill import DistillOptions
 from vllm_treespec.train.draft import DraftOptions, train_draft
 from vllm_treespec.train.head import HeadOptions, evaluate_head, train_head
@@ -63,7 +64,8 @@ def collect_text(
         ValueError: there are no rows, or one cannot be trained on.
     """
     work.mkdir(parents=True, exist_ok=True)
-    size = AutoConfig.from_pretrained(target).get_text_config().vocab_size
+    config = read_config("--target", target, AutoConfig.from_pretrained)
+    size = config.get_text_config().vocab_size
     if not text:
         questions = [prompt for path in prompts or [] for prompt in read_prompts(path)]
         path = work / "text.jsonl"
@@ -108,7 +110,8 @@ def make_draft(
     if hot_tokens:
         mass = cache.statistics.token_weights
         likeliest = mass.topk(min(hot_tokens, len(mass))).indices.sort().values
-        (out / "hot_tokens.json").write_text(json.dumps(likeliest.tolist()) + "\n")
+        with replaced(out / "hot_tokens.json") as part:
+            part.write_text(json.dumps(likeliest.tolist()) + "\n")
     record = {
         "result": {**result, "size_mb": round(size_mb, 2)},
         "shape": asdict(shape),
@@ -200,8 +203,8 @@ def write_record(
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "evaluations": [log for log in history if "eval_kl" in log],
     }
-    with atomic_writes(out) as partial:
-        (partial / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    with replaced(out / "training.json") as part:
+        part.write_text(json.dumps(record, indent=2) + "\n")
     return record
 
 

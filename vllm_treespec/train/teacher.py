@@ -24,13 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from vllm_treespec.atomic_files import replaced
+from vllm_treespec.heads.weights import weights_problem
 from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.tools.load import load_model
 from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.model import TargetStatistics
 from vllm_treespec.train.states import StateFiles, is_state, layer_of, state_name
@@ -98,10 +102,14 @@ class TeacherCache:
 
 
 def load_target(target: str) -> PreTrainedModel:
-    """Load the target frozen in bfloat16, on the GPU if there is one."""
+    """Load the target frozen in bfloat16, on the GPU if there is one.
+
+    Raises:
+        SpecConfigError: it is not whole.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False).to(device)
+    model = load_model("--target", target, dtype=torch.bfloat16)
+    return model.requires_grad_(False).to(device)
 
 
 def length_buckets(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -153,9 +161,8 @@ def cache_teacher(
                 continue
             layers = tuple(sorted({*options.layers, *(kept or ())}))
             tensors = _run_target(target, part, replace(options, layers=layers))
-            partial = shard.with_suffix(".partial")
-            save_file(tensors, partial, metadata={"fingerprint": fingerprint})
-            partial.rename(shard)
+            with replaced(shard) as written:
+                save_file(tensors, written, metadata={"fingerprint": fingerprint})
     return shards
 
 
@@ -170,8 +177,14 @@ def _fingerprint(rows: list[Row], target_name: str, options: TeacherOptions) -> 
 
 
 def _layers_of(shard: Path, fingerprint: str) -> set[int] | None:
-    """Which hidden states a shard holds; None: it is missing, or another text's."""
+    """Which hidden states a shard holds; None: it is missing, or another text's.
+
+    A shard that was cut short is named on the console, and counts as missing.
+    """
     if not shard.exists():
+        return None
+    if problem := weights_problem(shard):
+        Console().print(f"{problem}: made again", soft_wrap=True)
         return None
     with safe_open(shard, "pt") as file:
         if (file.metadata() or {}).get("fingerprint") != fingerprint:

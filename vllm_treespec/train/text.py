@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from vllm_treespec.json_files import parse_json
+
 PROMPT_KEYS = "prompt, question, instruction (with input) or turns"
 _PLACEHOLDER = "<<<user>>>"
 _ROW_FORM = 'a line is {"token_ids": [...], "prompt_len": n}'
@@ -76,12 +78,10 @@ def lines_of(path: Path) -> Iterator[bytes]:
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     """Read a line that must hold one JSON object; errors name file and line."""
     try:
-        found = json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise ValueError(f"{where}: not UTF-8; save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
+        found = parse_json(line)
+    except ValueError as error:
         raise ValueError(
-            f"{where}: not JSON ({error.msg}); each line must be one JSON object"
+            f"{where}: not JSON ({error}); each line must be one JSON object in UTF-8"
         ) from None
     if not isinstance(found, dict):
         raise ValueError(f"{where}: not a JSON object; {_ROW_FORM}")

@@ -9,6 +9,7 @@ from vllm_treespec.engine.seams.checks import (
 )
 from vllm_treespec.engine.seams.doctor import doctor
 from vllm_treespec.engine.seams.seam import Kind, Seam
+from vllm_treespec.engine.seams.source_files import SourceFiles
 from vllm_treespec.engine.seams.table import SEAMS, TOPICS
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Kind",
     "Seam",
     "SeamError",
+    "SourceFiles",
     "check_seams",
     "doctor",
     "supported",

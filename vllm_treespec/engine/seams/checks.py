@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from packaging.version import Version
 
+from vllm_treespec.engine.seams.seam import Seam
 from vllm_treespec.engine.seams.table import SEAMS
 
 MIN_VLLM, BELOW_VLLM = "0.32", "0.34"
@@ -19,11 +22,13 @@ def supported(version: str) -> bool:
     return Version(MIN_VLLM).release <= release < Version(BELOW_VLLM).release
 
 
-def check_seams(device: str) -> None:
+def check_seams(device: str, exists: Callable[[Seam], bool] = Seam.exists) -> None:
     """Check that the running vLLM has all functions and classes we need.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``, whose seams are needed.
+        exists: whether a seam is there; ``Seam.exists`` imports it, which may fail on
+            a machine without the device.
 
     Raises:
         SeamError: naming the version or the missing seam, and the remedy.
@@ -38,7 +43,7 @@ def check_seams(device: str) -> None:
         )
     for seam in SEAMS:
         needed = seam.needed_on(device) and seam.needed_in(vllm.__version__)
-        if needed and not seam.on_instances and not seam.exists():
+        if needed and not seam.on_instances and not exists(seam):
             raise SeamError(
                 f"vLLM {vllm.__version__} has no {seam.name} "
                 f"({seam.purpose}); reinstall vllm>={MIN_VLLM},<{BELOW_VLLM}"

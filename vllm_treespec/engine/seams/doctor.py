@@ -17,41 +17,51 @@ from vllm_treespec.engine.seams.table import SEAMS, TOPICS
 DIFFERS = "DIFFERS"
 
 
-def doctor(console: Console) -> bool:
-    """Print the seams and what this vLLM offers; return whether all is well.
+def doctor(console: Console, device: str, verbose: bool = False) -> bool:
+    """Print whether draft trees work with this vLLM; return it.
 
     A function that we replace may differ from those we know: that is a warning.
+
+    Args:
+        console: where to.
+        device: ``"cpu"`` or ``"cuda"``; this machine needs none.
+        verbose: print every seam, too.
+
     """
     import vllm
-    from vllm.platforms import current_platform
 
     sources = SourceFiles.installed()
-    console.print(f"[bold]vLLM {vllm.__version__}: what vllm_treespec relies on[/]")
-    for topic, seams in TOPICS.items():
-        here = [seam for seam in seams if seam.needed_in(vllm.__version__)]
-        console.print(topic_table(topic, here, sources))
-    changed = [
-        seam.name
+    if verbose:
+        for topic, seams in TOPICS.items():
+            here = [seam for seam in seams if seam.needed_in(vllm.__version__)]
+            console.print(topic_table(topic, here, sources))
+    needed = [
+        seam
         for seam in SEAMS
-        if seam.replaced and matching_releases(seam, sources) == DIFFERS
+        if seam.needed_on(device) and seam.needed_in(vllm.__version__)
     ]
+    missing = [s.name for s in needed if not sources.has(s.module, s.attribute)]
+    replaced = [seam for seam in needed if seam.replaced]
+    changed = [s.name for s in replaced if matching_releases(s, sources) == DIFFERS]
+    wanted = f"vllm>={MIN_VLLM},<{BELOW_VLLM}"
+    console.print(f"vLLM {vllm.__version__} on {device}; supported: {wanted}")
+    console.print(f"{len(needed)} parts of vLLM are needed, {len(missing)} are missing")
+    for name in missing:
+        console.print(f"[red]missing:[/] {name}")
+    console.print(f"{len(replaced)} functions are replaced, {len(changed)} are unknown")
     if changed:
         console.print(
             f"[yellow]not as in any vLLM that vllm_treespec was written for:[/] "
             f"{', '.join(changed)}; run make test; then add the fingerprint "
             "(python -m tests.fingerprints)"
         )
-    complete = supported(vllm.__version__) and all(
-        sources.has(seam.module, seam.attribute)
-        for seam in SEAMS
-        if seam.needed_on(current_platform.device_name)
-        and seam.needed_in(vllm.__version__)
-    )
-    wanted = f"vllm>={MIN_VLLM},<{BELOW_VLLM}"
+    complete = supported(vllm.__version__) and not missing
     if complete:
-        console.print(f"[green]draft trees work with this vLLM[/] ({wanted})")
+        console.print("[green]draft trees work with this vLLM[/]")
     else:
-        console.print(f"[red]draft trees do not work with this vLLM[/]; use {wanted}")
+        console.print(
+            f"[red]draft trees do not work with this vLLM[/]; install {wanted}"
+        )
     return complete
 
 

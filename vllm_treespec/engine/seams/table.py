@@ -170,6 +170,8 @@ SCHEDULER = (
     *_SCHEDULER.overrides("__init__", "room for the trees of structured outputs"),
     *_SCHEDULER.overrides("update_draft_token_ids", "no grammar cuts a tree"),
     *_SCHEDULER.overrides("get_grammar_bitmask", "a grammar mask for every node"),
+    *_SCHEDULER.overrides("update_from_output", "which trees vLLM does not count"),
+    *_SCHEDULER.overrides("make_spec_decoding_stats", "padding is no tree"),
     *_SCHEDULER.reads("vllm_config log_stats", "metrics, if the engine keeps any"),
     *_SCHEDULER.reads("requests structured_output_manager", "grammar masks"),
     *_DRAFT_TOKEN_IDS.extended("drafts travel with their trees"),

@@ -12,7 +12,7 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.lyanna import LyannaConfig
-from vllm_treespec.core.decoder import TreeDecoder
+from vllm_treespec.core.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.core.matching import Proposal
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.method import EngineLimits, Method
@@ -164,8 +164,19 @@ def make_schedule(
 
 
 def first_rank_values(values: list[float]) -> list[float]:
-    """What the first of the tensor-parallel ranks passes; all of them call it."""
-    shared: list[float] = get_tp_group().broadcast_object(values)
+    """What the first of the tensor-parallel ranks passes; all of them call it.
+
+    Raises:
+        RanksDiffer: the ranks are not connected any more. A schedule's aid must not
+            catch it: this rank alone would go on without the schedule.
+
+    """
+    try:
+        shared: list[float] = get_tp_group().broadcast_object(values)
+    except Exception as error:
+        raise RanksDiffer(
+            f"rank 0's times do not come to all ranks: {error}"
+        ) from error
     return shared
 
 

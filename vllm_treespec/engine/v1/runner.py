@@ -164,17 +164,17 @@ class TreeRunnerMixin(V1Runner):
         for new in scheduler_output.scheduled_new_reqs:
             params = self.requests[new.req_id].sampling_params
             limit = request_options(params.extra_args).limit
-            drafts = limit > 0 and self._may_draft(new.req_id)
+            supported = self._is_supported(new.req_id)
             forbidden = forbidden_of(
                 params, self.model_config.get_vocab_size(), self.device
             )
-            decoder.slots.add(new.req_id, drafts, params.seed, limit, forbidden)
+            decoder.slots.add(new.req_id, supported, params.seed, limit, forbidden)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         decoder.discard_trees(decoder.slots.lookup(sorted(resumed)))
         return updated
 
-    def _may_draft(self, req_id: str) -> bool:
-        """Whether a new request, which is in the batch, may have draft trees."""
+    def _is_supported(self, req_id: str) -> bool:
+        """Whether trees can follow the parameters of a new request in the batch."""
         request = self.requests[req_id]
         row = self.input_batch.req_id_to_index[req_id]
         return (
@@ -208,15 +208,14 @@ class TreeRunnerMixin(V1Runner):
     def _sample(
         self, logits: Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
     ) -> SamplerOutput:
-        """Score the trees; on a CPU also draw for requests without one."""
+        """Score the trees, and draw for requests without one."""
         decoder, sampling = self.decoder, sampling_view(self.input_batch)
-        draws = not (sampling.likeliest_only or self.batched_rules)
         if logits is None:
             return super()._sample(logits, spec_decode_metadata)
         forward_seconds = time.perf_counter() - self._forward_start
         decoder.stats.add_seconds("forward", forward_seconds)
         with decoder.stats.stage("score"):
-            if not (draws or len(decoder.batch.draft_token_ids)):
+            if sampling.likeliest_only and not len(decoder.batch.draft_token_ids):
                 return super()._sample(logits, None)
             scored = decoder.score(logits, sampling)
             return sampler_output(

@@ -11,6 +11,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_treespec.core.matching import RunningTrees
+from vllm_treespec.core.plain_draw import PlainDraw
 from vllm_treespec.scorers import ScorerOutput
 
 
@@ -29,7 +30,7 @@ def sampler_output(
     root_rows: Tensor,
     trees: RunningTrees | None,
     scored: ScorerOutput | None,
-    drawn: Tensor | None,
+    drawn: PlainDraw | None,
 ) -> SamplerOutput:
     """Put scored trees and requests without a tree together.
 
@@ -40,14 +41,13 @@ def sampler_output(
         root_rows: int64 [num_reqs], each request's root row.
         trees: of the step, None without any.
         scored: what was accepted of them.
-        drawn: int64 [num_reqs] on the host, tokens of requests without a tree, -1 of
-            others; None: none was drawn.
+        drawn: tokens of requests without a tree; None: none was drawn.
 
     """
     num_reqs = len(root_rows)
     left = set(range(num_reqs))
     if drawn is not None:
-        left -= set(torch.nonzero(drawn >= 0)[:, 0].tolist())
+        left -= set(drawn.host_reqs.tolist())
     width, emitted = 1, None
     if trees is not None and scored is not None:
         left -= set(trees.host_reqs.tolist())
@@ -72,7 +72,7 @@ def sampler_output(
         if processed and plain.logprobs_tensors is not None:
             logprobs = for_every_token(plain.logprobs_tensors, width)
     if drawn is not None:
-        tokens[:, 0] = torch.where(drawn >= 0, drawn, tokens[:, 0])
+        tokens[drawn.reqs, 0] = drawn.token_ids
     if trees is not None and emitted is not None:
         tokens[trees.reqs] = emitted
     wanted = metadata.max_num_logprobs is not None or metadata.logprob_token_ids

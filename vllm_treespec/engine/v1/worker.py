@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
+from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.kv_budget import BlockBytes
 from vllm_treespec.engine.kv_cache import bytes_by_group, cost_of_one_group
 from vllm_treespec.engine.v1.start_up import time_forwards
@@ -68,7 +71,13 @@ class TreeWorkerMixin(V1Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warm up, then time forwards for the schedule."""
         times = super().compile_or_warm_up_model()
-        time_forwards(self.model_runner)
+        # A device may run out of memory on one rank alone.
+        aid = Aid(
+            "Timing forwards",
+            "the schedule begins with guesses",
+            torch.OutOfMemoryError,
+        )
+        aid.run(None, time_forwards, self.model_runner)
         return times
 
     def treespec_stats(self, reset: bool = False) -> dict[str, object]:

@@ -209,6 +209,8 @@ def result(settings: Settings, summary: Summary) -> str:
     text = f"rows answered: {summary.answered}, in {settings.output}"
     if summary.bad:
         text += f"\nbad rows: {summary.bad}, with reasons, in {settings.bad_rows}"
+        if not settings.bad_rows.exists():
+            text += ", which is gone"
     return text
 
 

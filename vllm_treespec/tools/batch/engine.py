@@ -39,7 +39,8 @@ NOT_IN_A_BATCH = {
 # Requests in the engine for each that can run: the next ones wait there, tokenised.
 CROWD = 2
 MAX_SEED = 2**63 - 1
-FINISHED_WELL = ("stop", "length")
+# Reasons to end a request that leave an answer; "abort" and "error" leave none.
+WITH_ANSWER = ("stop", "length", "repetition")
 
 
 class VllmAnswerer:
@@ -128,10 +129,16 @@ class VllmAnswerer:
     def _add(self, llm: LLM, row: Row) -> str:
         """Hand a row to the engine; the engine's id of the request.
 
+        Whatever fails here is about this row: its images are fetched and decoded, and
+        its text is put into the template and tokenised.
+
         Raises:
-            RowError: the engine refuses it.
+            RowError: the engine refuses it, or cannot read what it names.
+            BatchError: the engine itself is dead.
 
         """
+        from vllm.exceptions import VLLMServerError
+
         params = sampling_params_of({**self.defaults, **row.sampling_params})
         prompt: Any = row.prompt
         if self.chat and isinstance(prompt, str):
@@ -141,8 +148,12 @@ class VllmAnswerer:
                 (added,) = llm.enqueue(prompt, params, use_tqdm=False)
             else:
                 (added,) = llm.enqueue_chat(prompt, params, use_tqdm=False)
+        except VLLMServerError as error:
+            raise self._failed(error) from error
         except refusals() as error:
             raise RowError(one_line(error)) from None
+        except Exception as error:
+            raise RowError(f"{type(error).__name__}: {one_line(error)}") from None
         # Outputs have the part of it that vLLM makes no random letters of.
         return added.partition("-")[0]
 
@@ -150,17 +161,20 @@ class VllmAnswerer:
         try:
             outputs: list[RequestOutput] = engine.step()
         except Exception as error:
-            lines = ", ".join(str(row.line) for row in self.open.values())
-            raise BatchError(
-                f"the engine failed with {type(error).__name__}: {one_line(error)}; "
-                f"lines in it: {lines}; the same command goes on"
-            ) from error
+            raise self._failed(error) from error
         return [output for output in outputs if output.finished]
+
+    def _failed(self, error: Exception) -> BatchError:
+        lines = ", ".join(str(row.line) for row in self.open.values())
+        return BatchError(
+            f"the engine failed with {type(error).__name__}: {one_line(error)}; "
+            f"lines in it: {lines}; the same command goes on"
+        )
 
     def _answer(self, output: RequestOutput) -> Finished:
         row = self.open.pop(output.request_id)
         found = output.outputs[0]
-        if found.finish_reason not in FINISHED_WELL:
+        if found.finish_reason not in WITH_ANSWER:
             return bad_row(row, f"vLLM ended it with '{found.finish_reason}'")
         return Answer(
             id=row.id,

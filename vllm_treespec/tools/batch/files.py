@@ -80,11 +80,11 @@ def read_rows(path: Path, columns: Columns) -> Iterator[Row | BadRow]:
                 yield row_of_json(line, raw, columns)
 
 
-def check_columns(path: Path, columns: Columns) -> None:
-    """Refuse a Parquet file that has no prompts.
+def check_rows(path: Path, columns: Columns) -> None:
+    """Refuse a Parquet file that has no prompts, or whose rows cannot be read.
 
     Raises:
-        BatchError: no Parquet file, or one without a column of prompts.
+        BatchError: naming the file, and the row group that is damaged.
 
     """
     if path.suffix != PARQUET:
@@ -96,16 +96,34 @@ def check_columns(path: Path, columns: Columns) -> None:
             f"name the prompts' column with --prompt-column (there are: "
             f"{', '.join(there)})"
         )
+    for _ in _batches(path, columns):
+        pass
 
 
 def _read_parquet(path: Path, columns: Columns) -> Iterator[Row | BadRow]:
-    file = _parquet_file(path)
-    wanted = [name for name in columns.names if name in file.schema_arrow.names]
     line = itertools.count(1)
-    for batch in file.iter_batches(batch_size=GROUP, columns=wanted):
+    for batch in _batches(path, columns):
         for fields in batch.to_pylist():
             source = json.dumps(fields, default=str)
             yield row_of(next(line), fields, columns, source)
+
+
+def _batches(path: Path, columns: Columns) -> Iterator[pa.RecordBatch]:
+    """The columns that are read, some rows at a time."""
+    import pyarrow as pa
+
+    file = _parquet_file(path)
+    wanted = [name for name in columns.names if name in file.schema_arrow.names]
+    for group in range(file.num_row_groups):
+        try:
+            for batch in file.iter_batches(GROUP, [group], wanted):
+                batch.validate(full=True)
+                yield batch
+        except (OSError, pa.ArrowException) as error:
+            raise BatchError(
+                f"INPUT {path}: row group {group} of {file.num_row_groups} is damaged "
+                f"({error}); write the file again"
+            ) from None
 
 
 def _parquet_file(path: Path) -> Any:
@@ -113,9 +131,11 @@ def _parquet_file(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+        file = pq.ParquetFile(path)
+        str(file.schema_arrow)  # decodes the names of columns
+    except (OSError, UnicodeError, pa.ArrowException) as error:
         raise BatchError(f"INPUT {path} is no Parquet file: {error}") from None
+    return file
 
 
 def write_answers(path: Path, read: Callable[[], Iterator[Finished]]) -> None:

@@ -1,7 +1,8 @@
 """The journal of a batch: every finished row, appended and on the disk.
 
-The first line holds the options, each further one a finished row. A line that a kill
-cut off is removed when the journal is opened, so its row counts as not finished.
+The first line holds the options, each further one a finished row. A line that is no
+finished row, as a kill or a power cut leaves it, does not count: its row is answered
+again. What a kill cut off at the end is removed when the journal is opened.
 """
 
 from __future__ import annotations
@@ -10,14 +11,36 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_treespec.tools.batch.files import replaced, sync_folder
-from vllm_treespec.tools.batch.rows import BatchError, Finished, finished_of
+from pydantic import TypeAdapter
 
-MARK = "treespec_batch"
+from vllm_treespec.tools.batch.files import replaced, sync_folder
+from vllm_treespec.tools.batch.rows import (
+    BadRow,
+    BatchError,
+    Finished,
+    Summary,
+    finished_of,
+)
+
+MARK = b'{"treespec_batch"'
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line of a journal."""
+
+    # version of the form; its name marks a journal
+    treespec_batch: int
+    options: dict[str, Any]
+    # what the whole batch came to, once it is finished
+    finished: Summary | None = None
+
+
+_HEADER = TypeAdapter(Header)
 
 
 class Journal:
@@ -38,15 +61,13 @@ class Journal:
         self.path = path
         # offsets of finished rows, by line
         self.offsets: dict[int, int] = {}
-        # what the whole batch came to, once it is finished
-        self.finished: dict[str, Any] | None = None
         # lines of the bad ones among them
         self.bad: set[int] = set()
-        self.header: dict[str, Any] = {}
+        self.header = Header(1, json.loads(json.dumps(options)))
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             self._lock()
-            self._open(json.loads(json.dumps(options)))
+            self._open()
         except BaseException:
             os.close(self.file)
             raise
@@ -61,14 +82,14 @@ class Journal:
 
     def append(self, records: Iterable[Finished]) -> None:
         """Add finished rows, and wait until they are on the disk."""
-        lines = [(record, _line(asdict(record))) for record in records]
+        lines = [(record, _line(record)) for record in records]
         if not lines:
             return
         offset = os.fstat(self.file).st_size
         self._write(b"".join(line for _, line in lines))
         for record, line in lines:
             assert record.line not in self.offsets, f"line {record.line} came twice"
-            self._count(asdict(record), offset)
+            self._count(record, offset)
             offset += len(line)
 
     def read(self, lines: Iterable[int]) -> Iterator[Finished]:
@@ -76,12 +97,12 @@ class Journal:
         with open(self.file, "rb", closefd=False) as stream:
             for line in lines:
                 stream.seek(self.offsets[line])
-                yield finished_of(json.loads(stream.readline()))
+                yield finished_of(stream.readline())
 
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self, summary: Summary) -> None:
         """Keep of the journal only that the batch is finished."""
         with replaced(self.path) as part:
-            part.write_bytes(_line({**self.header, "finished": summary}))
+            part.write_bytes(_line(replace(self.header, finished=summary)))
 
     def remove(self) -> None:
         """Remove the journal."""
@@ -96,33 +117,30 @@ class Journal:
                 f"another process writes to {self.path}; wait for it, or end it"
             ) from None
 
-    def _open(self, options: dict[str, Any]) -> None:
+    def _open(self) -> None:
         """Read what is there, cut what is torn, and compare the options."""
-        self.header = {MARK: 1, "options": options}
         with open(self.file, "rb", closefd=False) as stream:
             first = stream.readline()
             if not first.endswith(b"\n"):
-                self._check_torn(first)
+                if not (first.startswith(MARK) or MARK.startswith(first)):
+                    raise self._foreign()
                 self._begin()
                 return
-            header = _object_of(first)
-            if header is None or MARK not in header:
-                raise self._foreign()
-            self.finished = header.get("finished")
+            begun = self._header_of(first)
             offset = len(first)
             for raw in stream:
-                fields = _object_of(raw)
-                if fields is None or not raw.endswith(b"\n"):
+                if not raw.endswith(b"\n"):
                     break
-                self._count(fields, offset)
+                self._count_line(raw, offset)
                 offset += len(raw)
-        if header["options"] != options:
-            if self.offsets or self.finished:
-                raise self._other_options(header["options"])
+        if begun.options != self.header.options:
+            if self.offsets or begun.finished:
+                raise self._other_options(begun.options)
             self._begin()
         elif offset < os.fstat(self.file).st_size:
             os.ftruncate(self.file, offset)
             os.fsync(self.file)
+        self.header = replace(self.header, finished=begun.finished)
 
     def _begin(self) -> None:
         """Write the first line; nothing that is there holds an answer."""
@@ -130,14 +148,15 @@ class Journal:
         self._write(_line(self.header))
         sync_folder(self.path)
 
-    def _check_torn(self, first: bytes) -> None:
-        mark = f'{{"{MARK}"'.encode()
-        if not (first.startswith(mark) or mark.startswith(first)):
-            raise self._foreign()
+    def _header_of(self, first: bytes) -> Header:
+        try:
+            return _HEADER.validate_python(json.loads(first))
+        except ValueError:
+            raise self._foreign() from None
 
     def _other_options(self, begun: dict[str, Any]) -> BatchError:
         """Name the first option that is another one now."""
-        options = self.header["options"]
+        options = self.header.options
         name = min(n for n in {*begun, *options} if begun.get(n) != options.get(n))
         was, now = _shown(begun.get(name)), _shown(options.get(name))
         return BatchError(
@@ -157,23 +176,23 @@ class Journal:
             data = data[os.write(self.file, data) :]
         os.fsync(self.file)
 
-    def _count(self, fields: dict[str, Any], offset: int) -> None:
-        self.offsets[fields["line"]] = offset
-        if "reason" in fields:
-            self.bad.add(fields["line"])
+    def _count_line(self, raw: bytes, offset: int) -> None:
+        """Count the finished row of a line, if it is one and the first of its line."""
+        try:
+            record = finished_of(raw)
+        except ValueError:
+            return
+        if record.line not in self.offsets:
+            self._count(record, offset)
+
+    def _count(self, record: Finished, offset: int) -> None:
+        self.offsets[record.line] = offset
+        if isinstance(record, BadRow):
+            self.bad.add(record.line)
 
 
-def _line(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields).encode() + b"\n"
-
-
-def _object_of(raw: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, None if it was torn."""
-    try:
-        found = json.loads(raw)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+def _line(record: Finished | Header) -> bytes:
+    return json.dumps(asdict(record)).encode() + b"\n"
 
 
 def _shown(value: Any) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -19,6 +22,8 @@ MAX_PORTION = 512
 # Portions for each engine, so that none waits long for the last one.
 MIN_PORTIONS = 4
 FAILED = "failed"
+# Until a cluster counts as gone; Ray itself waits for a minute.
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,27 @@ class RayAnswerer:
         """Answer the rows.
 
         Raises:
-            BatchError: the cluster is too small, or an engine fails.
+            BatchError: the cluster does not answer or is too small, or an engine fails.
             RayNodeError: a machine lacks something.
 
         """
-        import ray
-        from ray.data import ActorPoolStrategy, DataContext
         from ray.exceptions import RayError
 
-        ray.init(log_to_driver=False, ignore_reinit_error=True)
+        try:
+            connect()
+            for batch in self._data(rows).iter_batches(
+                batch_size=None, prefetch_batches=0
+            ):
+                yield records_of(batch["finished"])
+        except RayError as error:
+            said = f"Ray failed with {type(error).__name__}: {one_line(error)}"
+            raise BatchError(said) from error
+
+    def _data(self, rows: Iterator[Row]) -> Any:
+        """The finished rows as Ray Data gives them; they are answered when read."""
+        import ray
+        from ray.data import ActorPoolStrategy, DataContext
+
         kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
         check_size(self.engines, kind, ray.cluster_resources().get(kind, 0))
         alive = [node for node in ray.nodes() if node["Alive"]]
@@ -82,7 +99,7 @@ class RayAnswerer:
         check_ray_nodes(nodes, self.config)
         items = [{"row": json.dumps(asdict(row))} for row in rows]
         DataContext.get_current().enable_progress_bars = False
-        finished = ray.data.from_items(
+        return ray.data.from_items(
             items, override_num_blocks=num_portions(len(items), self.engines.count)
         ).map_batches(
             Engine,
@@ -91,12 +108,52 @@ class RayAnswerer:
             compute=ActorPoolStrategy(size=self.engines.count),
             **{f"num_{kind.lower()}s": self.engines.cards},
         )
-        try:
-            for batch in finished.iter_batches(batch_size=None, prefetch_batches=0):
-                yield records_of(batch["finished"])
-        except RayError as error:
-            said = f"Ray failed with {type(error).__name__}: {one_line(error)}"
-            raise BatchError(said) from error
+
+
+def connect() -> None:
+    """Connect to the Ray cluster; where there is none, start one on this machine.
+
+    Raises:
+        BatchError: the cluster does not answer.
+
+    """
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address
+
+    # A Ray client's address ("ray://") has a timeout of its own.
+    if "://" not in os.environ.get("RAY_ADDRESS", ""):
+        address = canonicalize_bootstrap_address(None)
+        if address is not None:
+            check_cluster(address)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, ignore_reinit_error=True)
+    except SystemExit:
+        # Ray's own handler exits with the signal's number
+        raise SystemExit(128 + signal.SIGTERM) from None
+    signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def check_cluster(address: str) -> None:
+    """Refuse a cluster that is gone: Ray would wait for it, and hear no signal.
+
+    Args:
+        address: its host and port.
+
+    Raises:
+        BatchError: naming the remedy.
+
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise BatchError(
+            f"the Ray cluster at {address} does not answer ({error}); if it has ended, "
+            f"run `ray stop`, which forgets it, and unset RAY_ADDRESS; if it runs "
+            f"elsewhere, set RAY_ADDRESS to its host and port; RAY_ADDRESS=local "
+            f"starts Ray on this machine"
+        ) from None
 
 
 class Engine:
@@ -127,11 +184,11 @@ def records_of(portion: Iterable[str]) -> list[Finished]:
         BatchError: the engine failed.
 
     """
-    found = [json.loads(text) for text in portion]
-    for fields in found:
-        if FAILED in fields:
+    found = list(portion)
+    for text in found:
+        if FAILED in (fields := json.loads(text)):
             raise BatchError(fields[FAILED])
-    return [finished_of(fields) for fields in found]
+    return [finished_of(text) for text in found]
 
 
 def engines_of(count: int, options: Mapping[str, str]) -> Engines:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 # keys of a row whose names no option changes
 MESSAGES = "messages"
 SAMPLING_PARAMS = "sampling_params"
@@ -72,17 +74,36 @@ class BadRow:
     row: str
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What a batch came to."""
+
+    answered: int
+    bad: int
+
+
 Finished = Answer | BadRow
+_FINISHED: TypeAdapter[Finished] = TypeAdapter(Finished)
 
 
-def finished_of(fields: dict[str, Any]) -> Finished:
-    """Make a finished row of its fields."""
-    return BadRow(**fields) if "reason" in fields else Answer(**fields)
+def finished_of(text: str | bytes) -> Finished:
+    """Make a finished row of its JSON.
+
+    Raises:
+        ValueError: it is no JSON, or that of something else.
+
+    """
+    return _FINISHED.validate_python(json.loads(text), extra="forbid")
 
 
 def bad_row(row: Row, reason: str) -> BadRow:
-    """Say why a row that was read well cannot be answered."""
-    return BadRow(row.id, row.line, reason, row.source)
+    """Say why a row that was read well cannot be answered.
+
+    A reason that quotes half a character of the row's has it escaped: no file of text
+    could hold it.
+    """
+    text = reason.encode(errors="backslashreplace").decode()
+    return BadRow(row.id, row.line, text, row.source)
 
 
 def row_of_json(line: int, raw: bytes, columns: Columns) -> Row | BadRow:

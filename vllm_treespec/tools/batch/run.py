@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_treespec.tools.batch.files import (
-    check_columns,
     check_kind,
+    check_rows,
     fingerprint,
     read_rows,
     write_answers,
@@ -24,8 +24,10 @@ from vllm_treespec.tools.batch.rows import (
     Columns,
     Finished,
     Row,
+    Summary,
 )
 
+BAD_ROWS = ".bad.jsonl"
 INPUT_OPTION = "the content of INPUT (SHA-256)"
 
 # Takes rows and gives them back finished, in any order and in groups of any size. It
@@ -53,7 +55,7 @@ class Settings:
     @property
     def bad_rows(self) -> Path:
         """Where bad rows are reported."""
-        return self.output.with_name(f"{self.output.stem}.bad.jsonl")
+        return self.output.with_name(f"{self.output.name}{BAD_ROWS}")
 
 
 @dataclass
@@ -65,14 +67,6 @@ class Progress:
     bad: int
     # of the rows that this process has finished
     tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a batch came to."""
-
-    answered: int
-    bad: int
 
 
 def run_batch(
@@ -94,8 +88,8 @@ def run_batch(
     digest, total = fingerprint(settings.input)
     options = {INPUT_OPTION: digest, **settings.options}
     with Journal(settings.journal, options) as journal:
-        if journal.finished is not None:
-            return finished_before(settings, journal.finished)
+        if journal.header.finished is not None:
+            return finished_before(settings, journal.header.finished)
         rows = Rows(settings, journal)
         total = total if settings.limit is None else min(total, settings.limit)
         progress = Progress(total, len(journal.offsets), len(journal.bad))
@@ -108,7 +102,7 @@ def run_batch(
                 r.completion_tokens for r in records if isinstance(r, Answer)
             )
             show(progress)
-        progress.total = rows.num_read
+        progress.total = len(rows.lines)
         show(progress)
         return publish(settings, journal, rows)
 
@@ -121,8 +115,8 @@ class Rows:
         self.settings = settings
         self.done = journal.offsets
         self.bad: list[Finished] = []
-        self.num_read = 0
-        self.last_line = 0
+        # of all rows that were read
+        self.lines: list[int] = []
         # whether a limit has left no rows out
         self.whole = False
 
@@ -130,8 +124,7 @@ class Rows:
         """Give the rows to answer."""
         found = read_rows(self.settings.input, self.settings.columns)
         for row in itertools.islice(found, self.settings.limit):
-            self.num_read += 1
-            self.last_line = row.line
+            self.lines.append(row.line)
             if row.line in self.done:
                 continue
             if isinstance(row, BadRow):
@@ -158,10 +151,8 @@ def answered(rows: Rows, answer: Answerer) -> Iterator[list[Finished]]:
 
 def publish(settings: Settings, journal: Journal, rows: Rows) -> Summary:
     """Write OUTPUT and the bad rows, in the input's order; close the batch."""
-    lines = sorted(line for line in journal.offsets if line <= rows.last_line)
-    assert len(lines) == rows.num_read, f"{rows.num_read} rows, {len(lines)} finished"
-    good = [line for line in lines if line not in journal.bad]
-    bad = [line for line in lines if line in journal.bad]
+    good = [line for line in rows.lines if line not in journal.bad]
+    bad = [line for line in rows.lines if line in journal.bad]
     summary = Summary(answered=len(good), bad=len(bad))
     if len(journal.bad) == len(journal.offsets):
         refuse_all_bad(settings, journal, journal.read(bad))
@@ -171,7 +162,7 @@ def publish(settings: Settings, journal: Journal, rows: Rows) -> Summary:
     else:
         settings.bad_rows.unlink(missing_ok=True)  # of a start with a larger limit
     if rows.whole:
-        journal.finish(asdict(summary))
+        journal.finish(summary)
     return summary
 
 
@@ -209,7 +200,12 @@ def check_files(settings: Settings) -> None:
             f"OUTPUT {settings.output}: there is no folder {settings.output.parent}; "
             f"make it"
         )
-    check_columns(settings.input, settings.columns)
+    check_rows(settings.input, settings.columns)
+    if settings.output.name.endswith(BAD_ROWS):
+        raise BatchError(
+            f"OUTPUT {settings.output}: so end the names of files of bad rows; "
+            f"name another OUTPUT"
+        )
     if settings.journal.is_file() and settings.journal.stat().st_size:
         return
     for path in (settings.output, settings.bad_rows):
@@ -220,7 +216,7 @@ def check_files(settings: Settings) -> None:
             )
 
 
-def finished_before(settings: Settings, summary: dict[str, Any]) -> Summary:
+def finished_before(settings: Settings, summary: Summary) -> Summary:
     """Say what a batch came to that an earlier start has finished.
 
     Raises:
@@ -233,4 +229,4 @@ def finished_before(settings: Settings, summary: dict[str, Any]) -> Summary:
             f"{settings.output} is gone; to answer all rows again, remove "
             f"{settings.journal}"
         )
-    return Summary(**summary)
+    return summary

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from vllm_treespec.tools.plan.memory import MemoryPlan
 
-EXAMPLE = '{"method": "suffix_tree"}'
 GIB = 2**30
 
 
@@ -44,7 +43,7 @@ def plan(
     ],
     speculative_config: Annotated[
         str,
-        typer.Option(metavar="JSON", help="The spec-config."),
+        typer.Option(metavar="JSON|FILE", help="The spec-config."),
     ],
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Cards.")] = 1,
     gpu_memory_utilization: Annotated[
@@ -75,6 +74,7 @@ def plan(
     """Print what takes the memory of a card, from configurations alone."""
     from rich.console import Console
 
+    from vllm_treespec.config import read_spec
     from vllm_treespec.tools.plan import memory
     from vllm_treespec.tools.plan.parts import Settings, read_parts
 
@@ -123,27 +123,6 @@ def read_size(option: str, text: str) -> int:
     if size < 2**20:
         raise ValueError(f"{option} {text!r} is no size; write one such as 80GiB")
     return size
-
-
-def read_spec(text: str) -> dict[str, Any]:
-    """A spec-config as it stands on a command line.
-
-    Raises:
-        ValueError: it is no JSON object.
-
-    """
-    try:
-        spec = json.loads(text)
-    except ValueError as error:
-        raise ValueError(
-            f"--speculative-config is not JSON ({error}); write it in single quotes, "
-            f"such as '{EXAMPLE}'"
-        ) from None
-    if not isinstance(spec, dict):
-        raise ValueError(
-            f"--speculative-config is no JSON object; write one such as '{EXAMPLE}'"
-        )
-    return spec
 
 
 def table(made: MemoryPlan, target: str, num_ranks: int) -> Table:

@@ -202,12 +202,12 @@ def read_drafters(
     """
     check_head(config, target.config)
     drafters: list[Drafter] = []
-    for name, hot_tokens in zip(config.models, config.hot_token_files, strict=True):
-        model = read_model("speculative_config 'model'", name)
+    models = [read_model("speculative_config 'model'", name) for name in config.models]
+    shared = min([target.vocab_size, *(model.vocab_size for model in models)])
+    check_hot_tokens(config, shared)
+    for model, hot_tokens in zip(models, config.hot_token_files, strict=True):
         num_hot = 0
         if hot_tokens is not None:
-            shared = min(target.vocab_size, model.vocab_size)
-            check_hot_tokens(config, shared)
             num_hot = len(read_hot_tokens(hot_tokens, shared))
         drafters.append(DraftModel(model, num_hot))
     if config.head is not None:

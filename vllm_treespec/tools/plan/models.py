@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,8 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.checks import read_config
-from vllm_treespec.heads.checkpoint import INDEX
+from vllm_treespec.config.reading import read_config
+from vllm_treespec.heads import HeadError
+from vllm_treespec.heads.checkpoint import INDEX, listed_files
 from vllm_treespec.heads.weights import tensor_headers, weights_problem
 
 if TYPE_CHECKING:
@@ -142,19 +142,8 @@ def read_model(option: str, name: str) -> Model:
         SpecConfigError: there is no such model, or trees do not support it.
 
     """
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise SpecConfigError(
-            f"{option}: {path} holds no config.json; name the folder of a model in "
-            f"Hugging Face format"
-        )
-    local = path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".json"
-    if local and not path.exists():
-        raise SpecConfigError(
-            f"{option}: there is no {name}; name a model's folder, its config.json, "
-            f"or a hub id"
-        )
     config = read_config(option, name, AutoConfig.from_pretrained)
+    path = Path(name)
     refuse_model(option, name, config)
     shapes = file_shapes(option, path, config) if path.is_dir() else {}
     if shapes:
@@ -226,11 +215,15 @@ def file_shapes(
     """
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
-        files = _indexed_files(option, folder / INDEX)
+        try:
+            files = listed_files(folder / INDEX)
+        except HeadError as error:
+            raise SpecConfigError(
+                f"{option}: {error}, or name the config.json alone"
+            ) from None
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        problem = weights_problem(file) if file.is_file() else f"there is no {file}"
-        if problem:
+        if problem := weights_problem(file):
             raise SpecConfigError(
                 f"{option}: {problem}; copy the file again, or name the config.json "
                 f"alone"
@@ -240,14 +233,3 @@ def file_shapes(
         # a copy of the embedding, which vLLM does not load
         shapes.pop("lm_head.weight", None)
     return shapes
-
-
-def _indexed_files(option: str, index: Path) -> list[Path]:
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [index.parent / name for name in sorted(set(names))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise SpecConfigError(
-            f"{option}: {index} lists no files ({type(error).__name__}); copy it "
-            f"again, or name the config.json alone"
-        ) from None

@@ -28,11 +28,9 @@ def soak(
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 2000,
     seed: Annotated[int, typer.Option(help="Other requests for another one.")] = 0,
     spec: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="SPEC.json",
-            exists=True,
-            dir_okay=False,
+            metavar="JSON|FILE",
             help="A spec-config; without one, rsd_s 3x3 with the shipped draft model.",
         ),
     ] = None,
@@ -53,7 +51,7 @@ def soak(
     from vllm_treespec.config import (
         SpecConfigError,
         parse_spec_config,
-        read_spec_file,
+        read_spec,
     )
     from vllm_treespec.config.checks import check_head_files
     from vllm_treespec.tools.assets import AssetError, ensure_target, shipped_drafter
@@ -66,7 +64,7 @@ def soak(
         if spec is None:
             method: dict[str, Any] = {**DEFAULT_TREE, "model": shipped_drafter()}
         else:
-            method = read_spec_file(spec)
+            method = read_spec(spec)
         check_head_files(parse_spec_config(method))
         settings = run.Settings(
             target=target or str(ensure_target()),

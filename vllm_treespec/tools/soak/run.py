@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from vllm_treespec.atomic_files import replaced
 from vllm_treespec.tools.launch import EngineError, Event, launch
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, End, EngineRun, SoakJob
@@ -264,9 +265,8 @@ def run_or_reuse(job: SoakJob, out: Path, on_event: OnEvent) -> EngineRun:
             on_event(job.side, {"event": "kept"})
             return run
     run = run_engine(job, out / f"{job.side}.log", on_event)
-    part = kept.with_suffix(".part")
-    part.write_text(run.model_dump_json())
-    part.replace(kept)
+    with replaced(kept) as part:
+        part.write_text(run.model_dump_json())
     return run
 
 

@@ -62,17 +62,21 @@ def tune(
     """
     from rich.console import Console
 
+    from vllm_treespec.tools.launch import EngineError
     from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS
-    from vllm_treespec.tools.sides import Job, Side, run_side
+    from vllm_treespec.tools.sides import Job, Side, check_model, run_side
     from vllm_treespec.tools.tune import report
     from vllm_treespec.tools.tune.candidates import candidates
     from vllm_treespec.tools.tune.choose import choose
-    from vllm_treespec.tools.tune.search import Search
+    from vllm_treespec.tools.tune.search import Search, compared
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         work = workloads_of(prompts or SHIPPED_WORKLOADS, num_prompts)
         loads = loads_of(list(work), batch_sizes, temperatures)
+        check_model("TARGET", target)
+        for model in draft or []:
+            check_model("--draft", model)
         sides, specs = candidates(draft or [], head or [], eager)
         job = Job(
             side=Side(name="", family="", engine={}),
@@ -90,11 +94,14 @@ def tune(
                 job, sides, loads, out, 60 * minutes, versions(), show, run_side
             )
             rows = search.run()
-    except (OSError, ValueError) as error:
+    except (EngineError, OSError, ValueError) as error:
         typer.echo(f"treespec tune: {error}", err=True)
         raise typer.Exit(1) from None
     for name, reason in search.failed.items():
         console.print(f"left out: {name}: {reason}", markup=False)
+    if not compared(rows):
+        typer.echo("treespec tune: nothing was measured beside plain vLLM", err=True)
+        raise typer.Exit(1)
     choice = choose(rows, specs)
     report.write_files(out, rows, choice, search.failed)
     for table in report.tables(rows):

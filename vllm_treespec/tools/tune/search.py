@@ -86,9 +86,16 @@ class Search:
         return settings_of(self.deciding, shared, side and side.model_dump())
 
     def run(self) -> list[TreeRow]:
-        """Measure until the rounds or the time are over; rows of what was measured."""
+        """Measure until the rounds or the time are over; rows of what was measured.
+
+        Raises:
+            EngineError: plain vLLM was not measured, so nothing can be compared.
+
+        """
         for round_ in range(ROUNDS):
             if round_:
+                if not compared(self.rows()):
+                    break
                 self.order_by_speed()
             for side in self.sides:
                 cells = self.cells_left(side, round_)
@@ -97,6 +104,8 @@ class Search:
                 if self.out_of_time():
                     return self.rows()
                 self.measure(side, cells, round_)
+                if not self.finished and side.family == PLAIN:
+                    raise EngineError(self.failed[side.name])
         return self.rows()
 
     def out_of_time(self) -> bool:
@@ -197,6 +206,11 @@ class Search:
             if row.cell.name in plain:
                 row.speedup = row.tokens_per_s / plain[row.cell.name]
         return rows
+
+
+def compared(rows: Sequence[TreeRow]) -> bool:
+    """Whether a load was measured both with plain vLLM and with something else."""
+    return any(row.speedup for row in rows if row.family != PLAIN)
 
 
 def cells_of(side: Side, loads: Sequence[Cell]) -> list[Cell]:

@@ -1,0 +1,42 @@
+"""Sampled answers with trees are those of plain decoding by the same noise.
+
+Holds for methods whose drafts were not drawn, in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Drafts of these are drawn, and verified by rejection: another text, the same law.
+DRAWN = ("sd", "rsd_c", "rsd_s", "spectr", "specinfer")
+
+
+def with_and_without_trees(
+    prompts: Sequence[list[int]], max_in_flight: int, **params: Any
+) -> tuple[dict, dict]:
+    """Two jobs of the same requests at temperature 1, the second one without drafts.
+
+    Each request has a seed of its own. The second job runs in other batches.
+    """
+    seeded = [
+        {"temperature": 1.0, "ignore_eos": True, "seed": 100 + number, **params}
+        for number in range(len(prompts))
+    ]
+    plain = [{**one, "extra_args": {"treespec": {"enabled": False}}} for one in seeded]
+    return (
+        {"prompts": prompts, "params": seeded, "max_in_flight": max_in_flight},
+        {"prompts": prompts, "params": plain, "max_in_flight": max_in_flight + 1},
+    )
+
+
+def assert_same_text(result: dict, first: int) -> None:
+    """Compare the answers of two such jobs, which lie side by side.
+
+    Args:
+        result: of the engine.
+        first: number of the job with trees.
+
+    """
+    trees, plain = result["jobs"][first : first + 2]
+    assert [a["token_ids"] for a in trees] == [a["token_ids"] for a in plain]
+    assert result["trees"][first] > 0
+    assert result["trees"][first + 1] == 0
