@@ -21,12 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import prometheus_client
-from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
 from vllm_treespec.core.aids import Aid
-from vllm_treespec.core.stats import DRAFT_FORWARD, KEEP_FEATURES, STAGES, StepCounts
+from vllm_treespec.core.stats import (
+    DRAFT_FORWARD,
+    KEEP_FEATURES,
+    STAGES,
+    Acceptance,
+    StepCounts,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +82,10 @@ COUNTERS = {
         "Seconds of steps that only decoded, from choosing a tree to the next choice.",
     ),
     "mode_tokens": ("mode", "Tokens emitted in these steps."),
+}
+# Help text.
+GAUGES = {
+    "drafts_never_accepted": "1 if many drafts were scored and none was accepted, or 0."
 }
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
@@ -153,6 +163,7 @@ class SharedCounters:
         self._labels = {"model_name": model_name, "engine": str(engine_index)}
         self._keys: dict[tuple[str, str], str] = {}
         self._values: defaultdict[str, float] = defaultdict(float)
+        self._acceptance = Acceptance()
         self.add(StepCounts())
         for stage in (*STAGES, DRAFT_FORWARD, KEEP_FEATURES):
             self._add("stage_seconds", 0, stage)
@@ -180,6 +191,14 @@ class SharedCounters:
             self._add("num_source_nodes", nodes, source)
         for source, accepted in counts.source_accepted.items():
             self._add("num_source_nodes_accepted", accepted, source)
+        self._acceptance.add(counts)
+        self._set("drafts_never_accepted", self._acceptance.is_missing)
+
+    def _set(self, gauge: str, value: float) -> None:
+        """Set a gauge of ``GAUGES``."""
+        name, labels = PREFIX + gauge, self._labels
+        key = mmap_key(name, name, [*labels], [*labels.values()], GAUGES[gauge])
+        self._file.write_value(key, value, 0.0)
 
     def _add(self, counter: str, amount: float, value: str = "") -> None:
         """Add to a counter of ``COUNTERS``, at a value of its own label if any."""
@@ -254,24 +273,28 @@ class TreeCollector(Collector):
         for path in paths:
             files.append(make_counter_file(path))
 
-    def describe(self) -> Iterator[CounterMetricFamily]:
-        """Name the counters, without values."""
+    def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Name the counters and gauges, without values."""
         for name, (_, text) in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text)
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, text)
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Read the counters; there are none before the scheduler has started."""
         yield from self._aid.run([], self._families)
 
-    def _families(self) -> list[CounterMetricFamily]:
-        families: dict[str, CounterMetricFamily] = {}
+    def _families(self) -> list[CounterMetricFamily | GaugeMetricFamily]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for file in self._files:
             # By its descriptor: the file has lost its name.
             path = f"/proc/self/fd/{file.fileno()}"
             for key, value, _, _ in MmapedDict.read_all_values_from_file(path):
                 name, _, labels, text = json.loads(key)
                 if name not in families:
-                    families[name] = CounterMetricFamily(name, text, labels=[*labels])
+                    is_gauge = name.removeprefix(PREFIX) in GAUGES
+                    kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+                    families[name] = kind(name, text, labels=[*labels])
                 families[name].add_metric([*labels.values()], value)
         return [*families.values()]
 

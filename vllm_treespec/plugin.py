@@ -30,11 +30,11 @@ from vllm_treespec.config.checks import (
     check_head,
     check_head_files,
     check_hot_tokens,
-    check_vocabulary,
     check_weights,
     layers_read,
 )
 from vllm_treespec.config.reading import read_config
+from vllm_treespec.config.vocabularies import check_vocabularies
 from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
     SCHEDULER,
@@ -233,9 +233,11 @@ def expand(
     read = AutoConfig.from_pretrained
     target_config = read_config("--target", target, read).get_text_config()
     size = target_config.vocab_size
-    for model in config.models:
-        draft = read_config("speculative_config 'model'", model, read)
-        check_vocabulary(model, size, draft.vocab_size)
+    draft_sizes = {
+        model: read_config("speculative_config 'model'", model, read).vocab_size
+        for model in config.models
+    }
+    check_vocabularies(draft_sizes, target, size, trust=False)
     check_head(config, target_config)
-    check_hot_tokens(config, size)
+    check_hot_tokens(config, min([size, *draft_sizes.values()]))
     return {"model": target, **arguments}

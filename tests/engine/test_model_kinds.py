@@ -14,8 +14,10 @@ from tests.engine.conftest import TINY
 from tests.engine.processes import EngineProcessError
 from tests.engine.quantised_models import write_quantised
 from tests.engine.tiny_models import (
+    SIZES,
     write_chunked,
     write_layered,
+    write_rows,
     write_windowed,
     write_with_sinks,
 )
@@ -178,6 +180,30 @@ def test_a_target_drafts_for_itself(kind: str, answer: Callable[..., dict]) -> N
     """
     stats = answer(kind, "own draft")["stats"]
     assert stats["accepted"][str(DEPTH)] > 0.9 * stats["trees"]
+
+
+@pytest.mark.parametrize(("rows", "share"), [(480, 0.3), (576, 0.9)])
+def test_padding_of_the_vocabulary(
+    rows: int,
+    share: float,
+    answer: Callable[..., dict],
+    tiny: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """Red when a draft model of fewer or more rows is refused, or drafts other tokens.
+
+    Red, too, when a token of the text that it has no row for ends the engine.
+    """
+    target = write_rows(tiny["target"], tmp_path / "target", SIZES["vocab_size"])
+    draft = write_rows(tiny["target"], tmp_path / "draft", rows)
+    plain, trees = (
+        answer("fp8", method, model=target)
+        for method in (None, {**OWN_DRAFT, "model": draft})
+    )
+    assert tokens_of(trees) == tokens_of(plain)
+    assert max(map(max, tokens_of(plain)[0])) >= 480, "no token lacks a row"
+    stats = trees["stats"]
+    assert stats["accepted"][str(DEPTH)] > share * stats["trees"]
 
 
 def test_quantised_output_layers_are_named(

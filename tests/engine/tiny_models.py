@@ -69,6 +69,25 @@ def write_tokenizer(folder: Path, vocab_size: int = SIZES["vocab_size"]) -> None
     fast.save_pretrained(folder)
 
 
+def write_rows(source: str, folder: Path, rows: int) -> str:
+    """Write a model with other padding of its vocabulary, and a tokenizer.
+
+    Args:
+        source: folder of a Llama.
+        folder: gets the model.
+        rows: of its vocabulary; those beyond the source's are random.
+
+    Returns:
+        the folder.
+
+    """
+    model = LlamaForCausalLM.from_pretrained(source)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, min(rows, SIZES["vocab_size"]))
+    return str(folder)
+
+
 def write_windowed(folder: Path, window: int, **sizes: Any) -> str:
     """Write a target whose attention sees ``window`` tokens; its folder."""
     config = MistralConfig(**{**SIZES, **sizes}, sliding_window=window)

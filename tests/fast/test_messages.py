@@ -1,16 +1,19 @@
 """Files that cannot be used: one message names the file and the remedy."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
-from tests.heads import write_head
+from tests.heads import HEADS, write_head
 from tests.published_heads import PublishedHead
 from vllm_treespec import __version__
 from vllm_treespec.cli import app
@@ -129,6 +132,11 @@ def test_commands_say_what_they_are() -> None:
         (b"null", "holds no JSON object"),
         (without("vocab_size").encode(), "says no vocab_size; add it"),
         (without("num_hidden_layers").encode(), "says no num_hidden_layers; add it"),
+        (
+            json.dumps({**CONFIG, "num_attention_heads": 0}).encode(),
+            "says num_attention_heads 0; correct it",
+        ),
+        (json.dumps({**CONFIG, "n_layer": 0}).encode(), "says n_layer 0; correct it"),
     ],
 )
 def test_odd_configuration_of_a_draft_model(
@@ -147,17 +155,13 @@ def test_odd_configuration_of_a_draft_model(
         {"vocab_size": "many"},
         {"vocab_size": None},
         {"model_type": "no such type"},
-        {"nested": None},
     ],
 )
 def test_configuration_that_transformers_refuses(
     change: dict[str, Any], draft: Path
 ) -> None:
     """Red when transformers' own words reach users without the name of the file."""
-    content = json.dumps({**CONFIG, **change})
-    if "nested" in change:
-        content = content.replace('"nested": null', '"nested": ' + "[" * 100_000)
-    (draft / "config.json").write_text(content)
+    (draft / "config.json").write_text(json.dumps({**CONFIG, **change}))
     with pytest.raises(SpecConfigError) as error:
         read_config("'model'", str(draft), AutoConfig.from_pretrained)
     assert f"'model': {draft / 'config.json'} cannot be read" in str(error.value)
@@ -177,6 +181,61 @@ def test_truncated_weights_of_a_draft_model(draft: Path) -> None:
     message = refusal(draft)
     assert f"{draft / 'model.safetensors'} is cut short" in message
     assert "copy or save the draft model again" in message
+
+
+def test_whole_numbers_are_no_weights_of_a_draft_model(draft: Path) -> None:
+    """Red when whole numbers are read as weights, or int8 with scales is refused."""
+    weights = {"model.norm.weight": torch.ones(8, dtype=torch.int8)}
+    save_file(weights, draft / "model.safetensors")
+    message = refusal(draft)
+    assert f"{draft} are whole numbers (model.norm.weight), and" in message
+    assert "`treespec shrink` makes one in int8" in message
+    quantised = {**CONFIG, "quantization_config": {"quant_method": "gptq"}}
+    (draft / "config.json").write_text(json.dumps(quantised))
+    check_weights(parse_spec_config({"method": "sd", "model": str(draft)}))
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (
+            lambda t, name: t.pop(name),
+            r"missing \S+\.weight|is missing;",
+        ),
+        (
+            lambda t, name: t.update(surplus=t[name]),
+            r"missing none, not known surplus|surplus is not known",
+        ),
+        (lambda t, name: t.update({name: t[name][:-1]}), r"weight has the shape \["),
+        (
+            lambda t, name: t.update({name: t[name].int()}),
+            r"weight is torch\.int32, and weights are",
+        ),
+    ],
+)
+@pytest.mark.parametrize("method", HEADS)
+def test_weights_of_a_head_that_do_not_fit(
+    method: str,
+    edit: Callable[[dict[str, Tensor], str], Any],
+    says: str,
+    tmp_path: Path,
+) -> None:
+    """Red when a head starts with fresh weights, or with others than its own."""
+    spec = {"method": method, "model": write_head(tmp_path, HEADS[method])}
+    check_head_files(parse_spec_config(spec))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = max(name for name in tensors if tensors[name].dim() == 2)
+    edit(tensors, name)
+    save_file({n: tensor.clone() for n, tensor in tensors.items()}, file)
+    with pytest.raises(SpecConfigError) as error:
+        check_head_files(parse_spec_config(spec))
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    assert "fit its config.json: " in str(error.value)
+    assert re.search(says, str(error.value))
+    named = "surplus" if "surplus" in says else name.removeprefix("midlayer.")
+    assert named in str(error.value)
 
 
 def test_truncated_weights_of_a_head(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
@@ -310,10 +312,64 @@ def test_step_costs_microseconds() -> None:
     assert time.process_time() - start < 1000 * 100e-6
 
 
+def trees(count: int, drafts: int = 8, accepted: int = 0) -> StepCounts:
+    """What is counted of trees of which as many drafts are accepted each."""
+    return StepCounts(node_counts={1 + drafts: count}, accepted={accepted: count})
+
+
+def of_sources(model_accepted: int) -> StepCounts:
+    """What is counted of 40 trees whose index is always right."""
+    nodes, accepted = {"index": 40, "model": 300}, {"index": 40}
+    return replace(
+        trees(40, accepted=1),
+        source_nodes=nodes,
+        source_accepted={**accepted, "model": model_accepted},
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_missing"),
+    [
+        ([trees(40)], True),
+        ([trees(1)] * 40, True),
+        ([trees(1)] * 39, False),
+        ([trees(200, drafts=1)], False),
+        ([trees(400, drafts=1)], True),
+        ([trees(1, accepted=1), trees(40)], False),
+        ([of_sources(0)], True),
+        ([of_sources(1)], False),
+    ],
+)
+def test_drafts_that_are_never_accepted(
+    steps: list[StepCounts], is_missing: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when a useless drafter stays unseen, a useful one is named, or both twice.
+
+    Red, too, when the model beside an index is judged by what the index drafts.
+    """
+    vllm_config = config()
+    spec = {"method": "sd", "model": "a/draft"}
+    vllm_config.additional_config = {"treespec": spec}
+    engine = started(vllm_config)
+    for counts in steps:
+        drafts = TreeDraftTokenIds([], [], {}, counts)
+        engine.scheduler.update_draft_token_ids(drafts)
+    labels = {"model_name": MODEL_NAME, "engine": "0"}
+    shown_value = prometheus_client.REGISTRY.get_sample_value(
+        "vllm:treespec_drafts_never_accepted", labels
+    )
+    assert shown_value == is_missing
+    engine.end_step()
+    warned = [r.message for r in caplog.records if "was accepted" in r.message]
+    assert len(warned) == is_missing
+    assert all("draft tokens of a/draft was accepted" in text for text in warned)
+
+
 def test_names_are_documented() -> None:
     """Red when docs/metrics.md misses a counter or names one that is gone."""
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    ours = {metrics.PREFIX + name for name in metrics.COUNTERS}
+    names = [*metrics.COUNTERS, *metrics.GAUGES]
+    ours = {metrics.PREFIX + name for name in names}
     assert {
         n.removesuffix("_total") for n in re.findall(r"vllm:treespec_\w+", text)
     } == ours

@@ -114,8 +114,8 @@ def config_of(head: PublishedHead, **keys: Any) -> PublishedHead:
         ),
         (
             config_of(HOT, intermediate_size=23),
-            "midlayer.mlp.gate_proj.weight, midlayer.mlp.up_proj.weight has the "
-            "shape [48, 16], and config.json says [46, 16]; correct it, or get",
+            "midlayer.mlp.gate_proj.weight has the shape [24, 16], and config.json "
+            "says [23, 16]; correct it, or get",
         ),
         (
             config_of(PublishedHead("eagle", lm_head=False), hidden_size=8),

@@ -89,6 +89,35 @@ def test_few_tokens_have_the_same_law(
     assert torch.cat(alone).equal(found)
 
 
+@pytest.mark.parametrize("vocab_size", [1000, 49_152, 151_936])
+def test_tokens_within_limits_are_vllms(vocab_size: int) -> None:
+    """Red when a token that ties with the k-th place is forgotten, or counts twice.
+
+    Logits are those of bfloat16. Of few tokens also two are likelier than all others,
+    which tie: of so many vLLM's sums are rough. vLLM leaves open which of equal tokens
+    at the end of top-p are inside.
+    """
+    pytest.importorskip("vllm", reason="needs vLLM")
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    limits = [(k, p) for k in (3, 100, 120, 128, 150, 300) for p in (0.1, 0.9, 1.0)]
+    top_k, top_p = map(torch.tensor, zip(*limits, strict=True))
+    random = torch.Generator().manual_seed(vocab_size)
+    logits = 2.5 * torch.randn((len(limits), vocab_size), generator=random)
+    kinds = [logits.bfloat16().float()]
+    if vocab_size == 1000:
+        kinds += [
+            torch.tensor([likelier, likelier] + [0.0] * 998).repeat(len(limits), 1)
+            for likelier in (3.0, 7.0)
+        ]
+    for logits in kinds:
+        found = SamplingTensors(torch.ones(len(limits)), top_k, top_p).probs(logits)
+        stock = apply_top_k_top_p(logits.clone(), top_k, top_p).softmax(1)
+        assert found.gt(0).sum(1).equal(stock.gt(0).sum(1))
+        highest, expected = (law.topk(150, dim=1).values for law in (found, stock))
+        assert torch.allclose(highest, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("logit", [torch.nan, -torch.inf, torch.inf])
 @pytest.mark.parametrize("top_k", [None, torch.tensor([3, 3])])
 @pytest.mark.parametrize("top_p", [None, torch.tensor([0.9, 0.9])])

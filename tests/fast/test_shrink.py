@@ -142,7 +142,7 @@ def test_refusals(draft: Path, tmp_path: Path) -> None:
     for arguments, says in (
         ((draft, out), "is not empty; name a new folder"),
         ((out, tmp_path / "again"), "is quantised already; name the model it was"),
-        ((tmp_path / "none", tmp_path / "new"), "none cannot be read ("),
+        ((tmp_path / "none", tmp_path / "new"), "there is no folder"),
         (
             (eagle, tmp_path / "new"),
             "holds an eagle head, and shrink is for draft",

@@ -11,6 +11,7 @@ from vllm_treespec.config import HEAD_METHODS, SpecConfigError
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
+from vllm_treespec.config.reading import check_config_sizes
 from vllm_treespec.heads import (
     EagleHeadConfig,
     HeadError,
@@ -19,11 +20,14 @@ from vllm_treespec.heads import (
     head_folder,
     read_head_config,
 )
-from vllm_treespec.heads.checkpoint import tensor_shapes
-from vllm_treespec.heads.files import read_heads_hot_tokens, read_hot_tokens
+from vllm_treespec.heads.files import (
+    check_head_weights,
+    read_heads_hot_tokens,
+    read_hot_tokens,
+)
 from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.heads.published import is_eagle
-from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.heads.weights import listed, tensor_headers, weights_problem
 from vllm_treespec.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -76,8 +80,13 @@ def check_folder(model: str, config: MethodConfig) -> None:
 def check_files(model: str, config: MethodConfig) -> None:
     """Check that the weights in a draft model's folder are there and whole.
 
+    Args:
+        model: one of the config's, which passed ``check_folder``.
+        config: validated.
+
     Raises:
-        SpecConfigError: naming the file that is missing or broken.
+        SpecConfigError: naming the file that is missing or broken, or weights that are
+            whole numbers without scales.
 
     """
     folder = Path(model)
@@ -95,6 +104,23 @@ def check_files(model: str, config: MethodConfig) -> None:
         )
     if kind := kind_of_head({}, files):
         raise _no_draft_model(folder, kind, config)
+    # older formats say how weights are quantised in a file of their own
+    keys = {"quantization_config", "compression_config"}
+    said = read_json_object(folder / "config.json").keys()
+    if keys & said or any(folder.glob("*quant*.json")):
+        return
+    whole = [
+        name
+        for file in files
+        for name, header in tensor_headers(file).items()
+        if name.endswith(".weight") and not header.dtype.is_floating_point
+    ]
+    if whole:
+        raise SpecConfigError(
+            f"speculative_config 'model': weights in {folder} are whole numbers "
+            f"({listed(whole)}), and its config.json has no 'quantization_config'; "
+            f"save the draft model again, `treespec shrink` makes one in int8"
+        )
 
 
 def kind_of_head(config: dict[str, Any], files: Iterable[Path] = ()) -> str | None:
@@ -108,12 +134,12 @@ def kind_of_head(config: dict[str, Any], files: Iterable[Path] = ()) -> str | No
     kind = config.get("method")
     if isinstance(kind, str) and kind in HEAD_METHODS:
         return kind
-    names = (name for file in files for name in tensor_shapes(file))
+    names = (name for file in files for name in tensor_headers(file))
     return "eagle" if "speculators_model_type" in config or is_eagle(names) else None
 
 
 def _check_config_file(path: Path, method: MethodConfig) -> None:
-    """Check that a config.json is a model's, and says what a draft model's must."""
+    """Check a config.json: it is a model's, and says what a draft model's must."""
     try:
         config = read_json_object(path)
     except ValueError as error:
@@ -130,6 +156,7 @@ def _check_config_file(path: Path, method: MethodConfig) -> None:
                 f"speculative_config 'model': {path} says no {size}; add it, or save "
                 f"the draft model again with save_pretrained"
             )
+    check_config_sizes("speculative_config 'model'", path, config)
 
 
 def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfigError:
@@ -177,14 +204,7 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
             f"{_key_of_head(head.method, config)}, or name the folder of "
             f"{a_head(str(config.head_kind))}"
         )
-    if head.method == "eagle":
-        # reading it has read the headers of its weights
-        return
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        raise HeadError(f"{folder} holds no model.safetensors; train it again")
-    if problem := weights_problem(weights):
-        raise HeadError(f"{problem}; copy the head again, or train it again")
+    check_head_weights(folder)
     levels = len(head.rank_accuracies) if isinstance(head, MedusaHeadConfig) else 0
     if levels > head.depth:
         raise HeadError(
@@ -229,27 +249,12 @@ def check_attention(model: str, draft: PretrainedConfig, device: str) -> None:
         )
 
 
-def check_vocabulary(model: str, target_size: int, draft_size: int) -> None:
-    """Check that target and draft model speak of the same tokens.
-
-    Raises:
-        SpecConfigError: naming both sizes.
-
-    """
-    if target_size != draft_size:
-        raise SpecConfigError(
-            f"speculative_config 'model': the vocabulary of {model} has "
-            f"{draft_size} tokens, the target's {target_size}; use a draft model "
-            f"trained for this target (treespec train draft)"
-        )
-
-
 def check_hot_tokens(config: MethodConfig, vocab_size: int | None = None) -> None:
     """Check the lists of hot tokens of draft models and of EAGLE heads.
 
     Args:
         config: validated; its head's files are there.
-        vocab_size: of the target, if it is known.
+        vocab_size: tokens that target and draft models share, if it is known.
 
     Raises:
         SpecConfigError: one cannot be read.

@@ -26,14 +26,12 @@ UNREADABLE = (
     StrictDataclassError,
 )
 # What a text model has at least one of.
-POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+POSITIVE = {
+    *("vocab_size", "hidden_size", "n_embd", "intermediate_size"),
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
+    "max_position_embeddings",
+}
 
 
 def read_config(
@@ -110,6 +108,21 @@ def check_sizes(what: str, model: str) -> None:
         raise SpecConfigError(
             f"{what}: {error}; copy or save the model again"
         ) from None
+    check_config_sizes(what, file, said)
+
+
+def check_config_sizes(what: str, file: Path, said: dict[str, Any]) -> None:
+    """Check that a config.json tells of layers, heads and so on.
+
+    Args:
+        what: the key or option that names the model.
+        file: for messages.
+        said: what it holds.
+
+    Raises:
+        SpecConfigError: naming the size that is below 1.
+
+    """
     text = said.get("text_config")
     for key, size in {**said, **(text if isinstance(text, dict) else {})}.items():
         if key in POSITIVE and isinstance(size, int) and size < 1:

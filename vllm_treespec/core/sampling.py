@@ -19,8 +19,9 @@ THIN = 1e-6
 # sum. With this bound no quotient is denormal. Such a number has few exact bits, and is
 # 0 on some GPUs.
 SMALLEST = 1e-37
-# Fewer tokens within top-k and top-p are found among the likeliest ones alone.
-MANY_TOKENS = 128
+# Fewer tokens within top-k and top-p, and those that tie with the last one, are found
+# among the likeliest ones alone. Of bfloat16 logits some ten tie at the 128th place.
+MANY_TOKENS = 160
 # On a CPU the likeliest tokens are looked for in the blocks of so many tokens that hold
 # the likeliest ones.
 BLOCK = 128
@@ -164,8 +165,8 @@ def _law(logits: Tensor) -> Tensor:
 def _narrow_law(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """The law of few tokens within top-k, then top-p, on a CPU.
 
-    Of equally likely tokens the first ones count as likelier for top-p. Rows with many
-    such tokens are left to ``_restrict``.
+    Of equally likely tokens the first ones count as likelier for top-p. Rows in which
+    tokens that were not looked at may be inside are left to ``_restrict``.
 
     Args:
         logits: float32 [rows, vocab_size].
@@ -177,35 +178,34 @@ def _narrow_law(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> T
 
     """
     num_rows, vocab_size = logits.shape
-    count = min(MANY_TOKENS, vocab_size)
-    values, tokens = most_likely(logits, count)
+    values, tokens = most_likely(logits, min(MANY_TOKENS, vocab_size))
     tokens, order = tokens.sort(dim=1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
     tokens = tokens.gather(1, order)
-    probs = logits.softmax(dim=-1)
-    mass = probs.gather(1, tokens)
-    is_outside = torch.zeros_like(tokens, dtype=torch.bool)
-    is_narrow = torch.zeros(num_rows, dtype=torch.bool)
+    # The least likely one that is inside, and those that were not looked at at most.
+    least, beyond = values[:, -1:], values[:, -1:]
+    is_limited = torch.zeros((num_rows, 1), dtype=torch.bool)
     if top_k is not None:
-        is_narrow |= top_k <= count
-        least = values.gather(1, (top_k.clamp(1, count) - 1)[:, None])
-        is_outside |= (values < least) & is_narrow[:, None]
-        mass = mass.masked_fill(is_outside, 0.0)
-        mass = torch.where(is_narrow[:, None], mass / mass.sum(1, keepdim=True), mass)
+        is_limited = (top_k < vocab_size)[:, None]
+        place = (top_k.clamp(1, values.shape[1]) - 1)[:, None]
+        least = torch.where(is_limited, values.gather(1, place), beyond)
+    mass = values.masked_fill(values < least, -torch.inf)
+    total = mass.logsumexp(dim=1, keepdim=True)
+    if not bool(is_limited.all()):
+        total = torch.where(is_limited, total, logits.logsumexp(dim=1, keepdim=True))
+    mass = (mass - total).exp_()
     if top_p is not None:
-        is_cut = top_p < 1
         likelier = mass.double().cumsum(1) - mass
-        is_outside |= (likelier >= top_p[:, None]) & is_cut[:, None]
-        is_narrow |= is_cut if top_k is None else is_cut & (top_k >= vocab_size)
-    # A softmax that has NaN anywhere has it everywhere.
-    is_narrow &= ~probs[:, 0].isnan()
-    # Tokens that were not looked at may be as likely as the last one that was.
-    is_narrow &= values.masked_fill(is_outside, torch.inf).amin(dim=1) > values[:, -1]
-    inside = mass.masked_fill(is_outside, 0.0)
-    inside = torch.threshold_(inside / inside.sum(dim=1, keepdim=True), SMALLEST, 0.0)
-    law = probs.zero_().scatter_(1, tokens, inside)
-    if not bool(is_narrow.all()):
-        rest = ~is_narrow
+        is_outside = (likelier >= top_p[:, None]) & (top_p < 1)[:, None]
+        mass.masked_fill_(is_outside, 0.0)
+        inside = values.masked_fill(is_outside, torch.inf).amin(dim=1, keepdim=True)
+        least = torch.where(is_limited, least, inside)
+    mass /= mass.sum(dim=1, keepdim=True)
+    law = torch.zeros_like(logits)
+    law.scatter_(1, tokens, torch.threshold_(mass, SMALLEST, 0.0))
+    is_known = (least > beyond)[:, 0] & values[:, 0].isfinite()
+    if not bool(is_known.all()):
+        rest = ~is_known
         limits = (None if each is None else each[rest] for each in (top_k, top_p))
         law[rest] = _law(_restrict(logits[rest], *limits))
     return law

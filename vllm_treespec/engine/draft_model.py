@@ -12,11 +12,11 @@ from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import replace
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_treespec.core.reading import token_places
 from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.engine.draft_weights import DraftModelLoader
 from vllm_treespec.engine.head_source import PackedLinear, shared_weights
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.heads.base import OutputLayer
@@ -29,7 +29,8 @@ class PagedDraftModel(PagedSource):
     """One draft model: a source of drafts, and the ``DraftModel`` of a running step."""
 
     reads = Reads(own_kv=True, catches_up=True)
-    # token of every column of the logits, int64; None: the target's whole vocabulary
+    # Token of every column of the logits, int64; None: the target's whole vocabulary.
+    # Rows that only the target or only the draft model has are padding.
     vocabulary: Tensor | None = None
 
     def __init__(
@@ -66,6 +67,11 @@ class PagedDraftModel(PagedSource):
             quant_config=None,
         )
         super().__init__(config, prefix, stats)
+        self.num_rows = self.model_config.get_vocab_size()
+        self.num_shared = min(target.get_vocab_size(), self.num_rows)
+        self.lacks_rows = self.num_shared < target.get_vocab_size()
+        if self.lacks_rows:
+            self.vocabulary = torch.arange(self.num_shared, device=self.device)
 
     @property
     def attention_shape(self) -> tuple[int, int]:
@@ -75,20 +81,27 @@ class PagedDraftModel(PagedSource):
         return num_heads, self.model_config.get_head_size()
 
     def load(self, target_model: torch.nn.Module) -> None:
-        """Load the weights through vLLM's loader and note which layers are ours."""
+        """Load the weights through vLLM's loader and note which layers are ours.
+
+        Raises:
+            ValueError: they do not fit the model, or its output layer no hot tokens.
+
+        """
         before = set(self.all_layers())
         load_config = replace(self.vllm_config.load_config, load_format="safetensors")
         with set_model_tag(self.prefix):
-            self.model = get_model(
-                vllm_config=self.vllm_config,
-                model_config=self.model_config,
-                prefix=self.prefix,
-                load_config=load_config,
+            self.model = DraftModelLoader(load_config).load_model(
+                self.vllm_config, self.model_config, self.prefix
             )
         self.layer_names = [name for name in self.all_layers() if name not in before]
-        self.output_layer: Callable[[Tensor], Tensor] = self.model.compute_logits
+        self.output_layer: Callable[[Tensor], Tensor] = self._shared_logits
         if self.hot_tokens is not None:
             self._restrict(self.hot_tokens)
+
+    def _shared_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the tokens that the target has, too."""
+        logits: Tensor = self.model.compute_logits(hidden)
+        return logits[..., : self.num_shared]
 
     def _restrict(self, hot_tokens: Path) -> None:
         """Compute the logits of hot tokens alone.
@@ -109,7 +122,7 @@ class PagedDraftModel(PagedSource):
                 f"'hot_tokens': {self.model_config.model} scales or caps its logits, "
                 f'which is not supported with hot tokens; write "all"'
             )
-        tokens = read_hot_tokens(hot_tokens, self.model_config.get_vocab_size())
+        tokens = read_hot_tokens(hot_tokens, self.num_shared)
         self.vocabulary = tokens.to(self.device)
         _, weight = shared_weights(self.model)
         if weight is None:
@@ -200,7 +213,12 @@ class PagedDraftModel(PagedSource):
         return logits.unflatten(0, (-1, token_ids.shape[1]))
 
     def _forward(self, token_ids: Tensor, inputs: LevelInputs) -> Tensor:
-        """One forward over sequences of the cache; hidden states of all rows."""
+        """One forward over sequences of the cache; hidden states of all rows.
+
+        A token that the draft model has no row for is read as its last one.
+        """
+        if self.lacks_rows:
+            token_ids = token_ids.clamp(max=self.num_rows - 1)
         per_layer = self.attention_metadata(inputs, len(token_ids))
         with self.stats.stage(DRAFT_FORWARD):
             return self._run(per_layer, token_ids.int(), inputs.positions, inputs.slots)

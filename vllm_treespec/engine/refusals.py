@@ -18,10 +18,10 @@ from vllm_treespec.config.checks import (
     check_positions,
     check_shards,
     check_text_only,
-    check_vocabulary,
     head_joins_groups,
 )
 from vllm_treespec.config.reading import A_MODEL, read_config
+from vllm_treespec.config.vocabularies import check_vocabularies
 from vllm_treespec.heads.names import no_such_model
 
 if TYPE_CHECKING:
@@ -258,36 +258,40 @@ def drafter_problems(
     """
     from vllm.transformers_utils.config import get_config
 
-    vocab_size = target.get_vocab_size()
+    trust, size = target.trust_remote_code, target.get_vocab_size()
+    draft_sizes: dict[str, int] = {}
     readable = True
     for model in config.models:
         try:
             check_folder(model, config)
             draft = read_config(
-                "speculative_config 'model'",
-                model,
-                get_config,
-                trust_remote_code=target.trust_remote_code,
+                "speculative_config 'model'", model, get_config, trust_remote_code=trust
             )
         except SpecConfigError as error:
             readable = False
             yield error
             continue
+        draft_sizes[model] = draft.get_text_config().vocab_size
         for check in (
             partial(check_files, model, config),
             partial(check_text_only, model, draft),
             partial(check_attention, model, draft, device),
             partial(check_kv_cache, model, draft, cache_dtype),
-            partial(check_vocabulary, model, vocab_size, draft.vocab_size),
             partial(check_shards, model, draft, num_ranks),
             partial(check_positions, model, draft, target.max_model_len),
         ):
             yield from _problems(check)
+    if readable:
+        tokenizer = target.tokenizer
+        yield from _problems(
+            partial(check_vocabularies, draft_sizes, tokenizer, size, trust)
+        )
     for problem in _problems(partial(check_head, config, target.hf_text_config)):
         readable = False
         yield problem
     if readable:
-        yield from _problems(partial(check_hot_tokens, config, vocab_size))
+        shared = min([size, *draft_sizes.values()])
+        yield from _problems(partial(check_hot_tokens, config, shared))
 
 
 def _problems(check: Callable[[], None]) -> Iterator[SpecConfigError]:

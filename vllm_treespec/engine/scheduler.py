@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -14,9 +15,10 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.matching import PADDING_TOKEN_ID
-from vllm_treespec.core.stats import StepCounts
+from vllm_treespec.core.stats import Acceptance, StepCounts
 from vllm_treespec.metrics import open_counters
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+# vLLM prints the lines of loggers below "vllm".
+logger = logging.getLogger("vllm.treespec")
 
 WORD = 32
 # A word of a mask in which every token is allowed.
@@ -72,15 +77,18 @@ class TreeScheduler(Scheduler):
         self._left_out: list[tuple[int, int]] = []
         # requests whose drafts of the step are padding
         self._padded: set[str] = set()
+        self._acceptance = Acceptance()
+        self._drafter = drafter_of(self.vllm_config.additional_config["treespec"])
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the next drafts; those of the step before were sent, and are gone."""
         if isinstance(draft_token_ids, TreeDraftTokenIds):
             self._parents |= draft_token_ids.parents
+            counts = draft_token_ids.counts.without(self._left_out)
+            self._left_out = []
             if self._counters is not None:
-                counts = draft_token_ids.counts.without(self._left_out)
                 self._counting.run(None, self._counters.add, counts)
-                self._left_out = []
+            self._counting.run(None, self._watch_acceptance, counts)
         if not any(draft_token_ids.draft_token_ids):
             return
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
@@ -102,6 +110,21 @@ class TreeScheduler(Scheduler):
                 stock.req_ids.append(req_id)
                 stock.draft_token_ids.append(drafts)
         super().update_draft_token_ids(stock)
+
+    def _watch_acceptance(self, counts: StepCounts) -> None:
+        """Warn once of a drafter of which nothing is accepted."""
+        self._acceptance.add(counts)
+        if self._drafter is not None and self._acceptance.is_missing:
+            logger.warning(
+                "None of %d draft tokens of %s was accepted. Answers are right, but "
+                "drafting only slows them down. Likely reasons: it was made for "
+                "another target, or for another version of this one; its tokenizer is "
+                "another; its weights are damaged. Name another one as "
+                "speculative_config 'model', or remove speculative_config",
+                self._acceptance.drafts,
+                self._drafter,
+            )
+            self._drafter = None
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -195,6 +218,12 @@ class TreeScheduler(Scheduler):
         masks = backend.allocate_token_bitmask(1 + len(drafts))
         fill_tree_masks(request.grammar, masks, drafts, self._parents[req_id])
         return masks.numpy()
+
+
+def drafter_of(settings: dict[str, Any]) -> str | None:
+    """The draft models or the head that a spec-config names, None: an index drafts."""
+    config = parse_spec_config(settings)
+    return " and ".join(filter(None, [*config.models, config.head])) or None
 
 
 def fill_tree_masks(

@@ -10,13 +10,16 @@ from reprlib import repr as shortened
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vllm_treespec.heads.config import HeadError
 from vllm_treespec.heads.names import no_such_model
-from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.heads.weights import (
+    TensorHeader,
+    tensor_headers,
+    weights_problem,
+)
 from vllm_treespec.json_files import read_json_object
 
 WEIGHTS = "model.safetensors"
@@ -85,17 +88,22 @@ def not_a_head(path: Path, reason: str) -> HeadError:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Names and shapes of the weights in a folder, read from the files' headers.
+    """What the files of weights in a folder hold, read from their headers.
 
     Attributes:
         files: the file of each tensor.
-        shapes: of each tensor.
+        headers: of each tensor.
 
     """
 
     folder: Path
     files: dict[str, Path]
-    shapes: dict[str, tuple[int, ...]]
+    headers: dict[str, TensorHeader]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor."""
+        return {name: header.shape for name, header in self.headers.items()}
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -106,14 +114,14 @@ class Checkpoint:
 
         """
         files: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        headers: dict[str, TensorHeader] = {}
         for path in _weight_files(folder):
             if problem := weights_problem(path):
                 raise HeadError(f"{problem}; copy the head again, or train it again")
-            found = tensor_shapes(path)
+            found = tensor_headers(path)
             files |= dict.fromkeys(found, path)
-            shapes |= found
-        return cls(folder, files, shapes)
+            headers |= found
+        return cls(folder, files, headers)
 
     def tensors(self) -> dict[str, Tensor]:
         """Read all tensors, in the dtypes of the files."""
@@ -121,13 +129,6 @@ class Checkpoint:
         for path in sorted(set(self.files.values())):
             tensors |= load_file(path)
         return tensors
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a safetensors file, from its header."""
-    with safe_open(path, "pt") as file:
-        names = list(file.keys())
-        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def listed_files(index: Path) -> list[Path]:

@@ -22,8 +22,8 @@ from vllm_treespec.heads.checkpoint import (
 from vllm_treespec.heads.config import HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import eagle_config, read_published
-from vllm_treespec.heads.published_weights import load_weights
-from vllm_treespec.heads.weights import first_not_finite
+from vllm_treespec.heads.published_weights import check_weights_fit, load_weights
+from vllm_treespec.heads.weights import TensorHeader, first_not_finite
 
 INDEX = "pytorch_model.bin.index.json"
 FILES = ("config.json", "pytorch_model*.bin", INDEX)
@@ -52,8 +52,10 @@ def convert_head(model: str, out: Path, dtype: torch.dtype | None = None) -> flo
     tensors: dict[str, Tensor] = {}
     for path in _bin_files(folder):
         tensors |= _read_bin(path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    head = EagleHead(eagle_config(said, Checkpoint(folder, {}, shapes)))
+    headers = {name: TensorHeader.of(tensor) for name, tensor in tensors.items()}
+    checkpoint = Checkpoint(folder, {}, headers)
+    head = EagleHead(eagle_config(said, checkpoint))
+    check_weights_fit(head, checkpoint)
     load_weights(head, folder, tensors)
     for name, tensor in tensors.items():
         if dtype is not None and tensor.is_floating_point():

@@ -32,9 +32,15 @@ from vllm_treespec.heads.published import (
     first_problem,
     read_published,
 )
-from vllm_treespec.heads.published_weights import load_weights
+from vllm_treespec.heads.published_weights import check_weights_fit, load_weights
 from vllm_treespec.heads.redrafter import ReDrafterHead
-from vllm_treespec.heads.weights import misfit, weights_problem
+from vllm_treespec.heads.weights import (
+    TensorHeader,
+    first_misfit,
+    first_not_finite,
+    tensor_headers,
+    weights_problem,
+)
 
 _OwnConfig = ReDrafterHeadConfig | MedusaHeadConfig | LyannaHeadConfig
 _ADAPTER: TypeAdapter[_OwnConfig] = TypeAdapter(
@@ -74,6 +80,53 @@ def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:
     if isinstance(config, MedusaHeadConfig):
         return MedusaHead(config)
     return ReDrafterHead(config)
+
+
+def check_head_weights(folder: Path) -> None:
+    """Check by their headers that a head's weights are what its config.json says.
+
+    Raises:
+        HeadError: a file is missing, or its tensors are not those of the config.
+
+    """
+    config = read_head_config(folder)
+    # without memory for weights
+    with torch.device("meta"):
+        if isinstance(config, LyannaHeadConfig):
+            _check_own_weights(LyannaHead(config), folder)
+        elif isinstance(config, EagleHeadConfig):
+            check_weights_fit(EagleHead(config), Checkpoint.read(folder))
+        else:
+            _check_own_weights(build_head(config), folder)
+
+
+def _check_own_weights(head: Head, folder: Path) -> None:
+    """Check the weights of a head of our own form.
+
+    Raises:
+        HeadError: the file is missing, or its tensors are not those of the config.
+
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise HeadError(f"{folder} holds no {WEIGHTS}; train it again")
+    if problem := weights_problem(path):
+        raise HeadError(f"{problem}; copy the head again, or train it again")
+    wanted = {name: TensorHeader.of(own) for name, own in head.state_dict().items()}
+    found = tensor_headers(path)
+    problems = [
+        *(f"{name} is missing" for name in wanted if name not in found),
+        *(f"{name} is not known" for name in found if name not in wanted),
+    ]
+    if problem := next(iter(problems), None) or first_misfit(wanted, found):
+        raise _unfit(path, problem)
+
+
+def _unfit(path: Path, problem: str) -> HeadError:
+    return HeadError(
+        f"{path} does not fit its config.json: {problem}; copy the head again, or "
+        f"train it again"
+    )
 
 
 def load_head(model: str | Path) -> DraftHead:
@@ -127,22 +180,11 @@ def _load_weights(head: Head, folder: Path) -> None:
         HeadError: the file is missing, or its tensors are not those of the config.
 
     """
+    _check_own_weights(head, folder)
     path = folder / WEIGHTS
-    if not path.is_file():
-        raise HeadError(f"{folder} holds no {WEIGHTS}; train the head again")
-    if problem := weights_problem(path):
-        raise HeadError(f"{problem}; copy the head again, or train it again")
-    found, own = load_file(path), head.state_dict()
-    problems = [
-        *(f"{name} is missing" for name in own if name not in found),
-        *(f"{name} is not known" for name in found if name not in own),
-        *(misfit(name, found[name], own[name]) for name in own if name in found),
-    ]
-    if problem := next(filter(None, problems), None):
-        raise HeadError(
-            f"{path} does not fit its config.json: {problem}; copy the head again, or "
-            f"train it again"
-        )
+    found = load_file(path)
+    if name := first_not_finite(found):
+        raise _unfit(path, f"{name} holds NaN or infinity")
     head.load_state_dict(found)
     head.eval().requires_grad_(False)
 
@@ -170,7 +212,9 @@ def load_eagle_head(
     if not isinstance(config, EagleHeadConfig) or isinstance(config, LyannaHeadConfig):
         raise HeadError(f"{folder} holds a {config.method} head; name an EAGLE head")
     head = EagleHead(config)
-    load_weights(head, folder, Checkpoint.read(folder).tensors())
+    checkpoint = Checkpoint.read(folder)
+    check_weights_fit(head, checkpoint)
+    load_weights(head, folder, checkpoint.tensors())
     if hot_tokens is not None:
         head.restrict(read_heads_hot_tokens(hot_tokens, config))
     return head.eval().requires_grad_(False)

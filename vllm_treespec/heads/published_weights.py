@@ -12,11 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_treespec.heads.checkpoint import WEIGHTS
+from vllm_treespec.heads.checkpoint import WEIGHTS, Checkpoint
 from vllm_treespec.heads.config import EagleHeadConfig, HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER, MIDDLE_LAYER, plain_key
-from vllm_treespec.heads.weights import misfit
+from vllm_treespec.heads.weights import (
+    TensorHeader,
+    first_misfit,
+    first_not_finite,
+    listed,
+)
 from vllm_treespec.sources.base import FINAL_LAYER
 
 # Published names by ours, of both versions; several are rows one below the other.
@@ -66,54 +71,81 @@ def published_names(name: str, version: int) -> tuple[str, ...]:
     raise KeyError(name)
 
 
+def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
+    """Check by their headers that weights are those of a head.
+
+    Raises:
+        HeadError: a tensor is missing, left over, of another shape, or no
+            floating-point number.
+
+    """
+    config, folder = head.config, checkpoint.folder
+    wanted: dict[str, TensorHeader] = {}
+    for name, keys in _names(head).items():
+        own = head.state_dict()[name]
+        parts = own.split(_row_counts(config, len(keys)) or len(own))
+        wanted |= dict(zip(keys, map(TensorHeader.of, parts), strict=True))
+    found = {plain_key(key): key for key in checkpoint.headers}
+    if config.version == 3 and not config.combines:
+        # as vLLM: the combining layer of a head that combines nothing
+        found.pop("fc.weight", None)
+    lost = wanted.keys() - found.keys()
+    left = {found[k] for k in found.keys() - wanted.keys() if not NOT_READ.fullmatch(k)}
+    left |= _spelled_twice(checkpoint.headers.keys())
+    if left or lost:
+        raise HeadError(
+            f"the weights in {folder} do not fit its config.json: "
+            f"missing {listed(lost)}, not known {listed(left)}; "
+            f"get the whole head, or one of a form that docs/eagle.md lists"
+        )
+    problem = first_misfit(
+        {found[key]: header for key, header in wanted.items()}, checkpoint.headers
+    )
+    if problem:
+        raise _unfit(folder, problem)
+
+
+def _names(head: EagleHead) -> dict[str, tuple[str, ...]]:
+    """The published names of each of a head's weights."""
+    return {
+        name: published_names(name, head.config.version)
+        for name in head.state_dict()
+        if name != "hot_token_ids"
+    }
+
+
+def _unfit(folder: Path, problem: str) -> HeadError:
+    return HeadError(
+        f"the weights in {folder} do not fit its config.json: {problem}; correct it, "
+        f"or get the head again"
+    )
+
+
 def load_weights(head: EagleHead, folder: Path, published: dict[str, Tensor]) -> None:
     """Take the published tensors of a head that was made for them, in their dtypes.
 
     Args:
         head: made from the folder's config.json.
         folder: for messages.
-        published: by published name.
+        published: by published name; they passed ``check_weights_fit``.
 
     Raises:
-        HeadError: a tensor is missing, left over, of another shape, no floating-point
-            number, NaN or infinite.
+        HeadError: a weight is NaN or infinite, or ids of tokens are not the target's.
 
     """
-    config = head.config
-    names = {
-        name: published_names(name, config.version)
-        for name in head.state_dict()
-        if name != "hot_token_ids"
-    }
-    wanted = {key for keys in names.values() for key in keys}
-    found = {plain_key(key): key for key in published}
-    if config.version == 3 and not config.combines:
-        # as vLLM: the combining layer of a head that combines nothing
-        found.pop("fc.weight", None)
-    lost = wanted - set(found)
-    left = {found[key] for key in set(found) - wanted if not NOT_READ.fullmatch(key)}
-    left |= _spelled_twice(published.keys())
-    if left or lost:
-        raise HeadError(
-            f"the weights in {folder} do not fit its config.json: "
-            f"missing {_listed(lost)}, not known {_listed(left)}; "
-            f"get the whole head, or one of a form that docs/eagle.md lists"
-        )
+    names = _names(head)
+    used = {key for keys in names.values() for key in keys}
+    weights = {k: tensor for k, tensor in published.items() if plain_key(k) in used}
+    if name := first_not_finite(weights):
+        raise _unfit(folder, f"{name} holds NaN or infinity")
     read = {plain_key(key): tensor for key, tensor in published.items()}
     tensors = {name: _joined(read, keys) for name, keys in names.items()}
     if "d2t" in read:
-        ids, order = _target_ids(read, config, folder).sort()
+        ids, order = _target_ids(read, head.config, folder).sort()
         if head.hot_token_ids is not None:
             tensors["hot_token_ids"] = ids
         if "output.weight" in tensors and not order.equal(torch.arange(len(order))):
             tensors["output.weight"] = tensors["output.weight"][order]
-    for name, own in head.state_dict().items():
-        keys = ", ".join(found[key] for key in names.get(name, ("d2t",)))
-        if problem := misfit(keys, tensors[name], own):
-            raise HeadError(
-                f"the weights in {folder} do not fit its config.json: {problem}; "
-                f"correct it, or get the head again"
-            )
     head.load_state_dict(tensors, assign=True)
 
 
@@ -122,10 +154,6 @@ def _spelled_twice(keys: Set[str]) -> set[str]:
     return {
         key for key in keys if key.replace(FIRST_LAYER, MIDDLE_LAYER, 1) in keys - {key}
     }
-
-
-def _listed(keys: set[str]) -> str:
-    return ", ".join(sorted(keys)) or "none"
 
 
 def _joined(read: dict[str, Tensor], keys: tuple[str, ...]) -> Tensor:

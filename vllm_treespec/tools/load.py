@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.checks import read_config
+from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads.weights import first_not_finite
 
 

@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "7871daa210235902", "0.33": "c40646c6a73f6ed8"}
+SEEN: dict[str, str] = {"0.32": "b37c2673039033ca", "0.33": "bee249b7fbacb59b"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -163,6 +163,20 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "TritonAttentionImpl.fused_output_quant_supported": {
             "0.32": "ea4033338a5b661a",
             "0.33": "ea4033338a5b661a",
+        },
+    },
+    "vllm.model_executor.model_loader.default_loader": {
+        "DefaultModelLoader.load_weights": {
+            "0.32": "918df7733ea84b5d",
+            "0.33": "918df7733ea84b5d",
+        },
+        "DefaultModelLoader.get_all_weights": {
+            "0.32": "aca5f32625e4468d",
+            "0.33": "aca5f32625e4468d",
+        },
+        "DefaultModelLoader.track_weights_loading": {
+            "0.32": "60454aefbcf5ccf6",
+            "0.33": "60454aefbcf5ccf6",
         },
     },
 }

@@ -353,6 +353,7 @@ KV_CACHE = (
 
 _INTERFACES = Owner("vllm.model_executor.models.interfaces")
 _EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+_LOADER = Owner("vllm.model_executor.model_loader.default_loader:DefaultModelLoader")
 _CUDAGRAPH_MODE = Owner("vllm.config.compilation:CUDAGraphMode", "cuda")
 LOADING = (
     *_CONFIG.calls("ModelConfig", "the config of a draft model"),
@@ -369,8 +370,18 @@ LOADING = (
     *Owner("vllm.compilation.backends").calls(
         "set_model_tag", "compiled apart from the target"
     ),
-    *Owner("vllm.model_executor.model_loader").calls(
-        "get_model", "loading the draft model"
+    *_LOADER.extended("draft models without all their weights are refused"),
+    *_LOADER.overrides("load_weights", "whether all weights of a draft model came"),
+    *_LOADER.overrides("get_all_weights", "which tensor does not fit"),
+    *_LOADER.overrides(
+        "track_weights_loading", "norms of quantised draft models are checked, too"
+    ),
+    *_LOADER.writes(
+        "enable_weights_track", "norms of quantised draft models are checked, too"
+    ),
+    *_LOADER.calls("load_model", "loading the draft model"),
+    *Owner("vllm.model_executor.layers.linear").reads(
+        "LinearBase", "whether all weights of a draft model came"
     ),
     *_CONFIG.calls("get_layers_from_vllm_config", "which layers are the draft model's"),
     *Owner("vllm.model_executor.layers.attention_layer_base").reads(

@@ -14,7 +14,6 @@ from vllm_treespec.config.checks import (
     check_head,
     check_hot_tokens,
     check_shards,
-    check_vocabulary,
 )
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.heads import (
@@ -204,12 +203,12 @@ def read_drafters(
     check_head(config, target.config)
     drafters: list[Drafter] = []
     models = [read_model("speculative_config 'model'", name) for name in config.models]
-    check_hot_tokens(config, target.vocab_size)
+    shared = min([target.vocab_size, *(model.vocab_size for model in models)])
+    check_hot_tokens(config, shared)
     for model, hot_tokens in zip(models, config.hot_token_files, strict=True):
-        check_vocabulary(model.name, target.vocab_size, model.vocab_size)
         num_hot = 0
         if hot_tokens is not None:
-            num_hot = len(read_hot_tokens(hot_tokens, model.vocab_size))
+            num_hot = len(read_hot_tokens(hot_tokens, shared))
         drafters.append(DraftModel(model, num_hot))
     if config.head is not None:
         head = read_head_config(config.head, target.num_layers)

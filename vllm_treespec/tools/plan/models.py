@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads import HeadError
-from vllm_treespec.heads.checkpoint import INDEX, listed_files, tensor_shapes
-from vllm_treespec.heads.weights import weights_problem
+from vllm_treespec.heads.checkpoint import INDEX, listed_files
+from vllm_treespec.heads.weights import tensor_headers, weights_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -228,7 +228,7 @@ def file_shapes(
                 f"{option}: {problem}; copy the file again, or name the config.json "
                 f"alone"
             )
-        shapes |= tensor_shapes(file)
+        shapes |= {n: header.shape for n, header in tensor_headers(file).items()}
     if config.tie_word_embeddings:
         # a copy of the embedding, which vLLM does not load
         shapes.pop("lm_head.weight", None)
