@@ -114,7 +114,7 @@ class Runner(TreeRunnerMixin, StockRunner):  # type: ignore[misc]
     def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
         raise NotImplementedError
 
-    def _may_draft(self, req_id: str) -> bool:
+    def _is_supported(self, req_id: str) -> bool:
         return True
 
 

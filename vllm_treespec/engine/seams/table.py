@@ -186,6 +186,7 @@ SCHEDULER = (
     *_REQUEST.reads("num_tokens", "where a session goes on"),
     *_REQUEST.reads("use_structured_output", "which requests have a grammar"),
     *_REQUEST.reads("is_prefill_chunk", "which requests take drafts"),
+    *_REQUEST.calls("is_finished", "which trees vLLM does not count"),
     *_REQUEST.reads("structured_output_request", "the grammar of a request"),
     *Owner("vllm.v1.structured_output:StructuredOutputManager").reads(
         "backend", "masks of a tree"
