@@ -27,10 +27,9 @@ UNREADABLE = (
 )
 # What a text model has at least one of.
 POSITIVE = {
-    *("vocab_size", "hidden_size", "n_embd", "intermediate_size"),
+    *("vocab_size", "hidden_size", "n_embd"),
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
-    "max_position_embeddings",
 }
 
 
