@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -17,9 +17,10 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         yield part
         sync(part)
-        part.replace(path)
+        os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(part)
     sync(path.parent)
 
 

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,18 +13,18 @@ from vllm_treespec.tools.store import Stored, store
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of files that were synced or moved, in order."""
     made: list[str] = []
-    sync, move = os.fsync, Path.replace
+    sync, move = os.fsync, os.replace
 
     def synced(descriptor: int) -> None:
         made.append("sync " + Path(f"/proc/self/fd/{descriptor}").resolve().name)
         sync(descriptor)
 
-    def moved(self: Path, target: Path) -> Any:
-        made.append(f"move {target.name}")
-        return move(self, target)
+    def moved(source: Path, target: Path) -> None:
+        made.append(f"move {Path(target).name}")
+        move(source, target)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", moved)
+    monkeypatch.setattr(os, "replace", moved)
     return made
 
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.fast.batch_answers import TOO_LONG, FakeAnswerer
+from vllm_treespec import atomic_files
 from vllm_treespec.tools.batch import files, journal
 from vllm_treespec.tools.batch.rows import BatchError, Columns
 from vllm_treespec.tools.batch.run import Progress, Settings, Summary, run_batch
@@ -80,6 +81,10 @@ class KillingOs:
     def ftruncate(self, file: int, length: int) -> None:
         """Cut a file."""
         self.around(os.ftruncate, file, length)
+
+    def unlink(self, file: Path) -> None:
+        """Remove a file; a killed process removes none."""
+        self.around(os.unlink, file)
 
     def replace(self, old: Path, new: Path) -> None:
         """Rename a file."""
@@ -157,7 +162,7 @@ def killed_after(
     with monkeypatch.context() as patch:
         killing = KillingOs(steps)
         patch.setattr(journal, "os", killing)
-        patch.setattr(files, "os", killing)
+        patch.setattr(atomic_files, "os", killing)
         try:
             run(settings, answer)
         except Killed:

@@ -75,9 +75,11 @@ def propose(
     for row, text in enumerate(texts):
         token_ids[row, : len(text)] = text
     names = names or [f"unnamed {row}" for row in range(len(texts))]
+    for name in sorted({*names} - {*trees.slots.names()}):
+        trees.slots.add(name, True, None)
     root_token_ids = torch.tensor([text[-1] for text in texts])
     roots = Roots(
-        slots=np.array([trees.slots.add(name, True, None) for name in names]),
+        slots=trees.slots.lookup(names),
         positions=lens - 1,
         root_token_ids=root_token_ids,
         accepted=np.full(len(texts), -1),
