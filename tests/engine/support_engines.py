@@ -200,7 +200,7 @@ ENGINE = (
         REFUSED,
         Arguments(
             {"speculative_config": {"num_speculative_tokens": 5}},
-            "'num_speculative_tokens' is not a key of this method",
+            "'num_speculative_tokens' is for vLLM's own methods",
         ),
     ),
 )

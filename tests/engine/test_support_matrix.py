@@ -358,4 +358,4 @@ def test_models_are_refused(row: Row, target: str, draft: str, tmp_path: Path) -
     spec = {**SPECS[METHOD], "model": draft}
     says = refusal(model=str(tmp_path), speculative_config=spec, **row.check.arguments)
     assert row.check.says in says
-    assert "remove speculative_config" in says
+    assert "serve it without speculative_config" in says
