@@ -16,6 +16,28 @@ from vllm_treespec.scorers.follow_path import follow_draws, follow_draws_batched
 ROWS_AT_ONCE = 4
 
 
+def draw_after(
+    target: TargetLogits, reqs: Tensor, nodes: Tensor, keys: Tensor
+) -> Tensor:
+    """Draw the token after each node, int64 [n]; the host waits for the device.
+
+    Args:
+        target: the target's logits at the nodes.
+        reqs: int64 [n], all sampled.
+        nodes: int64 [n].
+        keys: int64 [n], of the noise of the tokens' positions.
+
+    """
+    rows = zip(
+        *(given.split(ROWS_AT_ONCE) for given in (reqs, nodes, keys)), strict=True
+    )
+    drawn = [
+        draw_coupled(target.probs(req, node), key, host_may_wait=True)
+        for req, node, key in rows
+    ]
+    return torch.cat(drawn)
+
+
 def coupled_draw(tree: TreeBatch, target: TargetLogits, keys: Tensor) -> ScorerOutput:
     """Accept the longest path that plain sampling by this noise would have produced.
 
@@ -34,18 +56,7 @@ def coupled_draw(tree: TreeBatch, target: TargetLogits, keys: Tensor) -> ScorerO
     """
 
     def draw_tokens(reqs: Tensor, nodes: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                draw_coupled(
-                    target.probs(req, node),
-                    keys[req, tree.depths[req, node]],
-                    host_may_wait=True,
-                )
-                for req, node in zip(
-                    reqs.split(ROWS_AT_ONCE), nodes.split(ROWS_AT_ONCE), strict=True
-                )
-            ]
-        )
+        return draw_after(target, reqs, nodes, keys[reqs, tree.depths[reqs, nodes]])
 
     return follow_draws(tree, draw_tokens)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.scorers import TargetLogits, score
-from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
+from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW, draw_after
 
 ROOT_ALONE = TreeSizes(max_nodes=1, max_depth=0, max_width=1, max_leaves=1)
 
@@ -39,6 +39,9 @@ def draw_plainly(target: TargetLogits, keys: Tensor, batched: bool) -> Tensor:
         int64 [num_reqs]; the likeliest token of greedy requests.
 
     """
+    if target.sampling.all_random and not batched:
+        reqs = torch.arange(len(keys))
+        return draw_after(target, reqs, torch.zeros_like(reqs), keys[:, 0])
     zeros = torch.zeros_like(keys)
     roots = TreeBatch(
         token_ids=zeros,
