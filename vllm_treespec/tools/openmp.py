@@ -30,13 +30,13 @@ def report(console: Console) -> None:
         console.print("[green]Intel's OpenMP is preloaded[/]")
     elif library is None:
         console.print(
-            f"[yellow]Intel's OpenMP is not installed[/], {NAME}: draft trees are "
-            "slower; pip install intel-openmp, then run treespec doctor again",
+            f"[yellow]Intel's OpenMP is not installed[/], {NAME}: answers take "
+            "longer on busy cores; pip install intel-openmp, then run treespec doctor again",
             soft_wrap=True,
         )
     else:
         console.print(
-            "[yellow]Intel's OpenMP is not preloaded:[/] draft trees are slower; "
+            "[yellow]Intel's OpenMP is not preloaded:[/] answers take longer on busy cores; "
             f"start with LD_PRELOAD={library} vllm serve ...",
             soft_wrap=True,
         )
