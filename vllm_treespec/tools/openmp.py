@@ -31,12 +31,13 @@ def report(console: Console) -> None:
     elif library is None:
         console.print(
             f"[yellow]Intel's OpenMP is not installed[/], {NAME}: answers take "
-            "longer on busy cores; pip install intel-openmp, then run treespec doctor again",
+            "longer on busy cores; pip install intel-openmp, then run treespec doctor "
+            "again",
             soft_wrap=True,
         )
     else:
         console.print(
-            "[yellow]Intel's OpenMP is not preloaded:[/] answers take longer on busy cores; "
-            f"start with LD_PRELOAD={library} vllm serve ...",
+            "[yellow]Intel's OpenMP is not preloaded:[/] answers take longer on busy "
+            f"cores; start with LD_PRELOAD={library} vllm serve ...",
             soft_wrap=True,
         )
