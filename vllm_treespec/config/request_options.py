@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_treespec.config.base import MAX_DRAFTS
 from vllm_treespec.heads.names import shown
+from vllm_treespec.json_files import parse_json
 
 KEY = "treespec"
 WHERE = f"extra_args (vllm_xargs over HTTP), '{KEY}'"
@@ -57,8 +57,8 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
             )
     given = extra_args.get(KEY, {})
     try:
-        options = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
+        options = parse_json(given) if isinstance(given, str) else given
+    except ValueError:
         raise RequestOptionsError(
             f"{WHERE} is {shown(given)}, which is not JSON; {EXAMPLE}"
         ) from None
