@@ -37,6 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"num_drafts": 15, "depth": 6},
 }
 EVERY_METHOD = ",".join(METHODS)
+# Their drafts are drawn: a sampled answer has the same law, but another text.
+DRAWN = ("sd", "rsd_c", "rsd_s", "spectr")
 # Triton multiplies float32 matrices in TF32 unless it is told otherwise; torch and
 # vLLM do not.
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
@@ -76,7 +78,8 @@ def gpu_end_to_end(
     ):
         sides, sizes = "", [1, 8]
         if smoke:
-            nodes, shapes, methods, dtypes = "8", "tiny", "rsd_s", "float32"
+            nodes, shapes, dtypes = "8", "tiny", "float32"
+            methods = "rsd_s,suffix_tree"
             sides, sizes, num_prompts = f"{step.PLAIN_SYNC},ours-8", [1, 2], 2
             eager = {"enforce_eager": True}
             work = Work("answers", [2], [0.8], 20, 12, 0.0, eager, "float32", "cpu")
@@ -97,8 +100,7 @@ def gpu_end_to_end(
                 for side in lossless_sides(chosen, names, options.words(dtypes), work)
                 if plain or side.family != PLAIN
             ]
-            cells = [Cell(batch_size=size, temperature=0.0) for size in sizes]
-            engines = [plan.Engine(side, cells) for side in every]
+            engines = [plan.Engine(side, lossless_cells(side, sizes)) for side in every]
             job = plan.base_job(chosen.target, texts, work.count)
             deciding = [card.card_and_versions(), chosen.named(), work.extra]
             where = folder / "lossless"
@@ -135,6 +137,24 @@ def lossless_sides(
     ]
 
 
+def lossless_cells(side: Side, sizes: Sequence[int]) -> list[Cell]:
+    """Greedy answers, and sampled ones with and without drafts where they are equal."""
+    greedy = [Cell(batch_size=size, temperature=0.0) for size in sizes]
+    if side.family in (PLAIN, *DRAWN):
+        return greedy
+    sampled = [
+        Cell(
+            batch_size=size,
+            temperature=1.0,
+            measure="benchmarks.gpu.engine:sampled",
+            options={"drafts": drafts},
+        )
+        for size in sizes
+        for drafts in (True, False)
+    ]
+    return greedy + sampled
+
+
 def run_plans(plans: Sequence[plan.Plan], out: Path, origin: report.Content) -> None:
     """Run both parts' plans in turn, with one results.json; exits 1 on a failure."""
     failed: plan.Failures = {}
@@ -167,25 +187,34 @@ def run_plans(plans: Sequence[plan.Plan], out: Path, origin: report.Content) -> 
 
 
 def comparisons(cells: Sequence[plan.StoredCell]) -> list[Row]:
-    """Each side's answers beside plain ones of the same dtype and batch size.
+    """Each side's answers beside answers without drafts of the same batch size.
 
-    Plain answers of other batch sizes are compared with those of the first: what
-    differs there is rounding.
+    Greedy ones beside those of plain vLLM in the same dtype, sampled ones beside those
+    of the same engine. Plain answers of other batch sizes are compared with those of
+    the first: what differs there is rounding.
     """
 
-    def place(cell: plan.StoredCell) -> tuple[str, int]:
-        return cell.side.engine["dtype"], cell.result.cell.batch_size
+    def place(cell: plan.StoredCell) -> tuple[float, str, int]:
+        asked = cell.result.cell
+        whose = cell.side.name if asked.temperature else cell.side.engine["dtype"]
+        return asked.temperature, whose, asked.batch_size
 
-    plain = {place(cell): cell for cell in cells if cell.side.family == PLAIN}
+    truths = {place(cell): cell for cell in cells if not drafted(cell)}
     rows = []
     for cell in sorted(cells, key=lambda cell: (cell.side.name, place(cell))):
         true_place = place(cell)
-        if cell.side.family == PLAIN:
-            true_place = min(other for other in plain if other[0] == true_place[0])
-        truth = plain.get(true_place)
+        if not drafted(cell):
+            true_place = min(other for other in truths if other[:2] == true_place[:2])
+        truth = truths.get(true_place)
         if truth is not None and truth is not cell:
             rows.append(compare(truth, cell))
     return rows
+
+
+def drafted(cell: plan.StoredCell) -> bool:
+    """Tell answers with drafts from those without."""
+    default = cell.side.family != PLAIN
+    return bool(cell.result.cell.options.get("drafts", default))
 
 
 def compare(truth: plan.StoredCell, cell: plan.StoredCell) -> Row:
@@ -198,7 +227,8 @@ def compare(truth: plan.StoredCell, cell: plan.StoredCell) -> Row:
     ]
     accepted = cell.result.acceptance
     return {
-        "side": cell.side.family,
+        "side": cell.side.family if drafted(cell) else PLAIN,
+        "temperature": cell.result.cell.temperature,
         "dtype": cell.side.engine["dtype"],
         "batch": cell.result.cell.batch_size,
         "answers": len(pairs),
@@ -207,7 +237,7 @@ def compare(truth: plan.StoredCell, cell: plan.StoredCell) -> Row:
         "num_tokens": sum(len(want) for want, _ in pairs),
         # of each answer that differs: prompt and place of the first other token
         "differences": differences,
-        "acceptance_length": accepted.length if accepted else None,
+        "acceptance_length": accepted.length if accepted and accepted.trees else None,
     }
 
 
@@ -225,6 +255,7 @@ def shown_differences(row: Row) -> str:
 
 COLUMNS = {
     "side": lambda row: "plain, other batch" if row["side"] == PLAIN else row["side"],
+    "T": report.column("temperature", "{:g}"),
     "dtype": report.column("dtype", "{}"),
     "batch": report.column("batch", "{}"),
     "identical": lambda row: f"{row['identical']} of {row['answers']}",

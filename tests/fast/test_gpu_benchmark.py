@@ -277,8 +277,8 @@ def test_step_report(tmp_path: Path) -> None:
     assert (tmp_path / "results.png").stat().st_size > 1000
 
 
-def answers(side: str, *token_ids: list[list[int]]) -> list[StoredCell]:
-    """A side's answers in float32, at batch sizes 1, 2, ..."""
+def answers(side: str, *token_ids: list[list[int]], **cell: Any) -> list[StoredCell]:
+    """A side's answers in float32, at batch sizes 1, 2, ..., greedy unless told."""
     engine = {"dtype": "float32"}
     accepted = Acceptance(trees=2, at_least=[1]) if side != "plain" else None
     return [
@@ -288,7 +288,7 @@ def answers(side: str, *token_ids: list[list[int]]) -> list[StoredCell]:
             side=Side(name=f"float32-{side}", family=side, engine=engine),
             round=0,
             result=CellResult(
-                cell=Cell(batch_size=batch, temperature=0.0),
+                cell=Cell(**{"batch_size": batch, "temperature": 0.0, **cell}),
                 seconds=1.0,
                 num_tokens=[len(ids) for ids in answered],
                 tpot_ms=[None] * len(answered),
@@ -317,8 +317,8 @@ def test_differences_are_found(tmp_path: Path) -> None:
         ("sd", 2, 0, [(0, 2), (1, 1)]),
     ]
     text = table_of(compared, COLUMNS)
-    assert "| sd | float32 | 2 | 0 of 2 | 5 | 1.50 | 0:2 1:1 |" in text
-    assert "| plain, other batch | float32 | 2 | 1 of 2 |" in text
+    assert "| sd | 0 | float32 | 2 | 0 of 2 | 5 | 1.50 | 0:2 1:1 |" in text
+    assert "| plain, other batch | 0 | float32 | 2 | 1 of 2 |" in text
     for part, cells in {
         "lossless": [*answers("plain", [[1]]), *answers("sd", [[1]])],
         "speed": [
@@ -330,9 +330,38 @@ def test_differences_are_found(tmp_path: Path) -> None:
             store(tmp_path / part / "cells" / cell.side.name / "cell.0.json", cell)
     end_to_end.run_plans([], tmp_path, ORIGIN)
     text = (tmp_path / "results.md").read_text()
-    assert "| sd | float32 | 1 | 1 of 1 | 1 | 1.50 | none |" in text
+    assert "| sd | 0 | float32 | 1 | 1 of 1 | 1 | 1.50 | none |" in text
     assert "| ours-32 | 1 | 0.8 | 250 | 9.60 | 2.00× | – |" in text
     assert (tmp_path / "results.png").stat().st_size > 1000
+
+
+def test_sampled_answers_are_compared_in_one_engine() -> None:
+    """Red when a sampled answer is compared with another engine's, or a greedy one."""
+
+    def sampled(side: str, drafts: bool, *token_ids: list[list[int]]) -> list[Any]:
+        options = {"drafts": drafts}
+        return answers(side, *token_ids, temperature=1.0, options=options)
+
+    compared = comparisons(
+        [
+            *answers("plain", [[1, 2]]),
+            *answers("hybrid", [[1, 2]]),
+            *sampled("hybrid", True, [[3, 4]], [[3, 5]]),
+            *sampled("hybrid", False, [[3, 4]], [[3, 4]]),
+            *sampled("lyanna", True, [[3, 6]]),
+            *sampled("lyanna", False, [[3, 6]]),
+        ]
+    )
+    assert [
+        (row["side"], row["temperature"], row["batch"], row["identical"])
+        for row in compared
+    ] == [
+        ("hybrid", 0, 1, 1),
+        ("hybrid", 1, 1, 1),
+        ("hybrid", 1, 2, 0),
+        ("plain", 1, 2, 1),
+        ("lyanna", 1, 1, 1),
+    ]
 
 
 def test_lossless_sides() -> None:
