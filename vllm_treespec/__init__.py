@@ -1,3 +1,3 @@
 """Lossless tree speculative decoding through stock vLLM."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
