@@ -135,7 +135,7 @@ def pytest_runtest_makereport() -> Generator[
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print where the time went: the table of docs/tests.md."""
+    """Print where the time went: see docs/dev/tests.md."""
     reports = [
         report
         for group in terminalreporter.stats.values()
