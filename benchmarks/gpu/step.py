@@ -1,6 +1,6 @@
 """The step table: what a step with draft trees costs beside a plain one.
 
-Its engines have random weights; ``end_to_end`` shares them. docs/gpu.md says what is
+Its engines have random weights; ``end_to_end`` shares them. docs/dev/gpu.md says what is
 measured and how.
 """
 

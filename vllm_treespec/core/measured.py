@@ -38,7 +38,7 @@ CHECKED_ROUNDS = (6, 24)
 
 
 class MeasuredSchedule(Schedule):
-    """Chooses by measured times and acceptance (docs/adaptive.md).
+    """Chooses by measured times and acceptance (docs/schedule.md).
 
     A choice holds for a *round* of a few steps. It is the option of the most tokens a
     second: expected tokens of a step over the step's time. What was measured long ago
