@@ -72,7 +72,7 @@ ENGINE = (
         "quantised KV cache",
         REFUSED,
         Arguments({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-        gpu="drafts trees: fp8, one scale a tensor",
+        gpu="drafts trees: fp8, one scale a tensor; not run",
     ),
     Row(
         "KV connectors",
@@ -368,6 +368,6 @@ MODELS = (
             "'kv_cache_scheme'",
         ),
         "`--kv-cache-dtype bfloat16` overrides it",
-        "drafts trees; refused for a draft model",
+        "drafts trees, not run; refused for a draft model",
     ),
 )
