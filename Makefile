@@ -3,9 +3,10 @@ PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treespec-setup
+DOCS_STAMP := $(VENV)/.treespec-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test test-fast deploy-check quality style
+.PHONY: help setup assets demo test test-fast deploy-check docs quality style
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,7 +38,14 @@ deploy-check: $(STAMP)  ## charts, manifests, images, alerts; what needs a missi
 	@deploy/third_party.sh
 	@$(BIN)/python -m pytest tests/fast/test_deploy_*.py --numprocesses 2
 
-quality: $(STAMP)  ## ruff and mypy, changing nothing
+docs: $(DOCS_STAMP)  ## documentation as a site in build/site; a dead link ends it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): requirements/docs.txt $(STAMP)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@touch $@
+
+quality: $(STAMP) docs  ## ruff, mypy and the documentation, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
