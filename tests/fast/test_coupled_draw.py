@@ -28,6 +28,7 @@ from tests.fast.languages import (
 from tests.fast.position_noise import by_position, random_keys
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
+from tests.tiers import cases, grid
 from vllm_treespec.core.coupling import (
     LIKELIEST,
     coupled_chances,
@@ -204,7 +205,10 @@ def test_noise_is_exponential(fixed: str) -> None:
 
 
 @pytest.mark.parametrize("host_may_wait", [False, True])
-@pytest.mark.parametrize("vocab_size", [4, LIKELIEST, LIKELIEST + 1, 500])
+@pytest.mark.parametrize(
+    "vocab_size",
+    cases([4, LIKELIEST, LIKELIEST + 1, 500], quick=[4, LIKELIEST + 1]),
+)
 def test_law_of_one_draw(vocab_size: int, host_may_wait: bool) -> None:
     """Red when tokens beyond the likeliest ones are drawn too often, or never."""
     mass = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) ** 3
@@ -248,8 +252,10 @@ def law_of(target: Language, tree: TreeBatch, keys: Tensor, after: Tensor) -> fl
     return goodness_of_fit(counts, Language(probs.double()).true_law(2))
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 6])
-@pytest.mark.parametrize("vocab_size", [2, 5])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafts"),
+    grid([2, 5], [1, 2, 6], quick=lambda *case: case in ((2, 2), (5, 6))),
+)
 def test_law_where_drafts_followed_the_noise(vocab_size: int, num_drafts: int) -> None:
     """Red when a tree that looked at the noise changes what is emitted.
 

@@ -25,6 +25,7 @@ from tests.fast.test_penalties import (
 )
 from tests.fast.toy_models import VOCAB_SIZE, permitted
 from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
+from tests.tiers import cases
 from vllm_treespec.core.forbidden import (
     Forbidden,
     RequestRows,
@@ -188,7 +189,7 @@ def with_limits(requests: list[Request]) -> list[Request]:
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["walk", "batched"])
-@pytest.mark.parametrize("habits", ["whole", "all"])
+@pytest.mark.parametrize("habits", cases(["whole", "all"], quick=["all"]))
 @pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "hybrid"])
 def test_greedy_answers_are_those_of_plain_decoding(
     name: str, habits: str, masks: bool

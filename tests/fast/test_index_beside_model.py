@@ -154,6 +154,7 @@ def test_a_model_that_does_not_pay_is_left_out() -> None:
     assert chosen[BOTH] < 0.12 * chosen.total()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("accepted", "seconds", "memory", "least"),
     [(1.2, 1.9, 30.0, 0.938), (2.0, 2.3, 100.0, 0.988)],
@@ -177,6 +178,7 @@ def test_times_of_a_machine_whose_speed_changes_are_renewed(
     assert sum(shares) / len(shares) > least
 
 
+@pytest.mark.thorough
 def test_first_times_of_a_cold_machine_are_checked() -> None:
     """Red when plain steps are judged for long by the first few, which were slow.
 
@@ -192,6 +194,7 @@ def test_first_times_of_a_cold_machine_are_checked() -> None:
     assert chosen[BOTH] < 0.2 * chosen.total()
 
 
+@pytest.mark.thorough
 def test_what_an_index_finds_gives_no_hope_for_the_model() -> None:
     """Red when what is accepted of both together is learned as one number.
 
@@ -233,6 +236,7 @@ def test_a_new_batch_size_has_one_prompt_read_first() -> None:
     assert chat.num_asked == asked_before + 1
 
 
+@pytest.mark.thorough
 def test_hope_alone_does_not_make_a_model_read_prompts() -> None:
     """Red when each new request has its prompt read, as it may be better than others.
 
@@ -248,6 +252,7 @@ def test_hope_alone_does_not_make_a_model_read_prompts() -> None:
     assert num_asked < 0.55 * 20 * 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_steps", [64, 800])
 def test_a_model_that_pays_at_one_batch_size_only(num_steps: int) -> None:
     """Red when the small trees of a large batch tell what one request would accept.
@@ -270,6 +275,7 @@ def test_a_model_that_pays_at_one_batch_size_only(num_steps: int) -> None:
     assert with_model[4] < 0.1 * in_all
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("prompt", "num_steps", "is_worth_it"),
     [(20, 64, True), (3000, 64, True), (3000, 8, False), (20_000, 64, False)],

@@ -54,6 +54,7 @@ WIDTH = 1e-7
 NOTICEABLE = 5e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RANGES)
 def test_law_from_greedy_to_uniform(name: str) -> None:
     """Red when a sum, a ratio or a draw loses the law for small probabilities."""

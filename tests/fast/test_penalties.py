@@ -30,6 +30,7 @@ from tests.fast.test_batched_rules import batch
 from tests.fast.toy_models import after, penalised
 from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
 from tests.fast.wrong_scorers import draws_of
+from tests.tiers import cases
 from vllm_treespec.core import decoder
 from vllm_treespec.core.penalties import (
     PenalisedTexts,
@@ -278,7 +279,7 @@ def with_penalties(requests: list[Request]) -> list[Request]:
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["walk", "batched"])
-@pytest.mark.parametrize("habits", ["whole", "all"])
+@pytest.mark.parametrize("habits", cases(["whole", "all"], quick=["all"]))
 @pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "hybrid"])
 def test_greedy_answers_are_those_of_plain_decoding(
     name: str, habits: str, masks: bool

@@ -41,6 +41,7 @@ from tests.reference.proposers import (
     rsd_s_reference,
     truncate,
 )
+from tests.tiers import cases
 from vllm_treespec.core.sampling import (
     draw_without_replacement,
     truncated_gumbel,
@@ -278,8 +279,10 @@ def two_samples(
     return tree_rows(fast), tree_rows(slow)
 
 
-@pytest.mark.parametrize("kind", ["random", "zeros"])
-@pytest.mark.parametrize(("vocab_size", "beam_width"), [(3, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("kind", cases(["random", "zeros"], quick=["random"]))
+@pytest.mark.parametrize(
+    ("vocab_size", "beam_width"), cases([(3, 2), (4, 2), (3, 3)], quick=[(3, 2)])
+)
 def test_trees_follow_stochastic_beam_search(
     vocab_size: int, beam_width: int, kind: str
 ) -> None:
@@ -308,6 +311,7 @@ def test_gumbel_top_k_draws_without_replacement() -> None:
     assert same_law(drawn.flip(1), gumbel_top_k(law.log(), 3, noise)) < LUCK
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("vocab_size", "beam_width", "depth", "count"),
     [(5, 3, 2, 400_000), (4, 2, 3, 400_000), (5, 4, 3, 200_000)],
@@ -321,6 +325,7 @@ def test_first_two_tokens_follow_the_target(
     assert p_value > LUCK
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRONG_SCORERS)
 def test_wrong_scorers_are_noticed_by_sampling(name: str) -> None:
     """Red when the chi-square test could no longer see a lossy scorer."""

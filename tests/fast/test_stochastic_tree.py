@@ -159,6 +159,7 @@ def test_ranking_by_probability_is_noticed(shape: tuple[int, int, int]) -> None:
     assert p_value < LUCK
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("vocab_size", "shape", "count", "num_tokens"),
     [

@@ -200,6 +200,7 @@ def test_cut_run_resumes_to_the_same_weights(
         torch.testing.assert_close(value, uncut[name])
 
 
+@pytest.mark.thorough
 def test_eagle_beats_medusa_at_the_second_token(
     tmp_path: Path, target: PreTrainedModel
 ) -> None:

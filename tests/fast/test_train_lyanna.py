@@ -151,6 +151,7 @@ def test_cut_run_resumes_to_the_same_weights(
         assert name == "hot_token_ids" or not torch.equal(value, fresh[name]), name
 
 
+@pytest.mark.thorough
 def test_token_info_beats_none_at_the_second_token(
     tmp_path: Path, target: PreTrainedModel
 ) -> None:

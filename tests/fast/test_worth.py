@@ -322,6 +322,7 @@ class Steps:
         return self.tokens / self.seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("each", [0.02, 0.1])
 def test_weighing_beats_every_fixed_depth(level: float, each: float) -> None:
@@ -331,6 +332,7 @@ def test_weighing_beats_every_fixed_depth(level: float, each: float) -> None:
     assert weighed > 0.98 * best
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("each", [0.02, 0.1])
 def test_where_the_host_must_not_wait_the_best_depth_is_found(
