@@ -144,19 +144,25 @@ def steps_law_error(tree_of: FollowingNoise, anew: bool) -> float:
     """
     target = grid_target()
     reached = target.no_mass()
-    middles = [(step + 0.5) / STEPS for step in range(STEPS)]
-    for first, second, *fresh in product(middles, repeat=4):
-        tree = tree_of((first, second))
-        noise = [fresh[0] if anew and int(tree.num_nodes) == 1 else first, second, 0.5]
-        logits = target.target_logits(tree, plain_sampling(1))
-        numbers = torch.tensor([noise], dtype=torch.float64)
-        emitted = by_position(tree, logits, numbers).emitted(tree)[0].tolist()
-        prefix = 1 + emitted[0]
-        token = emitted[1] if len(emitted) > 1 else -1
-        if token < 0:
-            number = fresh[1] if anew else second
-            token = int((number >= target.table[prefix].cumsum(0) - 1e-9).sum())
-        reached[prefix * target.vocab_size + 1 + token] += STEPS**-4
+    middles = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
+    fresh = torch.cartesian_prod(middles, middles)
+    count = len(fresh)
+    weights = torch.full((count,), STEPS**-4, dtype=torch.float64)
+    for first, second in product(middles.tolist(), repeat=2):
+        one = tree_of((first, second))
+        tree = one.select(torch.zeros(count, dtype=torch.int64))
+        noise = torch.tensor([[first, second, 0.5]], dtype=torch.float64)
+        noise = noise.repeat(count, 1)
+        if anew and int(one.num_nodes) == 1:
+            noise[:, 0] = fresh[:, 0]
+        logits = target.target_logits(tree, plain_sampling(count))
+        emitted = by_position(tree, logits, noise).emitted(tree)
+        prefix, token = 1 + emitted[:, 0], emitted[:, 1]
+        numbers = fresh[:, 1] if anew else noise[:, 1]
+        drawn = (numbers[:, None] >= target.table[prefix].cumsum(1) - 1e-9).sum(1)
+        token = torch.where(token < 0, drawn, token)
+        place = prefix * target.vocab_size + 1 + token
+        reached.index_add_(0, place, weights)
     return float((target.joint_law(reached, 2) - target.true_law(2)).abs().max())
 
 
