@@ -300,7 +300,7 @@ def test_unseeded_requests_differ() -> None:
             ("rsd_c", (2, 5)),
             ("lyanna_drawn", (3, 63)),
         ],
-        quick=[("head", (63,)), ("rsd_s", (1, 4, 63))],
+        quick=[("rsd_s", (1, 4, 63))],
     ),
 )
 def test_sampled_law(name: str, limits: tuple[int, ...]) -> None:

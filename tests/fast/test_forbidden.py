@@ -170,7 +170,11 @@ def limited_language(raw: Tensor, below: bool) -> LimitedLanguage:
 
 @pytest.mark.parametrize(
     ("scorer", "below"),
-    [(recursive_rejection, True), (batched, True), (recursive_rejection, False)],
+    [
+        (recursive_rejection, True),
+        pytest.param(batched, True, marks=pytest.mark.thorough),
+        (recursive_rejection, False),
+    ],
     ids=["walk", "batched", "control"],
 )
 def test_law_under_limits(scorer: Scorer, below: bool) -> None:
