@@ -151,8 +151,14 @@ def test_a_broken_layout_is_noticed(
 
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "head", "lyanna_drawn"])
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    grid(
+        ["rsd_s", "suffix_tree", "head", "lyanna_drawn"],
+        [False, True],
+        quick=lambda name, masks: masks == (name in ("rsd_s", "suffix_tree")),
+    ),
+)
 def test_mixed_batches(name: str, masks: bool) -> None:
     """Red when greedy answers change beside sampled ones and ones without drafts.
 
@@ -171,7 +177,9 @@ def test_mixed_batches(name: str, masks: bool) -> None:
             assert answer == engine.language.greedy(prompt, request.max_tokens)
 
 
-@pytest.mark.parametrize("name", PROPOSERS)
+@pytest.mark.parametrize(
+    "name", cases(PROPOSERS, quick=["rsd_s", "suffix_tree", "pairs", "hybrid"])
+)
 def test_more_requests_than_trees(name: str) -> None:
     """Red when requests beyond ``max_trees`` draft, or emit something else."""
     engine = make_engine(name, Habits(), max_trees=2)
@@ -222,7 +230,9 @@ def sampled(number: int, seed: int | None) -> Request:
     return Request(f"s{number}", prompt, 25, temperature=0.8, seed=seed)
 
 
-@pytest.mark.parametrize("name", ["rsd_s", "rsd_c", "sd", "head"])
+@pytest.mark.parametrize(
+    "name", cases(["rsd_s", "rsd_c", "sd", "head"], quick=["rsd_s", "head"])
+)
 def test_seeded_answers_do_not_depend_on_the_batch(name: str) -> None:
     """Red when a seeded request is drawn with numbers that others use up.
 
@@ -249,7 +259,13 @@ def test_seeded_answers_do_not_depend_on_the_batch(name: str) -> None:
     grid(
         PROPOSERS,
         [False, True],
-        quick=lambda name, masks: masks == (name in ("suffix_tree", "hybrid")),
+        quick=lambda name, masks: (
+            (name, masks)
+            in (
+                *(("rsd_s", False), ("rsd_c", True), ("stochastic_tree", False)),
+                *(("suffix_tree", True), ("pairs", False), ("hybrid", True)),
+            )
+        ),
     ),
 )
 def test_smaller_trees_of_some_requests(name: str, masks: bool) -> None:

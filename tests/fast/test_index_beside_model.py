@@ -125,6 +125,7 @@ class Chat:
         return accepted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_read", [0, 3])
 def test_an_index_that_finds_nothing_tells_nothing_of_the_model(num_read: int) -> None:
     """Red when what an index finds in a text decides whether a model is asked.
@@ -143,6 +144,7 @@ def test_an_index_that_finds_nothing_tells_nothing_of_the_model(num_read: int) -
     assert sorted(with_model)[1] > 0.4
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_pay_is_left_out() -> None:
     """Red when the model is asked because the index says nothing against it."""
     chosen: Counter[int | None] = Counter()

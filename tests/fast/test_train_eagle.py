@@ -175,6 +175,7 @@ def test_a_batch_reads_its_conversations_and_layers_only(
         ContextDataset(cache, [0], 70, (2, 5))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes", [{"feature_noise": 0.1, "feature_weight": 1.0}, {"max_steps": 12}]
 )

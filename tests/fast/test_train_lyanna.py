@@ -129,6 +129,7 @@ def test_a_fresh_chain_passes_the_state_of_the_target(
         assert out.square().mean().sqrt().item() == pytest.approx(size, rel=0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{"context": False}, {"num_hot_tokens": None}])
 def test_cut_run_resumes_to_the_same_weights(
     tmp_path: Path,

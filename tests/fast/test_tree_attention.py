@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.fast.interpreted import interpreted
 from tests.fast.random_trees import random_parents
 from tests.reference.attention import Batch, Layout, Request, make_batch, reference
-from tests.tiers import cases
+from tests.tiers import cases, grid
 from vllm_treespec.kernels import tree_attention as kernel
 from vllm_treespec.kernels import tree_attention_device
 from vllm_treespec.kernels.tree_attention import Workspace, tree_attention
@@ -93,8 +93,14 @@ def test_mixed_batch(dtype: torch.dtype, num_splits: int) -> None:
     assert error(batch, num_splits) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    grid(
+        [64, 80, 96, 128, 256],
+        [torch.float32, torch.float16],
+        quick=lambda size, dtype: size in ((64, 80) if dtype.itemsize == 2 else (128,)),
+    ),
+)
 def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     """Red when a head's padding takes part, or a block shape loses rows or keys."""
     requests = (Request(90, parents=SMALL_TREE), Request(3, 2))
@@ -102,8 +108,14 @@ def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     assert error(batch, num_splits=2) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
-@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(
+    ("group", "heads_first"),
+    grid(
+        [1, 3, 4, 7, 8],
+        [True, False],
+        quick=lambda *case: case in ((1, True), (3, False), (8, True)),
+    ),
+)
 def test_groups_and_physical_orders(group: int, heads_first: bool) -> None:
     """Red when query heads meet another kv head, or strides are taken for sizes."""
     layout = Layout(2, group, dtype=torch.float16, heads_first=heads_first)
@@ -232,7 +244,7 @@ def test_sinks_matter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", cases([1, 2], quick=[1]))
 def test_fp8(dtype: torch.dtype, num_splits: int) -> None:
     """Red when a scale of an fp8 cache is forgotten or applied to another tensor."""
     requests = (Request(130, parents=SMALL_TREE), Request(0, 9))

@@ -344,6 +344,7 @@ def test_where_the_host_must_not_wait_the_best_depth_is_found(
     assert chosen > 0.95 * best
 
 
+@pytest.mark.thorough
 def test_levels_are_read_again_when_the_text_changes() -> None:
     """Red when a depth that was right once is never left."""
     steps = Steps(0.2, 0.02, may_wait=False, sureness=(0.3,))
