@@ -24,6 +24,7 @@ from tests.fast.toy_workloads import (
     sources_of,
     workload,
 )
+from tests.tiers import cases
 from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.decoder import RanksDiffer
@@ -113,7 +114,10 @@ def test_a_part_that_fails_changes_no_answer(
 
 @pytest.mark.parametrize(
     "counter",
-    ["seconds", "modes", "mode_seconds", "node_counts", "accepted", "source_nodes"],
+    cases(
+        ["seconds", "modes", "mode_seconds", "node_counts", "accepted", "source_nodes"],
+        quick=["seconds", "accepted"],
+    ),
 )
 @pytest.mark.usefixtures("aids_may_fail")
 def test_a_counter_that_fails_changes_no_answer(
