@@ -3,9 +3,12 @@ PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treespec-setup
+DOCS_STAMP := $(VENV)/.treespec-docs
+PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test test-fast deploy-check quality style
+.PHONY: help setup assets demo test test-fast test-rest test-all \
+        deploy-check docs quality style
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,21 +26,35 @@ assets: $(STAMP)  ## get the demo's target model, say where the models lie
 demo: $(STAMP)  ## generate with and without draft trees and print the table
 	@$(BIN)/treespec demo
 
-test: test-fast  ## fast tier, then the engine tier on a real model
+test: test-fast  ## fast tier, then one engine test of each kind
 	@$(BIN)/treespec assets
 	@echo "engine tier: real vLLM engines on the CPU, two at a time"
-	@$(BIN)/python -m pytest tests/engine --numprocesses 2
+	@$(PYTEST) tests/engine -m "not thorough"
 
 test-fast: $(STAMP)  ## fast tier only: no vLLM engine, no download after setup
 	@echo "fast tier"
-	@$(BIN)/python -m pytest tests/fast --numprocesses 2 --dist worksteal
+	@$(PYTEST) tests/fast -m "not thorough" --dist worksteal
+
+test-rest: $(STAMP)  ## the thorough tests of both tiers, which make test leaves out
+	@$(BIN)/treespec assets
+	@$(PYTEST) tests/fast -m thorough --dist worksteal
+	@$(PYTEST) tests/engine -m thorough
+
+test-all: test test-rest  ## all tests
 
 deploy-check: $(STAMP)  ## charts, manifests, images, alerts; what needs a missing tool is skipped
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/deploy.txt
 	@deploy/third_party.sh
-	@$(BIN)/python -m pytest tests/fast/test_deploy_*.py --numprocesses 2
+	@$(PYTEST) tests/fast/test_deploy_*.py
 
-quality: $(STAMP)  ## ruff and mypy, changing nothing
+docs: $(DOCS_STAMP)  ## documentation as a site in build/site; a dead link ends it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): requirements/docs.txt $(STAMP)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@touch $@
+
+quality: $(STAMP) docs  ## ruff, mypy and the documentation, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -71,7 +71,7 @@ setup(
         "ray": ["ray[data,serve]>=2.60,<2.61"],
         # The outside oracle of our tree masks; its pure Python parts, for tests.
         "xformers": ["xformers==0.0.35"],
-        # What `make test` and `make quality` need.
+        # What `make test-all`, less Ray, and `make quality` need.
         "dev": [
             *TABLES,
             "accelerate>=1.1",

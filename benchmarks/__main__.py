@@ -31,7 +31,6 @@ EXPERIMENTS = {
 }
 # What results of before the experiments had names were made with.
 FORMER = {
-    "benchmarks.run": "compare",
     "benchmarks.paper": "rsd",
     "benchmarks.redrafter": "redrafter",
 }
@@ -66,12 +65,7 @@ def experiment_of(content: dict[str, Any]) -> str:
     """Name the experiment that results come from."""
     command: str = content["provenance"]["command"]
     _, _, module, first, *_ = command.split()
-    if module == "benchmarks":
-        return first
-    for mark in ("--workloads", "adaptive"):
-        if mark in command:
-            return mark.removeprefix("--")
-    return FORMER[module]
+    return first if module == "benchmarks" else FORMER[module]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from vllm_treespec.config.base import MethodConfig
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 M = TypeVar("M", bound="type[MethodConfig]")
 

@@ -1,6 +1,6 @@
 """End to end on a card: are answers the same, and how fast are trees at best?
 
-docs/gpu.md says what is measured and how.
+docs/dev/gpu.md says what is measured and how.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernel table: tree attention beside stock causal attention, on one card.
 
-docs/gpu.md says what is measured and how.
+docs/dev/gpu.md says what is measured and how.
 """
 
 from __future__ import annotations

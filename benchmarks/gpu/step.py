@@ -1,7 +1,7 @@
 """The step table: what a step with draft trees costs beside a plain one.
 
-Its engines have random weights; ``end_to_end`` shares them. docs/gpu.md says what is
-measured and how.
+Its engines have random weights; ``end_to_end`` shares them. docs/dev/gpu.md says what
+is measured and how.
 """
 
 from __future__ import annotations

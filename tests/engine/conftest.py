@@ -14,6 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.engine import processes
 from tests.engine.processes import ENVIRONMENT, call
+from tests.engine.selection import is_quick
 from tests.engine.times import where_the_time_went
 from tests.engine.tiny_models import SIZES, write_pair
 from tests.heads import HEADS, write_head
@@ -114,11 +115,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> EngineSch
     return EngineScheduling(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in this folder belongs to the engine tier; long files come first."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            if not is_quick(item.path.name, item.name):
+                item.add_marker(pytest.mark.thorough)
     order = {name: position for position, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
 
@@ -135,7 +139,7 @@ def pytest_runtest_makereport() -> Generator[
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print where the time went: the table of docs/tests.md."""
+    """Print where the time went: see docs/dev/tests.md."""
     reports = [
         report
         for group in terminalreporter.stats.values()

@@ -1,6 +1,6 @@
 """The support matrix: what each vLLM feature does with draft trees.
 
-``python -m tests.engine.support`` writes it as ``docs/support-matrix.md``, and
+``python -m tests.engine.support`` writes its tables into ``docs/support.md``, and
 ``test_support_matrix.py`` runs every row.
 """
 
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.engine.support_checks import Row
 from tests.engine.support_engines import ENGINE, MODELS
 from tests.engine.support_requests import ANSWERS, GRAMMARS, SAMPLING
 
-PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+BEGIN = "<!-- tables: python -m tests.engine.support writes them -->\n"
+END = "<!-- end of the tables -->\n"
 SECTIONS = {
     "Sampling": SAMPLING,
     "Answers": ANSWERS,
@@ -21,39 +24,35 @@ SECTIONS = {
 }
 ROWS = tuple(row for rows in SECTIONS.values() for row in rows)
 
-INTRODUCTION = """# Support matrix
 
-What each vLLM feature does together with draft trees. Nothing is ignored silently.
-
-| outcome | meaning |
-|---|---|
-| **drafts trees** | the request speculates |
-| **decodes plainly** | the request gets no drafts; others in its batch do |
-| **refused at start-up** | the engine does not start; one message names the remedy |
-| **refused by vLLM** | vLLM answers with an error, also without our package |
-| **refused for the request** | the request gets an error, the engine goes on |
-
-"Same answers as without trees": greedy decoding in float32 gives the same tokens, in
-batches that mix the rows.
-
-Each row is a test (`tests/engine/test_support_matrix.py`). This page is written from
-these rows by `python -m tests.engine.support`.
-"""
+def table(rows: tuple[Row, ...]) -> str:
+    """Rows in Markdown; those without a note share a line where all else is alike."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        unique = row.feature if row.note else ""
+        key = (row.outcome.value, row.gpu, row.note, unique)
+        lines.setdefault(key, []).append(row.feature)
+    head = "| feature | on a CPU | on a GPU | note |\n|---|---|---|---|\n"
+    return head + "".join(
+        f"| {', '.join(features)} | {cpu} | {gpu} | {note} |\n"
+        for (cpu, gpu, note, _), features in lines.items()
+    )
 
 
-def page() -> str:
-    """The support matrix in Markdown."""
-    parts = [INTRODUCTION]
-    for title, rows in SECTIONS.items():
-        parts.append(f"\n## {title}\n")
-        parts.append("| feature | with draft trees | tested by | note |")
-        parts.append("|---|---|---|---|")
-        parts += [
-            f"| {r.feature} | {r.outcome.value} | {r.check.how} | {r.note} |"
-            for r in rows
-        ]
-    return "\n".join(parts) + "\n"
+def with_tables(text: str) -> str:
+    """The page with the tables of today.
+
+    Args:
+        text: the page as it stands, with the lines ``BEGIN`` and ``END``.
+
+    """
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    tables = "".join(
+        f"\n### {title}\n\n{table(rows)}" for title, rows in SECTIONS.items()
+    )
+    return f"{before}{BEGIN}{tables}\n{END}{after}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -37,15 +37,12 @@ class Same:
     alone: bool = False
     compare: tuple[str, ...] = ("token_ids", "text", "finish_reason", "stop_reason")
 
-    how = "same answers as without trees"
-
 
 @dataclass(frozen=True)
 class Own:
     """A row with a test of its own, ``path::name``."""
 
     test: str
-    how: str
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,6 @@ class Arguments:
 
     arguments: dict[str, Any]
     says: str
-
-    how = "error at start-up"
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,6 @@ class Model:
     says: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    how = "error at start-up"
-
 
 @dataclass(frozen=True)
 class Request:
@@ -76,17 +69,16 @@ class Request:
     params: dict[str, Any]
     says: str
 
-    how = "error for the request"
-
 
 @dataclass(frozen=True)
 class Row:
-    """One feature."""
+    """One feature; ``outcome`` is that on a CPU, ``gpu`` says what differs on a GPU."""
 
     feature: str
     outcome: Outcome
     check: Same | Own | Arguments | Model | Request
     note: str = ""
+    gpu: str = "same"
 
 
 BASE: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20}

@@ -24,10 +24,7 @@ ENGINE = (
     Row(
         "prefix caching",
         TREE,
-        Own(
-            f"{HERE}::test_prefix_cache",
-            "same answers as without trees, from cached blocks",
-        ),
+        Own(f"{HERE}::test_prefix_cache"),
     ),
     Row(
         "chunked prefill",
@@ -41,10 +38,7 @@ ENGINE = (
     Row(
         "preemption",
         TREE,
-        Own(
-            f"{HERE}::test_preemption",
-            "same answers as without trees, KV cache too small",
-        ),
+        Own(f"{HERE}::test_preemption"),
     ),
     Row(
         "priority scheduling",
@@ -59,32 +53,26 @@ ENGINE = (
     Row(
         "LoRA on the target",
         TREE,
-        Own(
-            f"{HERE}::test_lora",
-            "same answers as without trees, adapter on and off in one batch",
-        ),
-        "a draft model runs without the adapter; a head reads the hidden state that "
-        "the adapter made",
+        Own(f"{HERE}::test_lora"),
+        "a draft model runs without the adapter",
     ),
     Row(
         "async scheduling",
         REFUSED,
         Arguments({"async_scheduling": True}, "async_scheduling=True"),
-        "vLLM's default is off for this kind of drafter",
+        "off by default with our methods",
     ),
     Row(
         "prompt embeddings",
         Outcome.PLAIN,
-        Own(
-            "tests/engine/test_per_request.py::test_prompt_embeddings",
-            "same answers as without trees",
-        ),
-        "only requests with embeddings: what drafts reads token ids; tested on a CPU",
+        Own("tests/engine/test_per_request.py::test_prompt_embeddings"),
+        "only requests with embeddings",
     ),
     Row(
         "quantised KV cache",
         REFUSED,
         Arguments({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        gpu="drafts trees: fp8, one scale a tensor; not run",
     ),
     Row(
         "KV connectors",
@@ -120,11 +108,8 @@ ENGINE = (
     Row(
         "tensor parallel",
         TREE,
-        Own(
-            "tests/engine/test_tensor_parallel.py::test_two_ranks_answer_as_one",
-            "the same answers on two ranks as on one",
-        ),
-        "a draft model's heads must divide by the number of ranks",
+        Own("tests/engine/test_tensor_parallel.py::test_two_ranks_answer_as_one"),
+        "the number of ranks must divide a draft model's heads",
     ),
     Row(
         "pipeline parallel",
@@ -134,21 +119,16 @@ ENGINE = (
     Row(
         "data parallel",
         TREE,
-        Own(
-            "tests/engine/test_data_parallel.py::test_two_engines_answer_as_one",
-            "the same answers from two engines as from one",
-        ),
-        "seen on a CPU with one front-end; each engine has an index and a schedule of "
-        "its own",
+        Own("tests/engine/test_data_parallel.py::test_two_engines_answer_as_one"),
+        "each engine has an index and a schedule of its own",
     ),
     Row(
         "data parallel for mixtures of experts",
         REFUSED,
         Own(
-            "tests/engine/test_refusals.py::test_experts_in_several_engines_are_refused",
-            "error at start-up",
+            "tests/engine/test_refusals.py::test_experts_in_several_engines_are_refused"
         ),
-        "their engines step together",
+        "their engines step together; run one engine a replica",
     ),
     Row(
         "prefill context parallel",
@@ -171,7 +151,7 @@ ENGINE = (
         Arguments(
             {"long_prefill_token_threshold": 2}, "long_prefill_token_threshold=2"
         ),
-        "`long_prefill_token_threshold` would cut trees by what was drawn",
+        "`long_prefill_token_threshold`: 0, or at least the nodes of a tree",
     ),
     Row(
         "another worker class",
@@ -192,8 +172,7 @@ ENGINE = (
             {"disable_hybrid_kv_cache_manager": False},
             "disable_hybrid_kv_cache_manager=False",
         ),
-        "with draft models only, and heads of other sizes: leave the argument out, we "
-        "set it. [Who has several groups](layouts.md#groups-of-layers)",
+        "leave `disable_hybrid_kv_cache_manager` out: [we set it](dev/layouts.md)",
     ),
     Row(
         "other keys in speculative_config",
@@ -242,7 +221,6 @@ MODELS = (
             ),
             "multi-head latent attention",
         ),
-        "[what it would take](design-mla-and-state-space.md)",
     ),
     Row(
         "state-space models (Mamba)",
@@ -251,7 +229,6 @@ MODELS = (
             small("mamba", "MambaForCausalLM", state_size=16),
             "a hybrid or state-space model",
         ),
-        "[what it would take](design-mla-and-state-space.md)",
     ),
     Row(
         "hybrid models",
@@ -271,76 +248,62 @@ MODELS = (
     Row(
         "sliding-window attention",
         TREE,
-        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+        Own(f"{KINDS}::test_tokens_equal_plain"),
     ),
     Row(
         "sliding windows in some layers (Gemma 3)",
         TREE,
-        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "in KV cache groups as in plain vLLM; with draft models "
-        "[every layer keeps all tokens](layouts.md#what-one-group-costs)",
+        Own(f"{KINDS}::test_tokens_equal_plain"),
+        "with a draft model every layer keeps the KV of all tokens; the log says what "
+        "that costs",
     ),
     Row(
         "several KV cache groups (windows in some layers)",
         TREE,
-        Own(f"{GROUPS}::test_tokens_equal_plain", Same.how),
-        "without draft models; "
-        "[heads where their layer fits](layouts.md#groups-of-layers); "
-        "blocks of one size in all groups",
+        Own(f"{GROUPS}::test_tokens_equal_plain"),
+        "without draft models; [heads where their layer fits](dev/layouts.md)",
     ),
     Row(
         "attention sinks (GPT-OSS)",
         TREE,
-        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "with windows in some layers, as above; the GPU's kernel on a CPU only",
+        Own(f"{KINDS}::test_tokens_equal_plain"),
+        "with windows in some layers, as above",
     ),
     Row(
         "chunked local attention (Llama 4, text only)",
         TREE,
-        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "on a CPU; refused at start-up on a GPU",
+        Own(f"{KINDS}::test_tokens_equal_plain"),
+        gpu="refused at start-up",
     ),
     Row(
         "images in prompts (Qwen2.5-VL with M-RoPE, Gemma 3)",
         TREE,
-        Own(f"{IMAGES}::test_tokens_equal_plain", Same.how),
-        "[with every method](images.md); seen on a CPU only",
+        Own(f"{IMAGES}::test_tokens_equal_plain"),
+        "[every method](#images-in-prompts)",
     ),
     Row(
         "video, audio and other inputs in prompts",
         Outcome.PLAIN,
-        Own(
-            f"{READABLE}::test_other_inputs_than_images_get_no_drafts",
-            "only requests that have them get no drafts",
-        ),
-        "not seen with an engine",
+        Own(f"{READABLE}::test_other_inputs_than_images_get_no_drafts"),
+        "requests without them draft trees; no engine has run it",
     ),
     Row(
-        "images whose tokens see each other in both directions, on a GPU (Gemma 3)",
-        REFUSED,
-        Own(
-            f"{READABLE}::test_what_a_gpu_would_read_otherwise_is_refused",
-            "error at start-up",
-        ),
-        "the kernel for trees reads prompts causally; so does stock vLLM on a CPU",
+        "images whose tokens see each other in both directions (Gemma 3)",
+        TREE,
+        Own(f"{READABLE}::test_what_a_gpu_would_read_otherwise_is_refused"),
+        "stock vLLM on a CPU reads them causally, and so do we",
+        "refused at start-up",
     ),
     Row(
         "multimodal draft models",
         REFUSED,
-        Own(
-            f"{IMAGES}::test_draft_models_with_images_are_named",
-            "error at start-up",
-        ),
-        "a draft model reads token ids alone",
+        Own(f"{IMAGES}::test_draft_models_with_images_are_named"),
+        "a draft model reads token ids only",
     ),
     Row(
         "pruning of videos (`video_pruning_rate`)",
         REFUSED,
-        Own(
-            f"{READABLE}::test_pruning_is_refused",
-            "error at start-up",
-        ),
-        "vLLM moves positions after the trees have theirs",
+        Own(f"{READABLE}::test_pruning_is_refused"),
     ),
     Row(
         "encoder-decoder models",
@@ -367,24 +330,20 @@ MODELS = (
     Row(
         "quantised target weights: compressed-tensors int8, fp8 and int4, GPTQ, AWQ",
         TREE,
-        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
-        "4 bit in bfloat16, for which alone vLLM has CPU kernels; not seen on a GPU; "
-        "with int8 activations [plain vLLM, too, depends on the batch]"
-        "(lossless.md#quantised-targets)",
+        Own(f"{KINDS}::test_tokens_equal_plain"),
+        "4 bit on a CPU: bfloat16 only. int8 activations depend on the batch, in stock "
+        "vLLM too",
     ),
     Row(
         "quantised draft models",
         TREE,
-        Own(f"{KINDS}::test_tokens_equal_plain", Same.how),
+        Own(f"{KINDS}::test_tokens_equal_plain"),
     ),
     Row(
         "a head on a target whose output layer or embedding is quantised",
         REFUSED,
-        Own(
-            f"{KINDS}::test_quantised_output_layers_are_named",
-            "error at start-up",
-        ),
-        "the head shares them; one trained with `--own-output` needs none",
+        Own(f"{KINDS}::test_quantised_output_layers_are_named"),
+        "a head trained with `--own-output` works",
     ),
     Row(
         "quantised KV cache that a checkpoint asks for (`kv_cache_scheme`)",
@@ -409,5 +368,6 @@ MODELS = (
             "'kv_cache_scheme'",
         ),
         "`--kv-cache-dtype bfloat16` overrides it",
+        "drafts trees, not run; refused for a draft model",
     ),
 )

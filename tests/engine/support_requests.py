@@ -63,26 +63,21 @@ SAMPLING = (
             ),
             TEXTS * 2,
         ),
-        "mixed in one batch; sampled answers follow the target's law exactly "
-        "(tests/fast/test_exact_law.py, tests/engine/test_sampling_law.py)",
+        "sampled answers follow [the target's distribution](exactness.md)",
+        "seen at temperatures 0 and 1",
     ),
     Row(
         "seed",
         TREE,
-        Own(f"{HERE}::test_seeds", "same seed, same answer, in batches of 1 and 8"),
-        "the same answer with trees and without, in any batch, if drafts are not drawn "
-        "(docs/rules.md#coupled-draw); another one than plain vLLM's, from the same "
-        "distribution. Drawn trees (`sd`, `rsd_c`, `rsd_s`, `specinfer`, `spectr`, "
-        '`"stochastic"`): the same again while the same trees are drawn: `"schedule": '
-        '"fixed"`, no preemption, at most `max_trees` requests',
+        Own(f"{HERE}::test_seeds"),
+        "[which methods repeat an answer](exactness.md); another answer than stock "
+        "vLLM's, from the same distribution",
+        "seen",
     ),
     Row(
         "n > 1",
         TREE,
-        Own(
-            f"{HERE}::test_several_answers",
-            "the same answers as n requests with seeds of their own",
-        ),
+        Own(f"{HERE}::test_several_answers"),
     ),
     Row(
         "stop strings",
@@ -117,6 +112,7 @@ SAMPLING = (
         "min_tokens",
         TREE,
         Same(({"min_tokens": 12}, {"min_tokens": 5}, {}), (SUM, CHAT, SUM)),
+        "together with structured output: no drafts",
     ),
     Row(
         "presence, frequency, repetition penalty",
@@ -130,6 +126,7 @@ SAMPLING = (
             ),
             (*TEXTS, TEXTS[2]),
         ),
+        "each node has [those of its own path](#penalties-and-forbidden-tokens)",
     ),
     Row(
         "bad_words",
@@ -172,13 +169,13 @@ SAMPLING = (
         "min_p",
         BY_VLLM,
         Request({"min_p": 0.1}, "not yet supported with speculative decoding"),
-        "with any speculative decoding; remedy: an engine without speculative_config",
+        "[what to do](#refused-by-vllm)",
     ),
     Row(
         "logit_bias",
         BY_VLLM,
         Request({"logit_bias": {7: 2.0}}, "not yet supported with speculative"),
-        "as min_p; `allowed_token_ids` and `bad_words` may do instead",
+        "`allowed_token_ids` or `bad_words` may do instead",
     ),
     Row(
         "trace_decode_token_ids",
@@ -188,31 +185,20 @@ SAMPLING = (
     Row(
         "custom logits processors",
         PLAIN,
-        Own(
-            f"{PER_REQUEST}::test_custom_logits_processors",
-            "same answers as without trees",
-        ),
-        "only requests that an `AdapterLogitsProcessor` changes; under another kind of "
-        "processor [all requests](odd-requests.md#custom-logits-processors); tested on "
-        "a CPU",
+        Own(f"{PER_REQUEST}::test_custom_logits_processors"),
+        "[which requests](#custom-logits-processors)",
     ),
     Row(
         "`treespec` in `extra_args` (`vllm_xargs`)",
         TREE,
-        Own(
-            f"{PER_REQUEST}::test_limits_of_requests",
-            "same answers as without trees, other limits in one batch",
-        ),
-        "[fewer drafts, or none, for one request](per-request.md)",
+        Own(f"{PER_REQUEST}::test_limits_of_requests"),
+        "[fewer drafts, or none, for one request](spec-config.md)",
     ),
     Row(
         "wrong keys or values in `treespec`",
         Outcome.REFUSED_REQUEST,
-        Own(
-            f"{PER_REQUEST}::test_wrong_arguments_are_refused",
-            "error for the request, the engine goes on",
-        ),
-        "HTTP 400",
+        Own(f"{PER_REQUEST}::test_wrong_arguments_are_refused"),
+        "HTTP 400; the engine goes on",
     ),
 )
 
@@ -224,7 +210,7 @@ ANSWERS = (
             ({"logprobs": 0}, {"logprobs": 3}, {"logprobs": 1}),
             compare=("token_ids", "logprobs"),
         ),
-        "the target's, each after the tokens before it",
+        "those of the target",
     ),
     Row(
         "prompt_logprobs",
@@ -255,14 +241,14 @@ ANSWERS = (
     Row(
         "logprobs_mode=processed_*",
         PLAIN,
-        Own(f"{PER_REQUEST}::test_processed_logprobs", "same answers as without trees"),
+        Own(f"{PER_REQUEST}::test_processed_logprobs"),
         "only requests that ask for logprobs; the others draft trees",
     ),
     Row(
         "return_sampling_mask",
         REFUSED,
         Arguments({"return_sampling_mask": True}, "return_sampling_mask=True"),
-        "vLLM has it on its V2 model runner only, and draft trees run on V1",
+        "only vLLM's V2 model runner has it",
     ),
     Row(
         "streaming",
@@ -276,18 +262,13 @@ ANSWERS = (
     Row(
         "abort in mid-answer",
         TREE,
-        Own(f"{HERE}::test_abort", "the other requests answer as without trees"),
+        Own(f"{HERE}::test_abort"),
     ),
     Row(
         "input that comes in parts (`StreamingInput`)",
         TREE,
-        Own(
-            "tests/engine/test_greedy.py::test_sessions",
-            "same answers as without trees, with every method; so has a later request "
-            "with the same text",
-        ),
-        "vLLM 0.32 with `ngram` may give another text: it counts tokens as computed "
-        "that it cut off at the end of a turn",
+        Own("tests/engine/test_greedy.py::test_sessions"),
+        "each turn is a request of its own",
     ),
     Row(
         "beam search",
@@ -297,7 +278,7 @@ ANSWERS = (
             job={"run": "beams"},
             compare=("token_ids", "others"),
         ),
-        "vLLM asks for one token at a time: nothing to draft",
+        "vLLM asks for one token at a time",
     ),
     Row(
         "prompts at max_model_len and below",
@@ -306,41 +287,36 @@ ANSWERS = (
             ({"max_tokens": 40, "ignore_eos": True},) * 3,
             (MAX_MODEL_LEN - 1, MAX_MODEL_LEN - DEPTH, MAX_MODEL_LEN - DEPTH - 12),
         ),
-        "no drafts where the tree would not fit; at max_model_len vLLM refuses",
+        "no drafts for the last tokens, where a tree would not fit",
     ),
 )
 
 GRAMMARS = (
     Row(
-        "structured output: JSON schema",
+        "JSON schema",
         TREE,
         structured({"json": PERSON}),
-        "every node of a tree has the mask of its own path; backends xgrammar, "
-        "guidance and outlines (tests/fast/test_grammar_masks.py)",
+        "each node has the mask of its own path; xgrammar, guidance, outlines",
     ),
     Row(
-        "structured output: regex",
+        "regex",
         TREE,
         structured({"regex": r"[A-Z][a-z]{2,8} is \d{1,3} years old\."}),
     ),
     Row(
-        "structured output: grammar",
+        "grammar",
         TREE,
         structured({"grammar": LIST_GRAMMAR}, max_tokens=24),
     ),
     Row(
-        "structured output: choice",
+        "choice",
         TREE,
         structured({"choice": ["a happy young person", "a happy old person"]}),
     ),
     Row(
-        "structured output after reasoning (`reasoning_parser`)",
+        "after reasoning (`reasoning_parser`)",
         PLAIN,
-        Own(
-            "tests/fast/test_grammar_masks.py::test_grammars_after_reasoning",
-            "no drafts",
-        ),
-        "vLLM looks for the end of the reasoning along one path; with "
-        "`enable_in_reasoning` such requests draft trees",
+        Own("tests/fast/test_grammar_masks.py::test_grammars_after_reasoning"),
+        "with `enable_in_reasoning`: trees",
     ),
 )

@@ -35,8 +35,8 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def running(
     target: str, draft: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Start the real server; give its address and its process."""
+) -> Iterator[tuple[str, subprocess.Popen, Path]]:
+    """Start the real server; give its address, its process and its log."""
     port = free_port()
     log_file = tmp_path_factory.mktemp("server") / "log"
     spec = {"method": "rsd_s", "model": draft, "beam_width": 3, "depth": 3}
@@ -68,7 +68,7 @@ def running(
                 break
             except (urllib.error.URLError, TimeoutError):
                 time.sleep(1)
-        yield url, process
+        yield url, process, log_file
     finally:
         process.terminate()
         process.wait(timeout=DRAIN_SECONDS)
@@ -76,9 +76,17 @@ def running(
 
 
 @pytest.fixture(scope="module")
-def server(running: tuple[str, subprocess.Popen]) -> str:
+def server(running: tuple[str, subprocess.Popen, Path]) -> str:
     """The server's address."""
     return running[0]
+
+
+def test_the_log_says_that_trees_are_on(
+    running: tuple[str, subprocess.Popen, Path],
+) -> None:
+    """Red when nobody can see in a server's log whether trees are on."""
+    log = running[2].read_text()
+    assert "Draft trees are on: rsd_s 3x3, schedule fixed, at most 16 requests" in log
 
 
 def post(url: str, body: dict) -> str:

@@ -1,8 +1,11 @@
-"""The soak in its short form: every check of the long one on 48 requests."""
+"""The soak in its short form, beside a process that keeps a core busy."""
 
 import json
 import shutil
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +41,25 @@ def write_windowed(source: str, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def busy_core() -> Iterator[None]:
+    """Run a process that computes all the time."""
+    hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    yield
+    assert hog.poll() is None, "the core was not kept busy"
+    hog.kill()
+    hog.wait()
+
+
+@pytest.mark.usefixtures("busy_core")
 def test_short_soak_passes(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when trees lose a request, change a greedy answer or keep a KV block.
 
     The target has a sliding window; two sources draft its trees, which some requests
-    limit. Red, too, when this is so only with as many threads as vLLM takes by itself:
-    the other engines have one.
+    limit. Red, too, when this is so only with as many threads as vLLM takes by itself,
+    of which another process slows one down: the other engines have one.
     """
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name)

@@ -243,7 +243,7 @@ def test_structured_output_is_valid(usual: dict) -> None:
         person = json.loads(answer["text"])
         assert set(person) == {"name", "age"}
         assert isinstance(person["age"], int)
-    choice = answers["structured output: choice"][0]["text"]
+    choice = answers["choice"][0]["text"]
     assert choice in ("a happy young person", "a happy old person")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 from transformers import LlamaConfig
@@ -35,6 +36,32 @@ TINY_LLAMA = LlamaConfig(
     tie_word_embeddings=False,
     dtype="bfloat16",
 )
+LLAMA_8B = LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    num_hidden_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
+# an EAGLE-3 head for it, as published: three hidden states, 32,000 draft tokens
+EAGLE_8B = PublishedHead(
+    form="eagle3",
+    hidden_size=4096,
+    intermediate_size=14336,
+    vocab_size=128256,
+    draft_vocab_size=32000,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    layer_ids=None,
+    max_positions=2048,
+    rope={"rope_theta": 10000.0},
+)
 # yuhuili/EAGLE-llama2-chat-70B: one layer of the target's shape, and a plain fc
 EAGLE_70B = PublishedHead(
     form="eagle",
@@ -58,15 +85,16 @@ def write_config(folder: Path, config: LlamaConfig) -> str:
 
 
 def write_hollow(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """A float16 safetensors file of its full length, which takes no room on disk."""
+    """A safetensors file of its full length, which takes no room on disk.
+
+    Weights are float16; ``d2t``, the target's ids of a draft vocabulary, is int64.
+    """
     header, end = {}, 0
     for name, shape in shapes.items():
-        begin, size = end, 2
-        for number in shape:
-            size *= number
-        end = begin + size
+        dtype, width = ("I64", 8) if name == "d2t" else ("F16", 2)
+        begin, end = end, end + width * prod(shape)
         header[name] = {
-            "dtype": "F16",
+            "dtype": dtype,
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
@@ -80,5 +108,8 @@ def write_hollow_head(folder: Path, head: PublishedHead) -> str:
     """The folder of a published head whose weights are hollow."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(head.config()))
-    write_hollow(folder / "model.safetensors", head.shapes())
+    shapes = head.shapes()
+    if head.draft_vocab_size is not None:
+        shapes["d2t"] = (head.draft_vocab_size,)
+    write_hollow(folder / "model.safetensors", shapes)
     return str(folder)

@@ -19,6 +19,7 @@ from tests.fast.toy_workloads import (
     make_method,
     sources_of,
 )
+from tests.tiers import cases
 from vllm_treespec.core.aids import Aid
 from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.decoder import RanksDiffer
@@ -112,7 +113,10 @@ def test_a_part_that_fails_changes_no_answer(
 
 @pytest.mark.parametrize(
     "counter",
-    ["seconds", "modes", "mode_seconds", "node_counts", "accepted", "source_nodes"],
+    cases(
+        ["seconds", "modes", "mode_seconds", "node_counts", "accepted", "source_nodes"],
+        quick=["seconds", "accepted"],
+    ),
 )
 @pytest.mark.usefixtures("aids_may_fail")
 def test_a_counter_that_fails_changes_no_answer(

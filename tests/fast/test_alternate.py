@@ -229,6 +229,7 @@ def test_answers_stay_while_variants_alternate(engine: Any) -> None:
     assert again.details["blocks"] != result.details["blocks"]
 
 
+@pytest.mark.thorough
 def test_whole_answers_are_given_by_each_variant(engine: Any) -> None:
     """Red when a variant is not asked the same prompts, or answers with another's."""
     options = {**OPTIONS, "block_tokens": 0}

@@ -82,6 +82,7 @@ def test_an_index_that_finds_nothing_rests() -> None:
         assert 0.2 < sum(serving.asked[200:]) / 400 < 0.3, "it is asked now and then"
 
 
+@pytest.mark.thorough
 def test_an_index_that_pays_does_not_rest() -> None:
     """Red when bad luck in a few steps costs what an index brings."""
     for seed in range(8):
@@ -91,6 +92,7 @@ def test_an_index_that_pays_does_not_rest() -> None:
         assert sum(serving.asked) > 560
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_before", [100, 1000])
 def test_a_text_that_begins_to_repeat_is_noticed(num_before: int) -> None:
     """Red when what an index found long ago decides for long that it rests."""
@@ -105,6 +107,7 @@ def test_a_text_that_begins_to_repeat_is_noticed(num_before: int) -> None:
     assert sum(asked) / 8 > 0.8
 
 
+@pytest.mark.thorough
 def test_a_text_that_repeats_no_longer_is_noticed() -> None:
     """Red when what an index found long ago decides for long that it is asked."""
     for seed in range(8):
@@ -116,6 +119,7 @@ def test_a_text_that_repeats_no_longer_is_noticed() -> None:
         assert sum(serving.asked[-100:]) / 100 < 0.4
 
 
+@pytest.mark.thorough
 def test_sampled_requests_are_judged_apart() -> None:
     """Red when what an index brings greedy requests decides for sampled ones."""
     for seed in range(8):

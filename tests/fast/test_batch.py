@@ -172,6 +172,7 @@ def killed_after(
     return False
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("later", [10, 45, 1000])
 def test_a_kill_at_any_step_of_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: int
@@ -217,6 +218,7 @@ def test_a_kill_while_answering(tmp_path: Path) -> None:
     assert ids_of(settings.output) == ANSWERED
 
 
+@pytest.mark.thorough
 def test_a_process_killed_three_times(tmp_path: Path) -> None:
     """Red when what a killed process leaves keeps the next one from going on."""
     rows = [json.dumps({"id": f"r{n}", "prompt": f"p{n}"}) for n in range(120)]

@@ -158,6 +158,7 @@ def test_refused_conversions(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_flipped_bits(tmp_path: Path) -> None:
     """Red when a byte of pytorch_model.bin decides whether there is a traceback."""
     folder = bin_head(tmp_path / "in", PublishedHead("eagle"))

@@ -28,6 +28,7 @@ from tests.fast.languages import (
 from tests.fast.position_noise import by_position, random_keys
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
+from tests.tiers import cases, grid
 from vllm_treespec.core.coupling import (
     LIKELIEST,
     coupled_chances,
@@ -143,19 +144,25 @@ def steps_law_error(tree_of: FollowingNoise, anew: bool) -> float:
     """
     target = grid_target()
     reached = target.no_mass()
-    middles = [(step + 0.5) / STEPS for step in range(STEPS)]
-    for first, second, *fresh in product(middles, repeat=4):
-        tree = tree_of((first, second))
-        noise = [fresh[0] if anew and int(tree.num_nodes) == 1 else first, second, 0.5]
-        logits = target.target_logits(tree, plain_sampling(1))
-        numbers = torch.tensor([noise], dtype=torch.float64)
-        emitted = by_position(tree, logits, numbers).emitted(tree)[0].tolist()
-        prefix = 1 + emitted[0]
-        token = emitted[1] if len(emitted) > 1 else -1
-        if token < 0:
-            number = fresh[1] if anew else second
-            token = int((number >= target.table[prefix].cumsum(0) - 1e-9).sum())
-        reached[prefix * target.vocab_size + 1 + token] += STEPS**-4
+    middles = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
+    fresh = torch.cartesian_prod(middles, middles)
+    count = len(fresh)
+    weights = torch.full((count,), STEPS**-4, dtype=torch.float64)
+    for first, second in product(middles.tolist(), repeat=2):
+        one = tree_of((first, second))
+        tree = one.select(torch.zeros(count, dtype=torch.int64))
+        noise = torch.tensor([[first, second, 0.5]], dtype=torch.float64)
+        noise = noise.repeat(count, 1)
+        if anew and int(one.num_nodes) == 1:
+            noise[:, 0] = fresh[:, 0]
+        logits = target.target_logits(tree, plain_sampling(count))
+        emitted = by_position(tree, logits, noise).emitted(tree)
+        prefix, token = 1 + emitted[:, 0], emitted[:, 1]
+        numbers = fresh[:, 1] if anew else noise[:, 1]
+        drawn = (numbers[:, None] >= target.table[prefix].cumsum(1) - 1e-9).sum(1)
+        token = torch.where(token < 0, drawn, token)
+        place = prefix * target.vocab_size + 1 + token
+        reached.index_add_(0, place, weights)
     return float((target.joint_law(reached, 2) - target.true_law(2)).abs().max())
 
 
@@ -204,7 +211,10 @@ def test_noise_is_exponential(fixed: str) -> None:
 
 
 @pytest.mark.parametrize("host_may_wait", [False, True])
-@pytest.mark.parametrize("vocab_size", [4, LIKELIEST, LIKELIEST + 1, 500])
+@pytest.mark.parametrize(
+    "vocab_size",
+    cases([4, LIKELIEST, LIKELIEST + 1, 500], quick=[4, LIKELIEST + 1]),
+)
 def test_law_of_one_draw(vocab_size: int, host_may_wait: bool) -> None:
     """Red when tokens beyond the likeliest ones are drawn too often, or never."""
     mass = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) ** 3
@@ -248,8 +258,10 @@ def law_of(target: Language, tree: TreeBatch, keys: Tensor, after: Tensor) -> fl
     return goodness_of_fit(counts, Language(probs.double()).true_law(2))
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 6])
-@pytest.mark.parametrize("vocab_size", [2, 5])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafts"),
+    grid([2, 5], [1, 2, 6], quick=lambda *case: case in ((2, 2), (5, 6))),
+)
 def test_law_where_drafts_followed_the_noise(vocab_size: int, num_drafts: int) -> None:
     """Red when a tree that looked at the noise changes what is emitted.
 

@@ -14,6 +14,7 @@ from tests.fast.chi_square import p_value
 from tests.fast.interpreted import interpreted
 from tests.fast.toy_pairs import ToyPairHead
 from tests.fast.toy_workloads import PROPOSERS, make_engine, make_method
+from tests.tiers import cases, grid
 from vllm_treespec.core.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.core.matching import PADDING_TOKEN_ID, RunningTrees
 from vllm_treespec.core.views import TargetInputs
@@ -35,9 +36,17 @@ from vllm_treespec.testing.toy_models import (
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("habits", HABITS)
-@pytest.mark.parametrize("name", PROPOSERS)
+@pytest.mark.parametrize(
+    ("name", "habits", "seed"),
+    grid(
+        PROPOSERS,
+        HABITS,
+        range(2),
+        quick=lambda name, habits, seed: (
+            seed == 0 and (habits == "all" or name == "suffix_tree")
+        ),
+    ),
+)
 def test_greedy_answers_are_those_of_plain_decoding(
     name: str, habits: str, seed: int
 ) -> None:
@@ -79,7 +88,7 @@ def kernels_in_interpreter() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
-@pytest.mark.parametrize("habits", ["whole", "all"])
+@pytest.mark.parametrize("habits", cases(["whole", "all"], quick=["all"]))
 @pytest.mark.parametrize(
     "name",
     [
@@ -95,8 +104,16 @@ def test_masks_emit_the_same(name: str, habits: str) -> None:
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
 @pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("habits", ["all", "few blocks"])
-@pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "head", "pairs"])
+@pytest.mark.parametrize(
+    ("name", "habits"),
+    grid(
+        ["rsd_s", "suffix_tree", "head", "pairs"],
+        ["all", "few blocks"],
+        quick=lambda name, habits: (
+            (name, habits) in (("rsd_s", "few blocks"), ("pairs", "all"))
+        ),
+    ),
+)
 def test_several_kv_cache_groups(name: str, habits: str, masks: bool) -> None:
     """Red when a group's layers see, write or commit blocks of another.
 
@@ -128,8 +145,14 @@ def test_a_broken_layout_is_noticed(
 
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("name", ["rsd_s", "suffix_tree", "head", "lyanna_drawn"])
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    grid(
+        ["rsd_s", "suffix_tree", "head", "lyanna_drawn"],
+        [False, True],
+        quick=lambda name, masks: masks == (name in ("rsd_s", "suffix_tree")),
+    ),
+)
 def test_mixed_batches(name: str, masks: bool) -> None:
     """Red when greedy answers change beside sampled ones and ones without drafts.
 
@@ -148,7 +171,9 @@ def test_mixed_batches(name: str, masks: bool) -> None:
             assert answer == engine.language.greedy(prompt, request.max_tokens)
 
 
-@pytest.mark.parametrize("name", PROPOSERS)
+@pytest.mark.parametrize(
+    "name", cases(PROPOSERS, quick=["rsd_s", "suffix_tree", "pairs", "hybrid"])
+)
 def test_more_requests_than_trees(name: str) -> None:
     """Red when requests beyond ``max_trees`` draft, or emit something else."""
     engine = make_engine(name, Habits(), max_trees=2)
@@ -157,8 +182,14 @@ def test_more_requests_than_trees(name: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("name", PROPOSERS)
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    grid(
+        PROPOSERS,
+        [False, True],
+        quick=lambda name, masks: masks == (name in ("rsd_s", "pairs")),
+    ),
+)
 def test_near_the_longest_length(name: str, masks: bool) -> None:
     """Red when a tree or a draft model reaches past the longest request's blocks."""
     engine = make_engine(name, Habits(max_model_len=27), masks=masks)
@@ -193,7 +224,9 @@ def sampled(number: int, seed: int | None) -> Request:
     return Request(f"s{number}", prompt, 25, temperature=0.8, seed=seed)
 
 
-@pytest.mark.parametrize("name", ["rsd_s", "rsd_c", "sd", "head"])
+@pytest.mark.parametrize(
+    "name", cases(["rsd_s", "rsd_c", "sd", "head"], quick=["rsd_s", "head"])
+)
 def test_seeded_answers_do_not_depend_on_the_batch(name: str) -> None:
     """Red when a seeded request is drawn with numbers that others use up.
 
@@ -215,8 +248,20 @@ def test_seeded_answers_do_not_depend_on_the_batch(name: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize("name", PROPOSERS)
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    grid(
+        PROPOSERS,
+        [False, True],
+        quick=lambda name, masks: (
+            (name, masks)
+            in (
+                *(("rsd_s", False), ("rsd_c", True), ("stochastic_tree", False)),
+                *(("suffix_tree", True), ("pairs", False), ("hybrid", True)),
+            )
+        ),
+    ),
+)
 def test_smaller_trees_of_some_requests(name: str, masks: bool) -> None:
     """Red when a request's own limit is passed, or changes anyone's answer."""
     requests = workload(7)
@@ -253,17 +298,20 @@ def test_unseeded_requests_differ() -> None:
 
 @pytest.mark.parametrize(
     ("name", "limits"),
-    [
-        ("rsd_s", (63,)),
-        ("rsd_c", (63,)),
-        ("head", (63,)),
-        ("lyanna_drawn", (63,)),
-        ("lyanna_merge", (63,)),
-        ("hybrid", (63,)),
-        ("rsd_s", (1, 4, 63)),
-        ("rsd_c", (2, 5)),
-        ("lyanna_drawn", (3, 63)),
-    ],
+    cases(
+        [
+            ("rsd_s", (63,)),
+            ("rsd_c", (63,)),
+            ("head", (63,)),
+            ("lyanna_drawn", (63,)),
+            ("lyanna_merge", (63,)),
+            ("hybrid", (63,)),
+            ("rsd_s", (1, 4, 63)),
+            ("rsd_c", (2, 5)),
+            ("lyanna_drawn", (3, 63)),
+        ],
+        quick=[("rsd_s", (1, 4, 63))],
+    ),
 )
 def test_sampled_law(name: str, limits: tuple[int, ...]) -> None:
     """Red when emitted tokens do not follow the target's law over whole steps.

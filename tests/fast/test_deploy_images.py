@@ -38,12 +38,12 @@ def test_it_runs_as_an_unprivileged_user(path: Path) -> None:
 
 
 def test_the_gpu_image_has_the_vllm_that_ran_on_a_card() -> None:
-    """Red when the image takes another vLLM than docs/versions.md names for GPUs."""
+    """Red when the image takes another vLLM than docs/support.md names for GPUs."""
     text = (DEPLOY / "docker" / "Dockerfile.gpu").read_text()
     (version,) = re.findall(r"^ARG BASE=\S+:v([\d.]+)$", text, re.MULTILINE)
     assert supported(version)
-    versions = (ROOT / "docs" / "versions.md").read_text()
-    (row,) = [line for line in versions.splitlines() if "engines on one H200" in line]
+    support = (ROOT / "docs" / "support.md").read_text()
+    (row,) = [line for line in support.splitlines() if "engines on one H200" in line]
     assert version.startswith(row.split()[1] + ".")
 
 

@@ -41,6 +41,7 @@ def learned(seed: int) -> Experience:
     return experience_of(run.schedule)
 
 
+@pytest.mark.thorough
 def test_the_second_start_knows_the_best_tree() -> None:
     """Red when a start looks again at trees that the one before has measured."""
     first: list[float] = []
@@ -138,6 +139,7 @@ def test_times_of_another_machine_are_noticed(factor: float) -> None:
     assert not same.schedule.costs.is_other_machine
 
 
+@pytest.mark.thorough
 def test_only_the_tree_s_own_time_was_wrong() -> None:
     """Red when trees whose recalled times are too long are never drawn again."""
     shares = []
@@ -159,6 +161,7 @@ def test_only_the_tree_s_own_time_was_wrong() -> None:
     assert min(shares) > 0.93
 
 
+@pytest.mark.thorough
 def test_another_text_is_learned_again() -> None:
     """Red when what was accepted of an earlier text decides for long."""
     shares = []

@@ -9,6 +9,7 @@ import pytest
 from tests.fast.features_toy import LAYERS, FeatureSums, SumTree, true_drafts
 from tests.fast.interpreted import interpreted
 from tests.fast.toy_workloads import make_method
+from tests.tiers import grid
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits
@@ -66,8 +67,14 @@ def check_drafts(engine: FakeEngine) -> int:
     return len(proposed)
 
 
-@pytest.mark.parametrize("by_slot", [False, True])
-@pytest.mark.parametrize("habits", HABITS)
+@pytest.mark.parametrize(
+    ("habits", "by_slot"),
+    grid(
+        HABITS,
+        [False, True],
+        quick=lambda habits, by_slot: habits == "all" or (habits == "late" and by_slot),
+    ),
+)
 def test_every_committed_token_is_handed_once(habits: str, by_slot: bool) -> None:
     """Red when a feature is missing, comes twice, or is a rejected node's.
 

@@ -24,6 +24,7 @@ from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_workloads import make_engine
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import Path, dynamic_tree_reference
+from tests.tiers import cases
 from vllm_treespec.core.schedule import StepOutcome
 from vllm_treespec.core.shares import (
     FIRST_ACCEPTED,
@@ -200,7 +201,7 @@ def test_sizes_bound_the_trees() -> None:
 SMALL = Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6, 1.0])
+@pytest.mark.parametrize("share", cases([0.2, 0.6, 1.0], quick=[0.6]))
 def test_law_under_coupled_draw(share: float) -> None:
     """Red when nodes, their order, or whence they come changes what is emitted."""
     tree = tree_of(SMALL, [FOUND], [share], random_tables("random", 3, 2)[0])
@@ -295,7 +296,7 @@ def model_of(engine: FakeEngine) -> ToyDraftModel:
     return source
 
 
-@pytest.mark.parametrize("habits", ["whole", "all"])
+@pytest.mark.parametrize("habits", cases(["whole", "all"], quick=["all"]))
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_beside_an_index(name: str, habits: str) -> None:
     """Red when a head beside an index reads another request's text or states."""

@@ -125,6 +125,7 @@ class Chat:
         return accepted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_read", [0, 3])
 def test_an_index_that_finds_nothing_tells_nothing_of_the_model(num_read: int) -> None:
     """Red when what an index finds in a text decides whether a model is asked.
@@ -143,6 +144,7 @@ def test_an_index_that_finds_nothing_tells_nothing_of_the_model(num_read: int) -
     assert sorted(with_model)[1] > 0.4
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_pay_is_left_out() -> None:
     """Red when the model is asked because the index says nothing against it."""
     chosen: Counter[int | None] = Counter()
@@ -154,6 +156,7 @@ def test_a_model_that_does_not_pay_is_left_out() -> None:
     assert chosen[BOTH] < 0.12 * chosen.total()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("accepted", "seconds", "memory", "least"),
     [(1.2, 1.9, 30.0, 0.938), (2.0, 2.3, 100.0, 0.988)],
@@ -177,6 +180,7 @@ def test_times_of_a_machine_whose_speed_changes_are_renewed(
     assert sum(shares) / len(shares) > least
 
 
+@pytest.mark.thorough
 def test_first_times_of_a_cold_machine_are_checked() -> None:
     """Red when plain steps are judged for long by the first few, which were slow.
 
@@ -192,6 +196,7 @@ def test_first_times_of_a_cold_machine_are_checked() -> None:
     assert chosen[BOTH] < 0.2 * chosen.total()
 
 
+@pytest.mark.thorough
 def test_what_an_index_finds_gives_no_hope_for_the_model() -> None:
     """Red when what is accepted of both together is learned as one number.
 
@@ -233,6 +238,7 @@ def test_a_new_batch_size_has_one_prompt_read_first() -> None:
     assert chat.num_asked == asked_before + 1
 
 
+@pytest.mark.thorough
 def test_hope_alone_does_not_make_a_model_read_prompts() -> None:
     """Red when each new request has its prompt read, as it may be better than others.
 
@@ -248,6 +254,7 @@ def test_hope_alone_does_not_make_a_model_read_prompts() -> None:
     assert num_asked < 0.55 * 20 * 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_steps", [64, 800])
 def test_a_model_that_pays_at_one_batch_size_only(num_steps: int) -> None:
     """Red when the small trees of a large batch tell what one request would accept.
@@ -270,6 +277,7 @@ def test_a_model_that_pays_at_one_batch_size_only(num_steps: int) -> None:
     assert with_model[4] < 0.1 * in_all
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("prompt", "num_steps", "is_worth_it"),
     [(20, 64, True), (3000, 64, True), (3000, 8, False), (20_000, 64, False)],

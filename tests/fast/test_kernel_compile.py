@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 TABLE = "vllm_treespec.kernels.compile_table"
 TOO_FEW_WARPS = f"""
 from vllm_treespec.kernels import tree_attention

@@ -28,6 +28,7 @@ from tests.fast.law_range import (
 )
 from tests.fast.position_noise import numbers_of
 from tests.fast.wrong_scorers import RECURSIVE_REJECTION
+from tests.tiers import cases
 from vllm_treespec.core import sampling
 from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
 from vllm_treespec.core.tree import TreeBatch
@@ -54,6 +55,7 @@ WIDTH = 1e-7
 NOTICEABLE = 5e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RANGES)
 def test_law_from_greedy_to_uniform(name: str) -> None:
     """Red when a sum, a ratio or a draw loses the law for small probabilities."""
@@ -61,7 +63,17 @@ def test_law_from_greedy_to_uniform(name: str) -> None:
         assert error < FLOAT32, form
 
 
-@pytest.mark.parametrize("name", RANGES)
+# One range for each rule; the same for drafts of two models.
+QUICK = (
+    "rsd_c [4], recursive rejection",
+    "rsd_s 3x1, recursive rejection",
+    "spectr 3x1, multi-round",
+    "specinfer, two models, multi-round",
+    "spectr 3x1, k_seq",
+)
+
+
+@pytest.mark.parametrize("name", cases(RANGES, quick=QUICK))
 def test_law_where_denormals_are_zero(name: str) -> None:
     """Red when a rule meets numbers that a GPU may round to 0."""
     with flushing(True):

@@ -169,7 +169,7 @@ def test_heads_of_other_kinds_are_refused(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_the_documents() -> None:
-    """Red when a default changes and docs/lyanna.md does not."""
+    """Red when a default changes and docs/train.md does not."""
     sizes: dict[str, Any] = {"hidden_size": 8, "vocab_size": 9, "target_hidden_size": 8}
     sizes |= {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "intermediate_size": 8}
     config = LyannaHeadConfig(**sizes)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -91,6 +92,7 @@ def law(language: Language) -> Tensor:
     return torch.stack(probabilities)
 
 
+@pytest.mark.thorough
 def test_choosing_by_the_clock_keeps_the_law() -> None:
     """Red when the schedule sees what was drawn."""
     engine, found = found_by(FakeEngine, partial(MeasuredSchedule, max_trees=16))
@@ -100,6 +102,7 @@ def test_choosing_by_the_clock_keeps_the_law() -> None:
     assert p_value(found, law(engine.language)) > 1e-4
 
 
+@pytest.mark.thorough
 def test_limits_of_requests_keep_the_law() -> None:
     """Red when the schedule, which knows limits, lets draws decide over trees."""
     make = partial(MeasuredSchedule, max_trees=16)
@@ -108,6 +111,7 @@ def test_limits_of_requests_keep_the_law() -> None:
     assert p_value(found, law(engine.language)) > 1e-4
 
 
+@pytest.mark.thorough
 def test_choosing_by_the_draws_is_noticed() -> None:
     """Red when this test could not tell a schedule that looks at the draws."""
     engine, found = found_by(Peeking, ListedSchedule)

@@ -207,6 +207,7 @@ def median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+@pytest.mark.thorough
 def test_it_finds_the_best_tree() -> None:
     """Red when choices are far from the best in hindsight, or dear to find."""
     shares = []
@@ -219,6 +220,7 @@ def test_it_finds_the_best_tree() -> None:
     assert min(shares) > 0.9
 
 
+@pytest.mark.thorough
 def test_trees_that_bring_nothing_cost_little() -> None:
     """Red when trees that cost little and bring nothing are looked at all the time."""
     shares = []
@@ -242,6 +244,7 @@ def where_rows_are_dear(seed: int, level_accepted: float) -> Run:
     return run
 
 
+@pytest.mark.thorough
 def test_new_requests_cost_little_where_no_tree_pays() -> None:
     """Red when each new request gets trees to see what it accepts of them.
 
@@ -257,6 +260,7 @@ def test_new_requests_cost_little_where_no_tree_pays() -> None:
     assert sum(shares) / len(shares) > 0.97
 
 
+@pytest.mark.thorough
 def test_it_follows_the_batch_size() -> None:
     """Red when what one batch size showed is not used, or believed, at another."""
     shares = []
@@ -272,6 +276,7 @@ def test_it_follows_the_batch_size() -> None:
     assert min(shares) > 0.8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("before", "after"), [(0.1, 0.9), (0.9, 0.05)])
 def test_it_recovers_when_the_text_changes(before: float, after: float) -> None:
     """Red when a tree that became good, or bad, is not noticed."""
@@ -304,6 +309,7 @@ def test_it_recovers_when_the_machine_changes() -> None:
         assert run.share > 0.9
 
 
+@pytest.mark.thorough
 def test_it_follows_a_machine_whose_speed_changes() -> None:
     """Red when the times of a slow hour decide what is drawn after it.
 

@@ -274,6 +274,7 @@ def test_law_is_compared_per_method_with_plain(tmp_path: Path) -> None:
     assert smallest_p_value(found) == 1.0
 
 
+@pytest.mark.thorough
 def test_reports_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a table, plot or the provenance is left out of the results, or cannot
     be made again from results.json."""
@@ -307,6 +308,7 @@ def test_rules_are_ordered_and_recursive_rejection_always_accepts() -> None:
     assert toy.rate("optimal_transport", 0.5, 0.9) == pytest.approx(0.85)
 
 
+@pytest.mark.thorough
 def test_toy_is_written(tmp_path: Path) -> None:
     """Red when the figure or its table is left out."""
     small = toy.compute(grid=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from tests.fast.chi_square import p_value
 from tests.fast.interpreted import interpreted
 from tests.fast.position_noise import random_keys
 from tests.fast.toy_workloads import NOT_DRAWN, make_engine
+from tests.tiers import cases
 from vllm_treespec.core import decoder
 from vllm_treespec.core.coupling import draw_coupled
 from vllm_treespec.core.plain_draw import draw_plainly
@@ -117,6 +119,7 @@ def sampled_workload(seed: int, seeded: bool) -> list[Request]:
     ]
 
 
+@cache
 def plain_answers(seed: int, seeded: bool) -> list[list[int]]:
     """What requests get that may have no draft."""
     requests = [replace(r, max_drafts=0) for r in sampled_workload(seed, seeded)]
@@ -126,7 +129,7 @@ def plain_answers(seed: int, seeded: bool) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("habits", ["whole", "all", "few blocks"])
+@pytest.mark.parametrize("habits", cases(["whole", "all", "few blocks"], quick=["all"]))
 @pytest.mark.parametrize("name", [name for name in NOT_DRAWN if name != "head"])
 def test_sampled_text_is_that_of_plain_decoding(name: str, habits: str) -> None:
     """Red when a token is drawn by noise that is not its position's.

@@ -11,7 +11,9 @@ from transformers import LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner, Result
 
 from tests.fast.plan_models import (
+    EAGLE_8B,
     EAGLE_70B,
+    LLAMA_8B,
     LLAMA_70B,
     TINY_LLAMA,
     write_config,
@@ -24,7 +26,7 @@ from vllm_treespec.tools.plan import models
 from vllm_treespec.tools.plan.models import config_shapes, read_model
 
 SUFFIX = {"method": "suffix_tree"}
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 SHAPES: dict[str, Any] = {}
 KIB, GIB = 2**10, 2**30
 # what Llama-2-70B and TinyLlama are known to have
@@ -145,13 +147,13 @@ def test_fewer_trees_make_room(tmp_path: Path) -> None:
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red when docs/plan.md shows another table than the command prints."""
-    write_config(tmp_path / "Llama-2-70b-chat-hf", LLAMA_70B)
-    write_hollow_head(tmp_path / "EAGLE-llama2-chat-70B", EAGLE_70B)
+    """Red when docs/commands.md shows another table than the command prints."""
+    write_config(tmp_path / "Llama-3.1-8B-Instruct", LLAMA_8B)
+    write_hollow_head(tmp_path / "HEAD", EAGLE_8B)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "98")
-    spec = {"method": "eagle_tree", "model": "EAGLE-llama2-chat-70B"}
-    shown = run("Llama-2-70b-chat-hf", spec, "--tensor-parallel-size", "8").stdout
+    spec = {"method": "eagle_tree", "model": "HEAD"}
+    shown = run("Llama-3.1-8B-Instruct", spec, "--max-model-len", "8192").stdout
     page = PAGE.read_text(encoding="utf-8")
     assert "\n".join(line.rstrip() for line in shown.splitlines()) in page
 

@@ -359,6 +359,7 @@ class Weighing:
         return self.tokens / self.seconds / self.num_reqs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_reqs", [1, 8])
 @pytest.mark.parametrize("each", [0.01, 0.1, 0.3, 0.6])
 @pytest.mark.parametrize("kept", [0.5, 1.0])

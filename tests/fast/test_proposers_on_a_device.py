@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting, on_meta
+from tests.tiers import grid
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
@@ -71,8 +72,14 @@ def meta_chain(
     return ChainDraft(logits, info, numbers, vocabulary, numbers, reused, leftover)
 
 
-@pytest.mark.parametrize("temperature", ["greedy", "random", "mixed"])
-@pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
+@pytest.mark.parametrize(
+    ("temperature", "hot"),
+    grid(
+        ["greedy", "random", "mixed"],
+        [False, True],
+        quick=lambda *case: case in (("random", True), ("mixed", False)),
+    ),
+)
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
     """Red when a proposer waits for the device, or leaves a tensor behind."""

@@ -434,6 +434,7 @@ def written(mine: Plan, heads: dict[str, str], **failed: str) -> str:
     return (mine.out / "results.md").read_text()
 
 
+@pytest.mark.thorough
 def test_reports_hold_all_parts(
     tmp_path: Path, heads: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.fast.features_toy import FeatureSums, SumTree
 from tests.fast.toy_workloads import make_method
+from tests.tiers import cases
 from vllm_treespec.core.measured import ROUND_STEPS, MeasuredSchedule
 from vllm_treespec.core.method import Method
 from vllm_treespec.core.schedule import (
@@ -78,7 +79,9 @@ def long_request(name: str) -> Request:
     return Request(name, [1, 2, 3], 60)
 
 
-@pytest.mark.parametrize("name", ["whole", "cut", "lost", "chunked prompts"])
+@pytest.mark.parametrize(
+    "name", cases(["whole", "cut", "lost", "chunked prompts"], quick=["cut"])
+)
 def test_draft_models_read_after_a_rest(name: str) -> None:
     """Red when blocks taken in a rest count as read, as their last owner left them.
 

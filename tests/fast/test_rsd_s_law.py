@@ -41,6 +41,7 @@ from tests.reference.proposers import (
     rsd_s_reference,
     truncate,
 )
+from tests.tiers import cases
 from vllm_treespec.core.sampling import (
     draw_without_replacement,
     truncated_gumbel,
@@ -59,8 +60,20 @@ LUCK = 1e-6
 # Exact, given the Gumbel uniforms
 
 
-@pytest.mark.parametrize("kind", ["random", "zeros", "equal", "disjoint", "top_k"])
-@pytest.mark.parametrize(("vocab_size", "beam_width"), [(3, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("kind", "vocab_size", "beam_width"),
+    cases(
+        [
+            (kind, *sizes)
+            for kind in ("random", "zeros", "equal", "disjoint", "top_k")
+            for sizes in ((3, 2), (4, 2), (3, 3))
+        ],
+        quick=[
+            ("random", 3, 3),
+            *((kind, 3, 2) for kind in ("zeros", "equal", "disjoint", "top_k")),
+        ],
+    ),
+)
 def test_emitted_law_is_the_targets(
     kind: str, vocab_size: int, beam_width: int
 ) -> None:
@@ -117,7 +130,7 @@ def theorem_error(drawn: Weighted, draft: Language) -> float:
     return error
 
 
-@pytest.mark.parametrize("kind", ["random", "zeros", "top_k"])
+@pytest.mark.parametrize("kind", cases(["random", "zeros", "top_k"], quick=["zeros"]))
 @pytest.mark.parametrize(("vocab_size", "beam_width"), [(4, 2), (3, 3)])
 def test_siblings_are_draws_without_replacement(
     kind: str, vocab_size: int, beam_width: int
@@ -278,8 +291,10 @@ def two_samples(
     return tree_rows(fast), tree_rows(slow)
 
 
-@pytest.mark.parametrize("kind", ["random", "zeros"])
-@pytest.mark.parametrize(("vocab_size", "beam_width"), [(3, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("kind", cases(["random", "zeros"], quick=["random"]))
+@pytest.mark.parametrize(
+    ("vocab_size", "beam_width"), cases([(3, 2), (4, 2), (3, 3)], quick=[(3, 2)])
+)
 def test_trees_follow_stochastic_beam_search(
     vocab_size: int, beam_width: int, kind: str
 ) -> None:
@@ -308,6 +323,7 @@ def test_gumbel_top_k_draws_without_replacement() -> None:
     assert same_law(drawn.flip(1), gumbel_top_k(law.log(), 3, noise)) < LUCK
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("vocab_size", "beam_width", "depth", "count"),
     [(5, 3, 2, 400_000), (4, 2, 3, 400_000), (5, 4, 3, 200_000)],
@@ -321,6 +337,7 @@ def test_first_two_tokens_follow_the_target(
     assert p_value > LUCK
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRONG_SCORERS)
 def test_wrong_scorers_are_noticed_by_sampling(name: str) -> None:
     """Red when the chi-square test could no longer see a lossy scorer."""

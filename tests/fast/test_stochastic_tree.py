@@ -30,6 +30,7 @@ from tests.fast.languages import (
 )
 from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token_paths
 from tests.fast.tree_bounds import CountingDraft, check_bounds
+from tests.tiers import cases
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
@@ -59,10 +60,23 @@ def all_trees(draft: Language, width: int, num_drafts: int, seed: int) -> Weight
     return all_beam_trees(proposer, draft, width, seed)
 
 
-@pytest.mark.parametrize("kind", ["random", "zeros", "equal", "disjoint"])
 @pytest.mark.parametrize(
-    ("vocab_size", "width", "num_drafts"),
-    [(3, 2, 2), (3, 2, 4), (4, 2, 3), (4, 2, 5), (3, 3, 3), (3, 3, 7)],
+    ("vocab_size", "width", "num_drafts", "kind"),
+    cases(
+        [
+            (*sizes, kind)
+            for kind in ("random", "zeros", "equal", "disjoint")
+            for sizes in (
+                *((3, 2, 2), (3, 2, 4), (4, 2, 3)),
+                *((4, 2, 5), (3, 3, 3), (3, 3, 7)),
+            )
+        ],
+        quick=[
+            (3, 3, 7, "random"),
+            (3, 3, 3, "random"),
+            *((3, 2, 4, kind) for kind in ("random", "zeros", "equal", "disjoint")),
+        ],
+    ),
 )
 def test_emitted_law_is_the_targets(
     vocab_size: int, width: int, num_drafts: int, kind: str
@@ -159,6 +173,7 @@ def test_ranking_by_probability_is_noticed(shape: tuple[int, int, int]) -> None:
     assert p_value < LUCK
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("vocab_size", "shape", "count", "num_tokens"),
     [

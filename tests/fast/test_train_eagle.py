@@ -175,6 +175,7 @@ def test_a_batch_reads_its_conversations_and_layers_only(
         ContextDataset(cache, [0], 70, (2, 5))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes", [{"feature_noise": 0.1, "feature_weight": 1.0}, {"max_steps": 12}]
 )
@@ -200,6 +201,7 @@ def test_cut_run_resumes_to_the_same_weights(
         torch.testing.assert_close(value, uncut[name])
 
 
+@pytest.mark.thorough
 def test_eagle_beats_medusa_at_the_second_token(
     tmp_path: Path, target: PreTrainedModel
 ) -> None:

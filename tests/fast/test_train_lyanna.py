@@ -129,6 +129,7 @@ def test_a_fresh_chain_passes_the_state_of_the_target(
         assert out.square().mean().sqrt().item() == pytest.approx(size, rel=0.2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [{"context": False}, {"num_hot_tokens": None}])
 def test_cut_run_resumes_to_the_same_weights(
     tmp_path: Path,
@@ -151,6 +152,7 @@ def test_cut_run_resumes_to_the_same_weights(
         assert name == "hot_token_ids" or not torch.equal(value, fresh[name]), name
 
 
+@pytest.mark.thorough
 def test_token_info_beats_none_at_the_second_token(
     tmp_path: Path, target: PreTrainedModel
 ) -> None:

@@ -131,6 +131,7 @@ LEFT: dict[str, list[tuple[str, Callable[[Path], Any]]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", LEFT)
 def test_half_written_checkpoints_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -243,6 +244,7 @@ app()
 """
 
 
+@pytest.mark.thorough
 def test_killed_command_goes_on(tmp_path: Path) -> None:
     """Red when kill -9 while a checkpoint is written stops ``treespec train draft``."""
     torch.manual_seed(1)

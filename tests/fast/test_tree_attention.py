@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.fast.interpreted import interpreted
 from tests.fast.random_trees import random_parents
 from tests.reference.attention import Batch, Layout, Request, make_batch, reference
+from tests.tiers import cases, grid
 from vllm_treespec.kernels import tree_attention as kernel
 from vllm_treespec.kernels import tree_attention_device
 from vllm_treespec.kernels.tree_attention import Workspace, tree_attention
@@ -83,6 +84,7 @@ def error(
     return float((found.double() - wanted).abs().max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_mixed_batch(dtype: torch.dtype, num_splits: int) -> None:
@@ -91,8 +93,14 @@ def test_mixed_batch(dtype: torch.dtype, num_splits: int) -> None:
     assert error(batch, num_splits) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    grid(
+        [64, 80, 96, 128, 256],
+        [torch.float32, torch.float16],
+        quick=lambda size, dtype: size in ((64, 80) if dtype.itemsize == 2 else (128,)),
+    ),
+)
 def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     """Red when a head's padding takes part, or a block shape loses rows or keys."""
     requests = (Request(90, parents=SMALL_TREE), Request(3, 2))
@@ -100,8 +108,14 @@ def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
     assert error(batch, num_splits=2) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
-@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize(
+    ("group", "heads_first"),
+    grid(
+        [1, 3, 4, 7, 8],
+        [True, False],
+        quick=lambda *case: case in ((1, True), (3, False), (8, True)),
+    ),
+)
 def test_groups_and_physical_orders(group: int, heads_first: bool) -> None:
     """Red when query heads meet another kv head, or strides are taken for sizes."""
     layout = Layout(2, group, dtype=torch.float16, heads_first=heads_first)
@@ -109,7 +123,7 @@ def test_groups_and_physical_orders(group: int, heads_first: bool) -> None:
     assert error(make_batch(requests, layout)) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("page_size", cases([16, 32, 48, 64, 128], quick=[16, 48]))
 def test_page_sizes(page_size: int) -> None:
     """Red when a tile that spans pages, or a page that spans tiles, is read wrongly."""
     requests = (Request(200, parents=SMALL_TREE), Request(47, 2), Request(48, 1))
@@ -118,7 +132,7 @@ def test_page_sizes(page_size: int) -> None:
         assert error(batch, num_splits=2) < bound
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", cases(range(4), quick=range(2)))
 def test_random_trees(seed: int) -> None:
     """Red when the mask of some shape of tree, context or split is read wrongly."""
     generator = torch.Generator().manual_seed(seed)
@@ -147,6 +161,7 @@ def test_chain_under_masks_is_causal() -> None:
     assert torch.equal(run(tree), run(chain))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_splits", [1, 40])
 def test_long_context(num_splits: int) -> None:
     """Red when a part of a long context is left out or counted twice."""
@@ -155,7 +170,10 @@ def test_long_context(num_splits: int) -> None:
     assert error(make_batch(requests, layout), num_splits) < 1e-3
 
 
-@pytest.mark.parametrize(("window", "num_splits"), [(1, 1), (3, 3), (64, 1), (90, 3)])
+@pytest.mark.parametrize(
+    ("window", "num_splits"),
+    cases([(1, 1), (3, 3), (64, 1), (90, 3)], quick=[(1, 1), (3, 3)]),
+)
 def test_sliding_window(window: int, num_splits: int) -> None:
     """Red when a window goes by slots, or is off by one, or a split misses its edge."""
     batch = make_batch(MIXED, Layout(dtype=torch.float16))
@@ -226,7 +244,7 @@ def test_sinks_matter() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("num_splits", cases([1, 2], quick=[1]))
 def test_fp8(dtype: torch.dtype, num_splits: int) -> None:
     """Red when a scale of an fp8 cache is forgotten or applied to another tensor."""
     requests = (Request(130, parents=SMALL_TREE), Request(0, 9))

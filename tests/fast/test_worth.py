@@ -322,6 +322,7 @@ class Steps:
         return self.tokens / self.seconds
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("each", [0.02, 0.1])
 def test_weighing_beats_every_fixed_depth(level: float, each: float) -> None:
@@ -331,6 +332,7 @@ def test_weighing_beats_every_fixed_depth(level: float, each: float) -> None:
     assert weighed > 0.98 * best
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("each", [0.02, 0.1])
 def test_where_the_host_must_not_wait_the_best_depth_is_found(
@@ -342,6 +344,7 @@ def test_where_the_host_must_not_wait_the_best_depth_is_found(
     assert chosen > 0.95 * best
 
 
+@pytest.mark.thorough
 def test_levels_are_read_again_when_the_text_changes() -> None:
     """Red when a depth that was right once is never left."""
     steps = Steps(0.2, 0.02, may_wait=False, sureness=(0.3,))

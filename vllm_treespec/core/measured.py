@@ -38,7 +38,7 @@ CHECKED_ROUNDS = (6, 24)
 
 
 class MeasuredSchedule(Schedule):
-    """Chooses by measured times and acceptance (docs/adaptive.md).
+    """Chooses by measured times and acceptance (docs/dev/scheduler.md).
 
     A choice holds for a *round* of a few steps. It is the option of the most tokens a
     second: expected tokens of a step over the step's time. What was measured long ago
@@ -50,7 +50,7 @@ class MeasuredSchedule(Schedule):
     its trees than of others'. Times are learned for each option and batch size, and for
     steps in which some request is sampled apart: to draw takes time.
 
-    A request may limit its trees (docs/per-request.md). They count for the part that
+    A request may limit its trees (docs/spec-config.md). They count for the part that
     is left in costs, for that request in acceptance, and for no other one.
     """
 

@@ -96,7 +96,7 @@ def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
         raise HeadError(
             f"the weights in {folder} do not fit its config.json: "
             f"missing {listed(lost)}, not known {listed(left)}; "
-            f"get the whole head, or one of a form that docs/eagle.md lists"
+            f"get the whole head, or one of a form that docs/drafters.md lists"
         )
     problem = first_misfit(
         {found[key]: header for key, header in wanted.items()}, checkpoint.headers

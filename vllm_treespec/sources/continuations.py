@@ -12,7 +12,7 @@ import numpy as np
 from vllm_treespec.core.tree import NO_GUESS
 
 # Doubt that a text goes on as it did before is this much less for each token that
-# matches. Measured on chat (docs/sources.md).
+# matches. Measured on chat (docs/dev/sources.md).
 DOUBT = 0.8
 # However many tokens match, a text goes on as before with this probability at most: to
 # copy ends somewhere.

@@ -1,1 +1,1 @@
-"""Training of draft models: ``treespec train draft`` (see docs/training.md)."""
+"""Training of draft models: ``treespec train draft`` (see docs/train.md)."""

@@ -196,7 +196,7 @@ def check_same_run(folder: Path, now: dict[str, Any]) -> None:
             before = read_json_object(path)
         except ValueError as error:
             raise ValueError(
-                f"{error}: delete {folder} or pass another --out"
+                f"{error}: delete {folder}, or use another --out or --work"
             ) from None
         # A run may be made longer or shorter: the schedule follows the new length.
         free = {"epochs", "max_steps", "evaluations"}
@@ -204,7 +204,7 @@ def check_same_run(folder: Path, now: dict[str, Any]) -> None:
         if changed:
             raise ValueError(
                 f"{folder} holds a run with other {', '.join(changed)}:"
-                " delete that folder or pass another --out"
+                " delete that folder, or use another --out or --work"
             )
     folder.mkdir(parents=True, exist_ok=True)
     with replaced(path) as part:

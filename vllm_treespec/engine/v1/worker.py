@@ -69,7 +69,7 @@ class TreeWorkerMixin(V1Worker):
         return blocks.for_scheduler(available)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Warm up, then time forwards for the schedule."""
+        """Warm up, time forwards for the schedule, and log that trees are on."""
         times = super().compile_or_warm_up_model()
         # A device may run out of memory on one rank alone.
         aid = Aid(
@@ -78,6 +78,15 @@ class TreeWorkerMixin(V1Worker):
             torch.OutOfMemoryError,
         )
         aid.run(None, time_forwards, self.model_runner)
+        if self.model_runner.parallel_config.rank == 0:
+            config = self.model_runner.drafter.config
+            logger.info(
+                "Draft trees are on: %s %s, schedule %s, at most %d requests a step",
+                config.name,
+                config.shape_name,
+                config.schedule if isinstance(config.schedule, str) else "listed",
+                config.max_trees,
+            )
         return times
 
     def treespec_stats(self, reset: bool = False) -> dict[str, object]:

@@ -39,7 +39,7 @@ def batch(
     context: typer.Context,
     input_file: Annotated[
         Path,
-        typer.Argument(metavar="INPUT", help="JSONL or Parquet; see docs/batch.md."),
+        typer.Argument(metavar="INPUT", help="JSONL or Parquet; see docs/commands.md."),
     ],
     output: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="JSONL or Parquet; a new file.")

@@ -1,0 +1,60 @@
+"""Which engine tests `make test` runs; all others are thorough.
+
+One test for each way of laying trees out, source of drafts and rule:
+
+| layout | source | rule | test |
+|---|---|---|---|
+| branches | draft model | recursive rejection | support_matrix, schedule[rsd_c] |
+| branches | draft model | K-SEQ | methods[spectr], sampling_law[spectr] |
+| branches | two draft models | multi-round | methods[specinfer] |
+| branches | index | coupled draw | methods[suffix_tree] |
+| branches | index and draft model | coupled draw | greedy[hybrid], schedule[hybrid] |
+| branches | head | coupled draw | schedule[redrafter], methods[medusa_tree] |
+| branches | head with context | coupled draw | eagle, lyanna, schedule |
+| branches | head with context | recursive rejection | sampling_law[eagle-stochastic] |
+| masks | draft model | recursive rejection | interpreted_kernel[rsd_s] |
+| masks | head with context | coupled draw | interpreted_kernel[eagle_tree] |
+| masks, KV cache groups | index | coupled draw | interpreted_kernel[write_gemma] |
+| branches, KV cache groups | index, head with context | coupled draw | kv_groups |
+| branches, two ranks | head with context | coupled draw | tensor_parallel[eagle_tree] |
+"""
+
+from __future__ import annotations
+
+import re
+
+NOTHING = r"(?!)"
+# By file what the names of quick tests contain; all tests of other files are quick.
+QUICK = {
+    "test_greedy.py": r"\[hybrid\]",
+    # those of the engines with a small KV cache are thorough
+    "test_support_matrix.py": (
+        r"^(?!.*(preemption|lora|really_used"
+        r"|same_answers\[(thinking|logprobs_mode|priority)))"
+    ),
+    "test_interpreted_kernel.py": (
+        r"cpu_path\[(rsd_s|eagle_tree)\]|windows_and_sinks\[write_gemma\]"
+    ),
+    "test_tensor_parallel.py": r"\[eagle_tree\]",
+    "test_data_parallel.py": NOTHING,
+    "test_kv_groups.py": (
+        r"equal_plain\[(gemma-suffix_tree|gpt_oss-eagle_tree)\]"
+        r"|preemption\[gpt_oss-eagle_tree\]|who_gets|other_sizes"
+    ),
+    "test_model_kinds.py": (
+        r"equal_plain\[(int8-own draft|window-suffix_tree|sinks-eagle_tree)\]"
+        r"|kinds_matter\[window\]"
+    ),
+    "test_images.py": r"equal_plain\[qwen2\.5-vl-rsd_c\]|matter\[qwen2\.5-vl\]",
+    "test_sampling_law.py": r"\[(spectr|eagle-stochastic)\]",
+    "test_per_request.py": NOTHING,
+    "test_soak.py": NOTHING,
+    "test_ray.py": NOTHING,
+    "test_ray_serve.py": NOTHING,
+    "test_batch.py": r"^(?!.*_over_ray)",
+}
+
+
+def is_quick(file: str, test: str) -> bool:
+    """Whether `make test` runs a test, named with its parameters."""
+    return re.search(QUICK.get(file, ""), test) is not None
