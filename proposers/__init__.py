@@ -1,12 +1,6 @@
 """Proposers: from committed tokens to a draft tree. One file a method."""
 
-from vllm_treespec.proposers.base import (
-    PROPOSERS,
-    DraftModel,
-    Proposer,
-    ProposerInputs,
-    register_proposer,
-)
+from vllm_treespec.proposers.base import DraftModel, Proposer, ProposerInputs
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.lyanna import Lyanna
@@ -22,7 +16,6 @@ from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.proposers.suffix import Suffix
 
 __all__ = [
-    "PROPOSERS",
     "DraftModel",
     "DynamicTree",
     "Hybrid",
@@ -39,5 +32,4 @@ __all__ = [
     "StaticTree",
     "StochasticTree",
     "Suffix",
-    "register_proposer",
 ]

@@ -1,11 +1,10 @@
-"""What every proposer is and gets; the registry the spec-config's method selects."""
+"""What every proposer is and gets."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -92,7 +91,6 @@ class Proposer(ABC):
     """Draws a draft tree for every request of a batch.
 
     Attributes:
-        name: the spec-config's ``method``.
         num_draft_models: how many draft models it drives.
         sizes: how large its trees become.
         num_beam_tokens: tokens that a tree is made of before equal ones are merged;
@@ -100,7 +98,6 @@ class Proposer(ABC):
 
     """
 
-    name: ClassVar[str]
     num_draft_models: int = 1
     num_beam_tokens: int | None = None
     sizes: TreeSizes
@@ -108,24 +105,3 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> TreeBatch:
         """Draw one tree per request."""
-
-
-PROPOSERS: dict[str, type[Proposer]] = {}
-
-
-def register_proposer(name: str) -> Callable[[type[Proposer]], type[Proposer]]:
-    """Register a proposer under the name that users write as ``method``.
-
-    Raises:
-        ValueError: when the name is taken.
-
-    """
-
-    def add(cls: type[Proposer]) -> type[Proposer]:
-        if name in PROPOSERS:
-            raise ValueError(f"a proposer named {name!r} is already registered")
-        cls.name = name
-        PROPOSERS[name] = cls
-        return cls
-
-    return add

@@ -14,7 +14,6 @@ from vllm_treespec.core.tree_builders import from_levels, highest
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
-    register_proposer,
     tokens_of,
 )
 from vllm_treespec.proposers.worth import Worth
@@ -47,7 +46,6 @@ def sizes(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
     )
 
 
-@register_proposer("eagle_tree")
 class DynamicTree(Proposer):
     """Drafts the tree of EAGLE-2 (arXiv 2406.16858, sections 4.1 and 4.2).
 

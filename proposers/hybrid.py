@@ -12,7 +12,7 @@ from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import FIRST_PART, TreeBatch
 from vllm_treespec.core.tree_builders import merge_trees
 from vllm_treespec.proposers import dynamic_tree, suffix
-from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.sources.continuations import Continuations
 
 
@@ -32,7 +32,6 @@ def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSize
     )
 
 
-@register_proposer("hybrid")
 class Hybrid(Proposer):
     """Drafts a suffix tree and a dynamic tree as one; equal paths are one.
 

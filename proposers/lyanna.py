@@ -9,7 +9,7 @@ import torch
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.core.tree_builders import merge_trees
-from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
@@ -40,7 +40,6 @@ def sizes(tree: TreeSizes, leftover: TreeSizes | None = None) -> TreeSizes:
     )
 
 
-@register_proposer("lyanna")
 class Lyanna(Proposer):
     """Drafts the trees of arXiv 2602.21224, sections 5.2, 5.3 and 6.2.
 

@@ -14,7 +14,6 @@ from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
-    register_proposer,
     tokens_of,
 )
 
@@ -45,7 +44,6 @@ def sizes_of_tree(paths: Sequence[RankPath]) -> TreeSizes:
     )
 
 
-@register_proposer("medusa_tree")
 class Medusa(Proposer):
     """Drafts the static tree of arXiv 2401.10774, section 2.3.3.
 

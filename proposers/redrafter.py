@@ -13,7 +13,6 @@ from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
     ProposerInputs,
-    register_proposer,
     tokens_of,
 )
 
@@ -29,7 +28,6 @@ def sizes(beam_width: int, length: int, num_drafts: int) -> TreeSizes:
     )
 
 
-@register_proposer("redrafter")
 class ReDrafter(Proposer):
     """Drafts the beams of arXiv 2403.09919, section 2, as one tree.
 

@@ -15,7 +15,6 @@ from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
-    register_proposer,
     tokens_of,
 )
 from vllm_treespec.proposers.confidence import Confidence
@@ -41,7 +40,6 @@ def sizes(branching_factors: Sequence[int]) -> TreeSizes:
     )
 
 
-@register_proposer("rsd_c")
 class RsdC(Proposer):
     """Draws the tree of arXiv 2402.14160, section 3.2.1 and algorithm 3.
 

@@ -12,7 +12,6 @@ from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
-    register_proposer,
     tokens_of,
 )
 from vllm_treespec.proposers.confidence import Confidence
@@ -31,7 +30,6 @@ def sizes(beam_width: int, depth: int) -> TreeSizes:
     )
 
 
-@register_proposer("rsd_s")
 class RsdS(Proposer):
     """Draws the tree of arXiv 2402.14160, section 3.2.1 and algorithm 8.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_c
-from vllm_treespec.proposers.base import register_proposer
 
 
 def sizes(depth: int) -> TreeSizes:
@@ -12,7 +11,6 @@ def sizes(depth: int) -> TreeSizes:
     return rsd_c.sizes((1,) * depth)
 
 
-@register_proposer("sd")
 class Sd(rsd_c.RsdC):
     """Draws a chain (arXiv 2211.17192): RSD-C with one child per node."""
 

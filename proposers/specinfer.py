@@ -17,7 +17,6 @@ from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
     ProposerInputs,
-    register_proposer,
     tokens_of,
 )
 from vllm_treespec.proposers.rsd_c import level_widths
@@ -37,7 +36,6 @@ def sizes(branching_factors: Sequence[Sequence[int]]) -> TreeSizes:
     )
 
 
-@register_proposer("specinfer")
 class SpecInfer(Proposer):
     """Draws and merges the trees of arXiv 2305.09781, section 3.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import specinfer
-from vllm_treespec.proposers.base import register_proposer
 
 
 def sizes(num_paths: int, depth: int) -> TreeSizes:
@@ -17,7 +16,6 @@ def path_factors(num_paths: int, depth: int) -> tuple[int, ...]:
     return (num_paths,) + (1,) * (depth - 1)
 
 
-@register_proposer("spectr")
 class SpecTr(specinfer.SpecInfer):
     """Draws independent paths from one draft model (arXiv 2310.15141, section 4).
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_treespec.core.prices import Prices
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import NO_GUESS, NO_NODE, TreeBatch
-from vllm_treespec.proposers.base import Proposer, ProposerInputs, register_proposer
+from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.sources.continuations import (
     Continuation,
     Continuations,
@@ -85,7 +85,6 @@ class Draft(NamedTuple):
     probability: float
 
 
-@register_proposer("suffix_tree")
 class Suffix(Proposer):
     """Drafts what a ``SuffixIndex`` found (after arXiv 2411.04975).
 

@@ -109,11 +109,16 @@ def assets(
 @app.command()
 def methods() -> None:
     """List the methods: what each drafts, and what it needs."""
-    from vllm_treespec.config import METHODS
+    from vllm_treespec.config import METHODS, register_installed
 
+    problems = register_installed()
     for name, method in METHODS.items():
-        what = (method.__doc__ or "").splitlines()[0]
+        what = (method.__doc__ or "").partition("\n")[0]
         typer.echo(f"{name:12} {what} Needs {method.NEEDS}.")
+    for problem in problems:
+        typer.echo(f"treespec: {problem}", err=True)
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()

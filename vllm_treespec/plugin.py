@@ -23,6 +23,7 @@ from vllm_treespec.config import (
     names_our_method,
     parse_spec_config,
     read_spec,
+    reference,
     unknown_method,
 )
 from vllm_treespec.config.base import MethodConfig
@@ -193,7 +194,12 @@ def stock_arguments(
         },
         "worker_cls": WORKERS[device],
         "scheduler_cls": SCHEDULER,
-        "additional_config": {"treespec": config.model_dump(mode="json")},
+        "additional_config": {
+            "treespec": {
+                **config.model_dump(mode="json"),
+                "method": reference(type(config)),
+            }
+        },
     }
     if config.needs_one_group:
         # all layers in one KV cache group, also those with a window

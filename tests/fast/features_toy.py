@@ -13,7 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.fast.toy_models import (
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.testing.toy_models import (
     BLOCK_SIZE,
     PERIOD,
     VOCAB_SIZE,
@@ -22,10 +26,6 @@ from tests.fast.toy_models import (
     hidden_state,
     kv_slots,
 )
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.proposers import Proposer, ProposerInputs
-from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 
 LAYERS = (1, 3)
 

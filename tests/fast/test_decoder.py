@@ -11,26 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.fast.chi_square import p_value
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.interpreted import interpreted
-from tests.fast.toy_models import (
-    VOCAB_SIZE,
-    Language,
-    ToyDraftModel,
-    ToyHead,
-    after,
-    hidden_state,
-)
 from tests.fast.toy_pairs import ToyPairHead
-from tests.fast.toy_workloads import (
-    HABITS,
-    PROPOSERS,
-    check_greedy,
-    make_engine,
-    make_method,
-    workload,
-)
+from tests.fast.toy_workloads import PROPOSERS, make_engine, make_method
 from tests.tiers import cases, grid
 from vllm_treespec.core.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.core.matching import PADDING_TOKEN_ID, RunningTrees
@@ -40,6 +23,17 @@ from vllm_treespec.layouts.base import ForkSpace
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import (
+    VOCAB_SIZE,
+    Language,
+    ToyDraftModel,
+    ToyHead,
+    after,
+    hidden_state,
+)
+from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_kind_of_tree_has_one_rule(
     for tree in parse(model=head, **keys).scheduled_trees():
         proposer = tree.config.proposer()
         assert type(proposer) is kind
-        assert tree.config.rule == rule
+        assert tree.config.rule.name == rule
         assert (proposer.sizes.num_uniforms > 0) == (rule != "coupled_draw")
 
 

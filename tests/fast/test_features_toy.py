@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits
 from tests.fast.features_toy import LAYERS, FeatureSums, SumTree, true_drafts
 from tests.fast.interpreted import interpreted
-from tests.fast.toy_models import Language, hidden_state
-from tests.fast.toy_workloads import HABITS, make_method, workload
+from tests.fast.toy_workloads import make_method
 from tests.tiers import grid
 from vllm_treespec.kernels import kv_move
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits
+from vllm_treespec.testing.toy_models import Language, hidden_state
+from vllm_treespec.testing.workloads import HABITS, workload
 
 # Steps of more requests are plain.
 MAX_RUNNING, PLAIN_ABOVE = 6, 5

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.fast.enumeration import Scorer
-from tests.fast.fake_scheduler import Request
-from tests.fast.fake_views import text_view
 from tests.fast.interpreted import interpreted
 from tests.fast.languages import Language, prefix_tokens, random_tables
 from tests.fast.random_trees import random_trees
@@ -23,8 +21,7 @@ from tests.fast.test_penalties import (
     path_to,
     plain_rows,
 )
-from tests.fast.toy_models import VOCAB_SIZE, permitted
-from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
+from tests.fast.toy_workloads import make_engine
 from tests.tiers import grid
 from vllm_treespec.core.forbidden import (
     Forbidden,
@@ -36,6 +33,10 @@ from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.scorers import TargetLogits, recursive_rejection
+from vllm_treespec.testing.fake_scheduler import Request
+from vllm_treespec.testing.fake_views import text_view
+from vllm_treespec.testing.toy_models import VOCAB_SIZE, permitted
+from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
 
 
 def all_but(allowed: set[int], vocab_size: int = VOCAB_SIZE) -> Tensor:

@@ -13,7 +13,7 @@ from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head, check_head_files, check_weights
 from vllm_treespec.plugin import expand, with_trees
-from vllm_treespec.proposers import DynamicTree, ReDrafter
+from vllm_treespec.proposers import DynamicTree, Medusa, ReDrafter, RsdS
 
 
 @pytest.fixture
@@ -40,11 +40,12 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     config = parse("redrafter")
     proposer = config.proposer()
     assert isinstance(proposer, DynamicTree)
-    assert (proposer.sizes.max_nodes, config.rule) == (6, "coupled_draw")
+    assert (proposer.sizes.max_nodes, config.rule.name) == (6, "coupled_draw")
     assert (config.head, config.models) == (config.model_dump()["model"], ())
     assert config.scheduled_trees()[0].name == "redrafter 4x2x5"
     medusa = parse("medusa_tree")
-    assert (medusa.proposer().name, medusa.rule) == ("medusa_tree", "coupled_draw")
+    assert isinstance(medusa.proposer(), Medusa)
+    assert medusa.rule.name == "coupled_draw"
     assert medusa.proposer().sizes.max_nodes == 6
     assert medusa.proposer().sizes.max_depth <= 3
 
@@ -61,7 +62,8 @@ def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
     """Red when drawn beams are verified as if they were not, or are cut."""
     config = parse("redrafter", beam_search="stochastic", beam_width=3, length=5)
     proposer = config.proposer()
-    assert (proposer.name, config.rule) == ("rsd_s", "recursive_rejection")
+    assert isinstance(proposer, RsdS)
+    assert config.rule.name == "recursive_rejection"
     assert (proposer.sizes.max_nodes, proposer.num_beam_tokens) == (16, None)
 
 
@@ -72,7 +74,7 @@ def test_dynamic_tree_of_a_recurrent_head(parse: Callable[..., MethodConfig]) ->
     proposer = config.proposer()
     assert isinstance(proposer, DynamicTree)
     assert (proposer.top_k, proposer.depth, proposer.num_drafts) == (6, 3, 12)
-    assert config.rule == "coupled_draw"
+    assert config.rule.name == "coupled_draw"
     assert config.scheduled_trees()[0].name == "redrafter 6x3x12"
     assert all(
         isinstance(tree.config.proposer(), DynamicTree)

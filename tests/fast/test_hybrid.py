@@ -12,8 +12,6 @@ import torch
 
 from tests.fast.drawn_trees import as_if_drawn
 from tests.fast.enumeration import Weighted, grid_law_error, grid_target, law_error
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.languages import (
     Language,
     LanguageDraft,
@@ -23,8 +21,7 @@ from tests.fast.languages import (
 from tests.fast.position_noise import by_position, by_position_batched
 from tests.fast.test_dynamic_tree import log_law
 from tests.fast.tiny_heads import token_paths
-from tests.fast.toy_models import ToyDraftModel
-from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
+from tests.fast.toy_workloads import make_engine
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import Path, dynamic_tree_reference
 from tests.tiers import cases
@@ -43,6 +40,10 @@ from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import ToyDraftModel
+from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

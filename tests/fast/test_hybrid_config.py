@@ -15,6 +15,7 @@ from vllm_treespec.config.hybrid import HEAD_KINDS
 from vllm_treespec.core.shares import Shares
 from vllm_treespec.proposers import Hybrid
 from vllm_treespec.sources.base import Reads
+from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.tools.sides import with_model
 
 
@@ -33,16 +34,16 @@ def test_keys_reach_both_parts() -> None:
         top_k=3,
         model_depth=2,
     )
-    proposer, index = config.proposer(), config.suffix_index()
+    proposer, index = config.proposer(), config.text_source()
     assert isinstance(proposer, Hybrid)
     assert (proposer.num_drafts, proposer.index.sizes.max_depth) == (10, 9)
     assert proposer.index.min_probability == 0.3
     assert proposer.model is not None
     assert (proposer.model.top_k, proposer.model.depth) == (3, 2)
-    assert index is not None
+    assert isinstance(index, SuffixIndex)
     assert index.reads == Reads(token_ids=True)
     assert (index.depth, index.max_match, index.cache.max_tokens) == (9, 7, 0)
-    assert config.rule == "coupled_draw"
+    assert config.rule.name == "coupled_draw"
     sizes = proposer.sizes
     assert (sizes.max_nodes, sizes.max_depth, sizes.draft_depth) == (11, 9, 2)
     assert (sizes.draft_width, sizes.draft_nodes) == (3, 3)

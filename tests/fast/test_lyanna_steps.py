@@ -11,20 +11,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_chains import ToyChainHead
-from tests.fast.toy_models import Language
-from tests.fast.toy_workloads import (
-    HABITS,
-    check_greedy,
-    make_engine,
-    make_method,
-    workload,
-)
+from tests.fast.toy_workloads import make_engine, make_method
 from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.proposers import DynamicTree, Lyanna
 from vllm_treespec.sources.chain import ChainMemory
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import Language
+from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
 
 MODES = ("lyanna_replace", "lyanna_merge")
 

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from tests.fast.chi_square import p_value
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
-from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, after
 from tests.fast.toy_workloads import Scheduled
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.method import Method
@@ -23,6 +20,9 @@ from vllm_treespec.core.schedule import ListedSchedule, Schedule
 from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.proposers import RsdS
 from vllm_treespec.scorers import RULES
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import VOCAB_SIZE, Language, ToyDraftModel, after
 
 HABIT = Habits(token_budget=400, max_running=16)
 MAX_TOKENS = 6

@@ -22,7 +22,7 @@ from tests.fast.tiny_heads import (
 from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.proposers import PROPOSERS, Medusa, ProposerInputs
+from vllm_treespec.proposers import Medusa, ProposerInputs
 from vllm_treespec.proposers.medusa import grow_tree
 
 EXACT = 1e-12
@@ -73,7 +73,6 @@ def test_tree_has_the_best_products(seed: int) -> None:
 def test_limits() -> None:
     """Red when a tree outgrows what the engine makes room for."""
     proposer = Medusa(8, ACCURACIES)
-    assert PROPOSERS["medusa_tree"] is Medusa
     sizes = proposer.sizes
     assert (sizes.max_nodes, sizes.max_depth, sizes.max_width) == (9, 2, 5)
     assert sizes.max_leaves == 5

@@ -34,7 +34,6 @@ from tests.fast.counting import (
     started,
     value,
 )
-from tests.fast.fake_scheduler import Habits
 from tests.fast.small_engine import MODEL_NAME, make_scheduler
 from tests.fast.toy_workloads import make_engine
 from vllm_treespec import metrics
@@ -43,6 +42,7 @@ from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.metrics import registered_collector
+from vllm_treespec.testing.fake_scheduler import Habits
 
 
 @pytest.fixture(autouse=True)

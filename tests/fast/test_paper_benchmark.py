@@ -30,7 +30,6 @@ from benchmarks.rsd.trees import (
 )
 from tests.fast.stored_scores import store_scores
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.proposers import PROPOSERS
 from vllm_treespec.tools.assets import shipped_drafter
 from vllm_treespec.tools.launch import EngineError
 from vllm_treespec.tools.sides import (
@@ -50,7 +49,8 @@ RSD_C = Tree("rsd_c", (2, 2))
 @pytest.mark.parametrize("tree", all_trees(), ids=lambda tree: tree.name)
 def test_size_of_a_tree_is_what_its_proposer_draws(tree: Tree) -> None:
     """Red when a method's keys or the size of its trees change."""
-    max_nodes = PROPOSERS[tree.method](**tree.shape).sizes.max_nodes
+    spec = {"method": tree.method, "model": "draft", **tree.shape}
+    max_nodes = parse_spec_config(spec).proposer().sizes.max_nodes
     assert max_nodes - 1 == tree.num_drafts
     assert tree_of(tree.method, tree.shape) == tree
 

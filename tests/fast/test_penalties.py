@@ -14,8 +14,6 @@ from torch import Tensor
 
 from tests.fast.batched_rules import sizes_of
 from tests.fast.enumeration import LawMeter, Scorer, Weighted, propose, token_uniforms
-from tests.fast.fake_scheduler import Request
-from tests.fast.fake_views import penalty_view
 from tests.fast.interpreted import interpreted
 from tests.fast.languages import (
     NUM_TOKENS,
@@ -27,8 +25,7 @@ from tests.fast.languages import (
 from tests.fast.position_noise import numbers_of
 from tests.fast.random_trees import random_trees
 from tests.fast.test_batched_rules import batch
-from tests.fast.toy_models import after, penalised
-from tests.fast.toy_workloads import HABITS, check_greedy, make_engine, workload
+from tests.fast.toy_workloads import make_engine
 from tests.fast.wrong_scorers import draws_of
 from tests.tiers import grid
 from vllm_treespec.core import decoder
@@ -53,6 +50,10 @@ from vllm_treespec.scorers import (
     score,
 )
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
+from vllm_treespec.testing.fake_scheduler import Request
+from vllm_treespec.testing.fake_views import penalty_view
+from vllm_treespec.testing.toy_models import after, penalised
+from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
 
 # repetition, frequency, presence
 STRENGTHS = ((1.3, 0.0, 0.0), (1.0, 0.6, 0.0), (0.8, -0.2, 0.7), (1.0, 0.0, 0.0))

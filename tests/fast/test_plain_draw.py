@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.fast.chi_square import p_value
-from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.interpreted import interpreted
 from tests.fast.position_noise import random_keys
-from tests.fast.toy_workloads import (
-    HABITS,
-    NOT_DRAWN,
-    make_engine,
-    workload,
-)
+from tests.fast.toy_workloads import NOT_DRAWN, make_engine
 from tests.tiers import cases
 from vllm_treespec.core import decoder
 from vllm_treespec.core.coupling import draw_coupled
@@ -27,6 +21,8 @@ from vllm_treespec.core.plain_draw import draw_plainly
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.workloads import HABITS, workload
 
 VOCAB_SIZE, NUM_ROWS = 9, 6
 

@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.test_measured_schedule import Tree, running
-from tests.fast.toy_models import Language, ToyDraftModel
 from tests.fast.toy_workloads import make_method
 from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.core.method import Method
@@ -32,6 +29,9 @@ from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.continuations import Continuations, next_tokens
 from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import Language, ToyDraftModel
 
 PLAIN = 0.05
 

@@ -15,7 +15,7 @@ from vllm_treespec.core.profile import profile_trees
 from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.core.stats import StepStats
 from vllm_treespec.heads import load_head
-from vllm_treespec.scorers import RULES, ScorerOutput
+from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.sources.base import (
     CommittedTokens,
     DraftModel,
@@ -59,7 +59,7 @@ class Recorder(TreeDecoder):
         method = Method(
             schedule=ListedSchedule(trees),
             proposers=[tree.config.proposer() for tree in trees],
-            rule=RULES[config.rule],
+            rule=config.rule,
             batched=True,
             max_trees=NUM_REQS,
             shares=config.shares(),
@@ -102,7 +102,7 @@ def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
         head.head = load_head(Path(folder))
         head.head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
         sources = [head]
-    index = parse_spec_config(spec).suffix_index()
+    index = parse_spec_config(spec).text_source()
     decoder = Recorder(spec, sources if index is None else [*sources, index])
     profile_trees(decoder, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
     proposers = decoder.method.proposers

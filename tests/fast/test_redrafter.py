@@ -34,7 +34,7 @@ from tests.fast.tiny_heads import (
     token_paths,
 )
 from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.proposers import PROPOSERS, ReDrafter, RsdS
+from vllm_treespec.proposers import ReDrafter, RsdS
 from vllm_treespec.proposers.redrafter import prefix_match, tree_of_beams
 from vllm_treespec.scorers import recursive_rejection
 
@@ -289,7 +289,6 @@ def last_logits(hidden: Tensor, paths: Tensor) -> Tensor:
 def test_limits(shape: tuple[int, int, int], limits: tuple[int, ...]) -> None:
     """Red when a tree outgrows what the engine makes room for."""
     proposer = ReDrafter(*shape)
-    assert PROPOSERS["redrafter"] is ReDrafter
     sizes = proposer.sizes
     assert limits == (
         sizes.max_nodes,

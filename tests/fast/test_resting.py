@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.features_toy import FeatureSums, SumTree
-from tests.fast.toy_models import Language, ToyDraftModel
-from tests.fast.toy_workloads import HABITS, check_greedy, make_method
+from tests.fast.toy_workloads import make_method
 from tests.tiers import cases
 from vllm_treespec.core.measured import ROUND_STEPS, MeasuredSchedule
 from vllm_treespec.core.method import Method
@@ -23,6 +20,10 @@ from vllm_treespec.core.schedule import (
     StepOutcome,
 )
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import Language, ToyDraftModel
+from vllm_treespec.testing.workloads import HABITS, check_greedy
 
 
 class InTurn(Schedule):

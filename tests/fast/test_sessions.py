@@ -19,7 +19,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests.fast.fake_scheduler import Habits
 from tests.fast.small_engine import (
     BLOCK_SIZE,
     PROMPT_LEN,
@@ -32,6 +31,7 @@ from vllm_treespec.engine.scheduler import TreeDraftTokenIds, TreeScheduler
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.sources.suffix_index import END, SuffixIndex
+from vllm_treespec.testing.fake_scheduler import Habits
 
 DRAFTS, PARENTS = [5, 6, 7, 8, 5, 6, 7], [0, 0, 1, 2, 2, 3, 4]
 

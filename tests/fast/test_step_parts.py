@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fast.fake_views import ints
 from vllm_treespec.core.committed import committed_rows
 from vllm_treespec.core.matching import (
     NO_SLOT,
@@ -35,6 +34,7 @@ from vllm_treespec.core.views import (
     scheduler_room,
 )
 from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.testing.fake_views import ints
 
 CPU = torch.device("cpu")
 STEP = 7

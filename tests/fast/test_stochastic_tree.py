@@ -203,7 +203,7 @@ def test_all_levels_kept_are_rsd_s() -> None:
     config = parse_spec_config({**keys, "top_k": 3, "depth": 3, "num_drafts": None})
     whole = config.proposer()
     assert isinstance(whole, RsdS)
-    assert config.rule == "recursive_rejection"
+    assert config.rule.name == "recursive_rejection"
     draft, _ = random_tables("random", 5, 3)
     uniforms = rand(50, whole.sizes.num_uniforms)
     sampling = plain_sampling(50)

@@ -417,13 +417,12 @@ def test_emitted_law_is_the_targets() -> None:
 def test_spec_config() -> None:
     """Red when a key does not reach the proposer, or a draft model is asked for."""
     config = parse_spec_config({"method": "suffix_tree", "num_drafts": 24, "depth": 8})
-    assert (config.models, config.rule) == ((), "coupled_draw")
-    assert config.rule in RULES
-    proposer, index = config.proposer(), config.suffix_index()
+    assert (config.models, config.rule) == ((), RULES["coupled_draw"])
+    proposer, index = config.proposer(), config.text_source()
     assert isinstance(proposer, Suffix)
     assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (25, 8)
     assert (proposer.num_draft_models, proposer.sizes.num_uniforms) == (0, 0)
-    assert index is not None
+    assert isinstance(index, SuffixIndex)
     assert index.reads == Reads(token_ids=True)
     assert (index.depth, index.max_match, index.cache.max_tokens) == (8, 16, 65536)
 
@@ -434,8 +433,8 @@ def test_trees_of_a_schedule_share_an_index() -> None:
     schedule = [{"batch_size": 1}, smaller]
     spec = {"method": "suffix_tree", "num_drafts": 9, "depth": 4, "schedule": schedule}
     config = parse_spec_config({**spec, "max_match": 8})
-    index, trees = config.suffix_index(), Trees(6, 2, 8, 0)
-    assert index is not None
+    index, trees = config.text_source(), Trees(6, 2, 8, 0)
+    assert isinstance(index, SuffixIndex)
     assert index.depth == 4
     trees.index = index
     text = [*SENTENCE, 0, 0, *SENTENCE[2:5]]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.fast.languages import Language
-from tests.fast.toy_models import PERIOD, VOCAB_SIZE
-from tests.fast.toy_models import Language as ToyLanguage
 from tests.fast.toy_pairs import ToyPairHead
 from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory
+from vllm_treespec.testing.toy_models import PERIOD, VOCAB_SIZE
+from vllm_treespec.testing.toy_models import Language as ToyLanguage
 
 
 class Softmax(SamplingTensors):

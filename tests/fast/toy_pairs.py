@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.fast.toy_models import (
+from vllm_treespec.core.feature_store import FeatureStore
+from vllm_treespec.layouts.base import RootBlocks, TreeLayout
+from vllm_treespec.sources.base import FINAL_LAYER, CommittedTokens, Reads
+from vllm_treespec.testing.toy_models import (
     BLOCK_SIZE,
     Language,
     ToyDraftModel,
@@ -14,9 +17,6 @@ from tests.fast.toy_models import (
     kv_slots,
     texts_so_far,
 )
-from vllm_treespec.core.feature_store import FeatureStore
-from vllm_treespec.layouts.base import RootBlocks, TreeLayout
-from vllm_treespec.sources.base import FINAL_LAYER, CommittedTokens, Reads
 
 LAYERS = (2, FINAL_LAYER)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.fast.fake_engine import FakeEngine
-from tests.fast.fake_scheduler import Habits, Request
 from tests.fast.toy_chains import ToyChainHead
-from tests.fast.toy_models import VOCAB_SIZE, Language, ToyDraftModel, ToyHead
 from tests.fast.toy_pairs import ToyPairHead
 from vllm_treespec.core.method import Method
 from vllm_treespec.core.schedule import ListedSchedule
@@ -30,6 +26,13 @@ from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import DraftSource
 from vllm_treespec.sources.chain import ChainMemory, Resample
 from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.testing.fake_engine import FakeEngine
+from vllm_treespec.testing.fake_scheduler import Habits
+from vllm_treespec.testing.toy_models import (
+    Language,
+    ToyDraftModel,
+    ToyHead,
+)
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "rsd_s": lambda: RsdS(beam_width=3, depth=3),
@@ -65,26 +68,6 @@ RESAMPLE: dict[str, Resample] = {
     "lyanna_replace": "replace",
     "lyanna_merge": "merge",
     "lyanna_drawn": "replace",
-}
-HABITS = {
-    "whole": Habits(),
-    "cut": Habits(cut=0.5),
-    "lost": Habits(lose=0.3, other=0.3),
-    "late": Habits(skip=0.3),
-    "preempted": Habits(preempt=0.15),
-    "chunked prompts": Habits(chunk=5, token_budget=17),
-    "small budget": Habits(token_budget=13),
-    "few blocks": Habits(num_blocks=40),
-    "all": Habits(
-        cut=0.2,
-        lose=0.1,
-        other=0.1,
-        skip=0.1,
-        preempt=0.05,
-        chunk=9,
-        token_budget=30,
-        num_blocks=60,
-    ),
 }
 
 
@@ -171,26 +154,3 @@ def make_engine(
         rank=rank,
         masks=masks,
     )
-
-
-def workload(seed: int, num_reqs: int = 10) -> list[Request]:
-    """Requests some of which begin alike."""
-    rng = random.Random(seed)
-    beginnings = [[rng.randrange(VOCAB_SIZE) for _ in range(16)] for _ in range(3)]
-    requests = []
-    for number in range(num_reqs):
-        prompt = rng.choice(beginnings)[: rng.randrange(1, 17)]
-        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(9))]
-        requests.append(Request(f"r{number}", prompt, rng.randrange(1, 40)))
-    return requests
-
-
-def check_greedy(engine: FakeEngine, requests: list[Request]) -> None:
-    """Run requests, and compare with plain decoding."""
-    prompts = [list(r.token_ids) for r in requests]
-    answers = engine.run(*requests)
-    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
-        expected = engine.language.greedy(
-            prompt, request.max_tokens, request.penalties, request.forbidden
-        )
-        assert answer == expected

@@ -21,8 +21,10 @@ from pydantic import (
 from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.core.tree import MAX_NODES
-from vllm_treespec.proposers import PROPOSERS, Proposer
-from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.proposers import Proposer
+from vllm_treespec.scorers.base import Rule
+from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
+from vllm_treespec.sources.base import TextSource
 
 MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31
@@ -33,6 +35,10 @@ MinProbability = Annotated[
     Number,
     Field(ge=0, lt=1, description="leave out drafts that are less likely accepted"),
 ]
+
+
+class SpecConfigError(ValueError):
+    """A spec-config that cannot work; the message names the key and the remedy."""
 
 
 class TypicalAcceptanceConfig(BaseModel):
@@ -151,9 +157,9 @@ class MethodConfig(BaseModel, ABC):
         return False
 
     @property
-    def rule(self) -> str:
-        """Name of the verification rule for sampled requests."""
-        return "recursive_rejection"
+    def rule(self) -> Rule:
+        """The verification rule for sampled requests."""
+        return RECURSIVE_REJECTION
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -175,12 +181,15 @@ class MethodConfig(BaseModel, ABC):
     def sizes(self) -> TreeSizes:
         """How large its trees become: bounds that follow from its keys alone."""
 
+    @abstractmethod
     def proposer(self) -> Proposer:
         """Make the proposer that this spec-config describes."""
-        return PROPOSERS[self.name](**self.shape)
 
-    def suffix_index(self) -> SuffixIndex | None:
-        """Make the suffix index that the method drafts from, if any."""
+    def text_source(self) -> TextSource | None:
+        """Make what the method drafts from earlier text with, such as a suffix index.
+
+        Its ``begin`` returns ``Continuations``. None: the method has none.
+        """
         return None
 
     def shares(self) -> Shares | None:

@@ -13,6 +13,9 @@ from vllm_treespec.config.base import (
     MethodConfig,
     MinProbability,
 )
+from vllm_treespec.scorers.base import Rule
+from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
+from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 
 # Smaller trees: children per node, levels, draft tokens.
 SMALLER = ((4, 3, 8), (4, 2, 5), (4, 1, 4), (2, 1, 2))
@@ -39,9 +42,9 @@ class HeadMethodConfig(MethodConfig):
         return self.HEAD
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> Rule:
         """Drafts that were not drawn have no distribution to reject by."""
-        return "coupled_draw"
+        return COUPLED_DRAW
 
 
 def smaller_trees(
@@ -109,9 +112,9 @@ class GrownTreeConfig(HeadMethodConfig):
     min_probability: MinProbability | None = None
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> Rule:
         """Drawn trees have a distribution to reject by."""
-        return "recursive_rejection" if self.tree == "stochastic" else super().rule
+        return RECURSIVE_REJECTION if self.tree == "stochastic" else super().rule
 
     @property
     def weighs_drafts(self) -> bool:

@@ -11,7 +11,7 @@ from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_fi
 from vllm_treespec.config.suffix_tree import IndexConfig
 from vllm_treespec.core.shares import Shares
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import hybrid
+from vllm_treespec.proposers import Hybrid, hybrid
 
 # What may draft beside the index.
 HeadKind = Literal["redrafter", "eagle", "lyanna"]
@@ -86,10 +86,9 @@ class HybridConfig(IndexConfig):
         """How large its trees become."""
         return hybrid.sizes(self.num_drafts, self.depth, self.top_k, self.model_depth)
 
-    @property
-    def rule(self) -> str:
-        """Drafts that were not drawn have no distribution to reject by."""
-        return "coupled_draw"
+    def proposer(self) -> Hybrid:
+        """Make the proposer of its trees."""
+        return Hybrid(**self.shape)
 
     @property
     def weighs_drafts(self) -> bool:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.methods import METHODS
+from vllm_treespec.config.base import MethodConfig, SpecConfigError
+from vllm_treespec.config.methods import METHODS, find_method, method_names
 from vllm_treespec.heads.names import shown
 from vllm_treespec.json_files import parse_json, read_json_object
 
@@ -36,10 +36,6 @@ VLLM_SIZE = "num_speculative_tokens"
 EXAMPLE = '{"method": "suffix_tree"}'
 
 
-class SpecConfigError(ValueError):
-    """A spec-config that cannot work; the message names the key and the remedy."""
-
-
 def parse_spec_config(spec: Mapping[str, Any]) -> MethodConfig:
     """Validate a spec-config.
 
@@ -49,9 +45,10 @@ def parse_spec_config(spec: Mapping[str, Any]) -> MethodConfig:
     """
     if not names_our_method(spec):
         raise unknown_method(spec)
-    method = spec["method"]
+    method = find_method(spec["method"])
+    assert method is not None
     try:
-        return METHODS[method].model_validate(dict(spec))
+        return method.model_validate({**spec, "method": method.method_name()})
     except ValidationError as error:
         raise SpecConfigError(_one_message(error, method)) from None
 
@@ -97,14 +94,16 @@ def _read_spec_file(name: str) -> dict[str, Any]:
 
 
 def names_our_method(spec: Mapping[str, Any]) -> bool:
-    """Whether a spec-config names one of our methods."""
+    """Whether a spec-config names a method of ours, or of a package for ours."""
     method = spec.get("method")
-    return isinstance(method, str) and method in METHODS
+    return isinstance(method, str) and (
+        ":" in method or method in METHODS or method in method_names()
+    )
 
 
 def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
     """Say that a spec-config names none of our methods, and which one may be meant."""
-    names = ", ".join(METHODS)
+    names = ", ".join(method_names())
     method = spec.get("method")
     if method is None:
         keys = spec.keys() - {"method"}
@@ -121,7 +120,7 @@ def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
             f"{message}, a method of vLLM's own, which needs no treespec; "
             f"draft trees of this kind are '{OF_VLLM[method]}'"
         )
-    nearest = get_close_matches(method.lower().replace("-", "_"), METHODS, n=1)
+    nearest = get_close_matches(method.lower().replace("-", "_"), method_names(), n=1)
     meant = f" (did you mean '{nearest[0]}'?)" if nearest else ""
     return SpecConfigError(
         f"{message}{meant}; write one of {names} (other methods of vLLM's own are for "
@@ -129,17 +128,17 @@ def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
     )
 
 
-def _one_message(error: ValidationError, method: str) -> str:
+def _one_message(error: ValidationError, method: type[MethodConfig]) -> str:
     problems = "; ".join(_problem(problem, method) for problem in error.errors())
     return (
-        f"speculative_config for method '{method}': {problems} "
-        f"(its keys are {', '.join(METHODS[method].model_fields)})"
+        f"speculative_config for method '{method.method_name()}': {problems} "
+        f"(its keys are {', '.join(method.model_fields)})"
     )
 
 
-def _problem(problem: ErrorDetails, method: str) -> str:
+def _problem(problem: ErrorDetails, method: type[MethodConfig]) -> str:
     """What is wrong with one key, and what to write."""
-    fields = METHODS[method].model_fields
+    fields = method.model_fields
     # the members of a union are named in brackets, too
     key = ".".join(str(part) for part in problem["loc"] if "[" not in str(part))
     if problem["type"] == "missing":
@@ -158,8 +157,8 @@ def _problem(problem: ErrorDetails, method: str) -> str:
     return f"'{key}' is {shown(problem['input'])}: {message}{remedy}"
 
 
-def _size_keys(method: str) -> str:
+def _size_keys(method: type[MethodConfig]) -> str:
     """The keys that say how many tokens a method drafts."""
-    shape = METHODS[method].SHAPE
+    shape = method.SHAPE
     keys = ["num_drafts"] if "num_drafts" in shape else shape
     return ", ".join(f"'{key}'" for key in keys if key != "min_probability")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 
-from vllm_treespec.config.parse import SpecConfigError
+from vllm_treespec.config.base import SpecConfigError
 from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.json_files import read_json_object
 

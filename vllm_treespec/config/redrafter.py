@@ -18,11 +18,14 @@ from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
     Proposer,
+    ReDrafter,
     RsdS,
     dynamic_tree,
     redrafter,
     rsd_s,
 )
+from vllm_treespec.scorers.base import Rule
+from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 
 BEAM_WIDTH = 4
 LENGTH = 2
@@ -65,10 +68,10 @@ class ReDrafterConfig(HeadMethodConfig):
     min_probability: MinProbability | None = None
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> Rule:
         """Drawn beams have a distribution to reject by."""
         if self.tree != "dynamic" and self.beam_search == "stochastic":
-            return "recursive_rejection"
+            return RECURSIVE_REJECTION
         return super().rule
 
     @property
@@ -91,7 +94,7 @@ class ReDrafterConfig(HeadMethodConfig):
                 self.num_drafts,
                 self.min_probability or 0.0,
             )
-        return super().proposer()
+        return ReDrafter(self.beam_width, self.length, self.num_drafts)
 
     @property
     def weighs_drafts(self) -> bool:

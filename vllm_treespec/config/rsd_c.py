@@ -14,7 +14,7 @@ from vllm_treespec.config.base import (
     MinProbability,
 )
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import rsd_c
+from vllm_treespec.proposers import RsdC, rsd_c
 
 BRANCHING_FACTORS = (2, 1, 1)
 
@@ -37,6 +37,10 @@ class RsdCConfig(DraftModelConfig):
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         return rsd_c.sizes(self.branching_factors)
+
+    def proposer(self) -> RsdC:
+        """Make the proposer of its trees."""
+        return RsdC(**self.shape)
 
     @property
     def weighs_drafts(self) -> bool:

@@ -13,7 +13,7 @@ from vllm_treespec.config.base import (
     MinProbability,
 )
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import rsd_s
+from vllm_treespec.proposers import RsdS, rsd_s
 
 BEAM_WIDTH = 2
 DEPTH = 3
@@ -37,6 +37,10 @@ class RsdSConfig(DraftModelConfig):
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         return rsd_s.sizes(self.beam_width, self.depth)
+
+    def proposer(self) -> RsdS:
+        """Make the proposer of its trees."""
+        return RsdS(**self.shape)
 
     @property
     def weighs_drafts(self) -> bool:

@@ -13,7 +13,7 @@ from vllm_treespec.config.base import (
     MinProbability,
 )
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import sd
+from vllm_treespec.proposers import Sd, sd
 
 DEPTH = 3
 
@@ -31,6 +31,10 @@ class SdConfig(DraftModelConfig):
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         return sd.sizes(self.depth)
+
+    def proposer(self) -> Sd:
+        """Make the proposer of its trees."""
+        return Sd(**self.shape)
 
     @property
     def weighs_drafts(self) -> bool:

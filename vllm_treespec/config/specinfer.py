@@ -16,7 +16,9 @@ from vllm_treespec.config.base import (
     hot_token_files,
 )
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import specinfer
+from vllm_treespec.proposers import SpecInfer, specinfer
+from vllm_treespec.scorers.base import Rule
+from vllm_treespec.scorers.multi_round import MULTI_ROUND
 
 # of each draft model
 BRANCHING_FACTORS = (2, 1, 1)
@@ -59,9 +61,9 @@ class SpecInferConfig(MethodConfig):
         return hot_token_files(self.models, self.hot_tokens)
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> Rule:
         """Several draft distributions at one node need multi-round rejection."""
-        return "multi_round"
+        return MULTI_ROUND
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -72,6 +74,10 @@ class SpecInferConfig(MethodConfig):
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         return specinfer.sizes([draft.branching_factors for draft in self.drafts])
+
+    def proposer(self) -> SpecInfer:
+        """Make the proposer of its trees."""
+        return SpecInfer(**self.shape)
 
     def with_shape(self, shape: Mapping[str, Any]) -> Self:
         """Make a spec-config with other trees of the same draft models."""

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import spectr
+from vllm_treespec.proposers import SpecTr, spectr
+from vllm_treespec.scorers import RULES, Rule
 
 NUM_PATHS = 2
 DEPTH = 3
@@ -32,14 +33,18 @@ class SpecTrConfig(DraftModelConfig):
     )
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> Rule:
         """The rule that the spec-config names."""
-        return self.scorer
+        return RULES[self.scorer]
 
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         return spectr.sizes(self.num_paths, self.depth)
+
+    def proposer(self) -> SpecTr:
+        """Make the proposer of its trees."""
+        return SpecTr(**self.shape)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """Half the depth, then one level of four draft tokens, of two, of one."""

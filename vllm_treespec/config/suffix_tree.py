@@ -9,7 +9,9 @@ from pydantic import Field, NonNegativeInt
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig, MinProbability
 from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.proposers import suffix
+from vllm_treespec.proposers import Suffix, suffix
+from vllm_treespec.scorers.base import Rule
+from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.sources.suffix_index import SuffixIndex
 
 NUM_DRAFTS = 32
@@ -39,11 +41,11 @@ class IndexConfig(MethodConfig, ABC):
     )
 
     @property
-    def rule(self) -> str:
+    def rule(self) -> Rule:
         """Drafts that were not drawn have no distribution to reject by."""
-        return "coupled_draw"
+        return COUPLED_DRAW
 
-    def suffix_index(self) -> SuffixIndex:
+    def text_source(self) -> SuffixIndex:
         """Make the index, with an empty cache, for the deepest tree of the schedule."""
         depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
         return SuffixIndex(depth, self.max_match, self.max_cached_tokens)
@@ -58,6 +60,10 @@ class SuffixTreeConfig(IndexConfig):
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
         return suffix.sizes(self.num_drafts, self.depth)
+
+    def proposer(self) -> Suffix:
+        """Make the proposer of its trees."""
+        return Suffix(**self.shape)
 
     @property
     def weighs_drafts(self) -> bool:

@@ -15,7 +15,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.reader import Counter, Vector
 
-from vllm_treespec.config import METHODS
+from vllm_treespec.config import names_our_method
 from vllm_treespec.tools.launch import READY, reporting
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job
 
@@ -154,7 +154,7 @@ class SideEngine:
     def read_counters(self) -> list[int]:
         """Stock counters: drafts, draft tokens, then accepted by position; for our
         methods, start the worker's totals anew instead."""
-        if self.job.side.family in METHODS:
+        if names_our_method({"method": self.job.side.family}):
             self.llm.collective_rpc("treespec_stats", kwargs={"reset": True})
             return []
         if self.job.side.family == PLAIN:
@@ -170,7 +170,7 @@ class SideEngine:
 
     def add_acceptance(self, result: CellResult, before: list[int]) -> None:
         """Add what was accepted since ``before`` and, for ours, the stages' times."""
-        if self.job.side.family in METHODS:
+        if names_our_method({"method": self.job.side.family}):
             totals = self.llm.collective_rpc("treespec_stats")[0]
             accepted = {int(d): count for d, count in totals["accepted"].items()}
             result.acceptance = Acceptance.from_histogram(

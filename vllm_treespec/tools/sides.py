@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
+from vllm_treespec.config import SpecConfigError, find_method, parse_spec_config
 from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
@@ -396,7 +396,7 @@ def with_model(
     spec: dict[str, Any], draft: str | None, heads: Mapping[str, str]
 ) -> dict[str, Any]:
     """Fill in the draft model or the head; ValueError names the missing option."""
-    config = METHODS.get(str(spec.get("method")))
+    config = find_method(str(spec.get("method")))
     if config is None or "model" in spec:
         return spec
     model, option = None, ""

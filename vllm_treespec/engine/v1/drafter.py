@@ -28,7 +28,7 @@ from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.engine.schedule_cache import ScheduleCache, cache_folder, origin_of
 from vllm_treespec.heads import LyannaHeadConfig, read_head_config
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
-from vllm_treespec.scorers import RULES, Rule, TypicalAcceptance
+from vllm_treespec.scorers import Rule, TypicalAcceptance
 from vllm_treespec.sources.base import DraftSource
 from vllm_treespec.sources.chain import ChainMemory
 
@@ -108,9 +108,9 @@ class TreeDrafter:
         sources: list[DraftSource] = [*self.paged]
         if self.head is not None:
             sources.append(self.head)
-        index = config.suffix_index()
-        if index is not None:
-            sources.append(index)
+        text_source = config.text_source()
+        if text_source is not None:
+            sources.append(text_source)
         return sources
 
     def _make_head(self, model: str, config: MethodConfig) -> None:
@@ -185,7 +185,7 @@ def make_rule(config: MethodConfig) -> Rule:
     typical = config.lossy_typical_acceptance
     if typical is not None:
         return TypicalAcceptance(typical.epsilon, typical.delta).rule
-    return RULES[config.rule]
+    return config.rule
 
 
 def layout_limits(method: Method, has_own_kv: bool) -> LayoutLimits:

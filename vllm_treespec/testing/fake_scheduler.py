@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.fast.toy_models import BLOCK_SIZE, NO_PENALTY, texts_so_far
 from vllm_treespec.core.forbidden import Forbidden
+from vllm_treespec.testing.toy_models import BLOCK_SIZE, NO_PENALTY, texts_so_far
 
 
 @dataclass(eq=False)

@@ -287,11 +287,39 @@ class ToyDraftModel:
         assert np.array_equal(seen, own), "another path"
 
 
+class TableDraft:
+    """Drafts by a language's table below the roots; implements ``DraftModel``."""
+
+    vocabulary = None
+
+    def __init__(
+        self, table: Tensor, lengths: Tensor, above: Tensor, roots: Tensor
+    ) -> None:
+        """Take the texts: their lengths, last tokens but one, and last ones.
+
+        All three int64 [num_reqs, 1].
+        """
+        self.table = table
+        self.lengths, self.above, self.last = lengths, above, roots
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots."""
+        return self._logits()[:, 0]
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Logits below a level."""
+        self.lengths = self.lengths + 1
+        self.above, self.last = self.last.gather(1, parents), token_ids
+        return self._logits()
+
+    def _logits(self) -> Tensor:
+        return self.table[self.lengths % PERIOD, self.above, self.last]
+
+
 class ToyHead:
     """A head: all it knows is the hidden state that a root was emitted from."""
 
     reads = Reads(root_hidden=True)
-    vocabulary = None
 
     def __init__(self, language: Language) -> None:
         """Speak the language's draft."""
@@ -300,27 +328,12 @@ class ToyHead:
     def read(self, committed: CommittedTokens) -> None:
         """Nothing."""
 
-    def begin(self, roots: Roots) -> ToyHead:
+    def begin(self, roots: Roots) -> TableDraft:
         """Begin below the roots; see ``hidden_state``."""
         assert roots.hidden is not None
         self.hidden = roots.hidden
-        length, above = roots.hidden[:, -2:].long().split(1, dim=1)
-        self.length, self.above = length + 1, above
-        self.last = roots.root_token_ids[:, None]
-        return self
+        lengths, above = roots.hidden[:, -2:].long().split(1, dim=1)
+        return TableDraft(self.table, lengths + 1, above, roots.root_token_ids[:, None])
 
     def finish_requests(self, slots: np.ndarray) -> None:
         """Nothing is kept."""
-
-    def root_logits(self) -> Tensor:
-        """Logits below the roots."""
-        return self._logits()[:, 0]
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Logits below a level."""
-        self.length = self.length + 1
-        self.above, self.last = self.last.gather(1, parents), token_ids
-        return self._logits()
-
-    def _logits(self) -> Tensor:
-        return self.table[self.length % PERIOD, self.above, self.last]

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.fast.fake_scheduler import Habits, Request
-from tests.fast.toy_models import BLOCK_SIZE, NO_PENALTY, kv_slots
 from vllm_treespec.core.penalties import PenaltyView
 from vllm_treespec.core.texts import TextView
 from vllm_treespec.core.views import (
@@ -24,6 +22,8 @@ from vllm_treespec.core.views import (
     TargetInputs,
     scheduler_room,
 )
+from vllm_treespec.testing.fake_scheduler import Habits, Request
+from vllm_treespec.testing.toy_models import BLOCK_SIZE, NO_PENALTY, kv_slots
 
 # Buffers of an engine are longer than a batch.
 SPARE = [0, 0, 0]

@@ -15,22 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.fast.fake_scheduler import Habits, Request, Scheduler, StepPlan
-from tests.fast.fake_views import Step, blocks_in, first_seen
-from tests.fast.toy_models import (
-    BLOCK_SIZE,
-    VOCAB_SIZE,
-    KvCache,
-    Language,
-    ToyDraftModel,
-    after,
-    hidden_state,
-    kv_slots,
-    penalised,
-    permitted,
-    seen_slots,
-    texts_so_far,
-)
 from vllm_treespec.core.decoder import TreeDecoder
 from vllm_treespec.core.method import EngineLimits, Method
 from vllm_treespec.core.sampling import SamplingTensors, draw
@@ -48,6 +32,22 @@ from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.testing.fake_scheduler import Habits, Request, Scheduler, StepPlan
+from vllm_treespec.testing.fake_views import Step, blocks_in, first_seen
+from vllm_treespec.testing.toy_models import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    KvCache,
+    Language,
+    ToyDraftModel,
+    after,
+    hidden_state,
+    kv_slots,
+    penalised,
+    permitted,
+    seen_slots,
+    texts_so_far,
+)
 
 DEVICE = torch.device("cpu")
 
@@ -313,16 +313,61 @@ class FakeEngine:
         if proposal is None:
             return
         drafting = [self.now.requests[place] for place in proposal.reqs]
-        assert len(drafting) <= self.decoder.method.max_trees
+        method = self.decoder.method
+        assert len(drafting) <= method.max_trees
         assert all(r.drafts for r in drafting)
         assert batch.emitted[proposal.reqs].all()
-        for request, drafts, parents in zip(
-            drafting, proposal.drafts(), proposal.draft_parents(), strict=True
+        sizes = method.proposers[proposal.tree_index].sizes
+        is_greedy = not any(request.temperature for request in drafting)
+        drawn = is_greedy or proposal.tree.draws is not None
+        assert drawn or method.rule.follows_noise, (
+            f"the rule {method.rule.name} needs draws, and these trees have none; "
+            f"coupled_draw needs none"
+        )
+        for request, drafts, parents, depths in zip(
+            drafting,
+            proposal.drafts(),
+            proposal.draft_parents(),
+            proposal.tree.depths.tolist(),
+            strict=True,
         ):
-            assert all(0 <= token < VOCAB_SIZE for token in drafts)
+            check_tree(drafts, parents, depths, sizes)
             assert len(drafts) <= request.max_drafts
             request.proposed, request.parents = drafts, parents
             request.proposed_in = self.decoder.step
+
+
+def check_tree(
+    drafts: Sequence[int],
+    parents: Sequence[int],
+    depths: Sequence[int],
+    sizes: TreeSizes,
+) -> None:
+    """Check that drafts are a tree as ``TreeBatch`` says, and no larger than announced.
+
+    Args:
+        drafts: tokens of the draft nodes.
+        parents: of the draft nodes; 0 is the root.
+        depths: of all nodes, the root's first; further entries are not looked at.
+        sizes: of the proposer.
+
+    """
+    assert all(0 <= token < VOCAB_SIZE for token in drafts), "no token of the target's"
+    assert list(parents) == sorted(parents), "nodes are not in level order"
+    assert all(0 <= parent <= i for i, parent in enumerate(parents)), "a child is first"
+    twins = len(drafts) - len(set(zip(parents, drafts, strict=True)))
+    assert not twins, "siblings have the same token"
+    expected = [0]
+    for parent in parents:
+        expected.append(expected[parent] + 1)
+    assert list(depths[: len(expected)]) == expected, "depths do not follow parents"
+    num_leaves = len(expected) - len(set(parents))
+    widest = max(Counter(expected).values())
+    found = len(expected), max(expected), widest, num_leaves
+    most = sizes.max_nodes, sizes.max_depth, sizes.max_width, sizes.max_leaves
+    assert all(n <= bound for n, bound in zip(found, most, strict=True)), (
+        f"nodes, levels, width and leaves of a tree are {found}, its sizes say {most}"
+    )
 
 
 def make_layout(

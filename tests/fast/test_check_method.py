@@ -1,0 +1,236 @@
+"""``vllm_treespec.testing`` passes right methods and notices wrong ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+
+from tests.fast.wrong_scorers import WRONG_SCORERS
+from vllm_treespec.config.rsd_c import RsdCConfig
+from vllm_treespec.config.suffix_tree import SuffixTreeConfig
+from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.proposers import ProposerInputs, RsdC, Suffix
+from vllm_treespec.scorers import RULES, Rule
+from vllm_treespec.testing import check_method
+
+FOUND = {"num_drafts": 8, "depth": 5, "min_probability": 0.0, "schedule": "fixed"}
+MODEL = {"model": "some/model", "schedule": "fixed"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"method": "suffix_tree", **FOUND},
+        {"method": "hybrid", **FOUND, **MODEL, "top_k": 3, "model_depth": 2},
+        {"method": "rsd_s", **MODEL},
+        {"method": "specinfer", "schedule": "fixed", "drafts": [{"model": "m"}] * 2},
+        {"method": "spectr", **MODEL},
+        {"method": "eagle_tree", **MODEL},
+        {"method": "redrafter", **MODEL, "beam_search": "stochastic"},
+    ],
+    ids=lambda spec: spec["method"],
+)
+def test_right_methods_pass(spec: dict[str, Any]) -> None:
+    """Red when the check refuses what our own tests prove right."""
+    checked = check_method(spec)
+    assert checked.num_trees > 100
+    assert checked.num_accepted > 50
+
+
+def test_every_tree_of_a_schedule_is_checked() -> None:
+    """Red when a schedule's smaller trees go unchecked."""
+    one = check_method({"method": "sd", **MODEL})
+    assert check_method({"method": "sd", "model": "m"}).num_trees > one.num_trees
+
+
+class Wrong(Suffix):
+    """Changes the trees of a suffix index."""
+
+    change: Callable[[TreeBatch], TreeBatch]
+
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        return Wrong.change(super().propose(inputs))
+
+
+class WrongConfig(SuffixTreeConfig):
+    """Spec-config of ``Wrong``."""
+
+    method: Literal["wrong"]  # type: ignore[assignment]
+
+    def proposer(self) -> Wrong:
+        return Wrong(self.num_drafts, self.depth, self.min_probability)
+
+
+def nothing(tree: TreeBatch) -> TreeBatch:
+    """No drafts."""
+    return tree.cut(torch.ones_like(tree.num_nodes))
+
+
+def twins(tree: TreeBatch) -> TreeBatch:
+    """All drafts below the root, with one token."""
+    drafts = tree.is_node() & (tree.depths > 0)
+    return replace(
+        tree,
+        token_ids=tree.token_ids.masked_fill(drafts, 2),
+        parents=tree.parents.masked_fill(drafts, 0),
+        depths=tree.depths.masked_fill(drafts, 1),
+    )
+
+
+def shallow(tree: TreeBatch) -> TreeBatch:
+    """Depths that are none."""
+    return replace(tree, depths=tree.depths.clamp(max=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (nothing, "wrong drafts nothing"),
+        (twins, "siblings have the same token"),
+        (shallow, "depths do not follow parents"),
+    ],
+)
+def test_wrong_trees_are_noticed(
+    change: Callable[[TreeBatch], TreeBatch], says: str
+) -> None:
+    """Red when trees that would break an engine pass."""
+    Wrong.change = staticmethod(change)
+    with pytest.raises(AssertionError, match=says):
+        check_method(WrongConfig(method="wrong", **FOUND))
+
+
+class SmallConfig(WrongConfig):
+    """Announces smaller trees than it draws."""
+
+    @property
+    def sizes(self) -> TreeSizes:
+        return replace(super().sizes, max_leaves=2)
+
+
+class DrawnConfig(WrongConfig):
+    """Has a rule for drawn drafts."""
+
+    @property
+    def rule(self) -> Rule:
+        return RULES["recursive_rejection"]
+
+
+class AskingConfig(WrongConfig):
+    """Has a proposer with a draft model that the spec-config does not name."""
+
+    def proposer(self) -> Wrong:
+        proposer = super().proposer()
+        proposer.num_draft_models = 1
+        return proposer
+
+
+class WideProposer(Suffix):
+    """Draws larger trees than its sizes say."""
+
+    def __init__(self, *limits: Any) -> None:
+        super().__init__(*limits)
+        self.sizes = replace(self.sizes, max_leaves=1)
+
+
+class WideConfig(WrongConfig):
+    """Spec-config of ``WideProposer``."""
+
+    def proposer(self) -> Any:
+        return WideProposer(self.num_drafts, self.depth, self.min_probability)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (SmallConfig, "max_leaves of the proposer's sizes is 8, the spec-config's"),
+        (DrawnConfig, "the rule recursive_rejection needs draws, and these trees have"),
+        (AskingConfig, "num_draft_models of the proposer is 1, and the spec-config na"),
+        (WideConfig, "nodes, levels, width and leaves of a tree are"),
+    ],
+)
+def test_wrong_spec_configs_are_noticed(config: type[WrongConfig], says: str) -> None:
+    """Red when a spec-config that would break an engine passes."""
+    Wrong.change = staticmethod(lambda tree: tree)
+    with pytest.raises(AssertionError, match=says):
+        check_method(config(method="wrong", **FOUND))
+
+
+class Sharpened(RsdC):
+    """Says of its drafts that they came from a sharper distribution."""
+
+    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+        tree = super().propose(inputs)
+        if tree.draws is None:
+            return tree
+        probs = tree.draws.probs**2
+        probs = probs / probs.sum(-1, keepdim=True)
+        return replace(tree, draws=replace(tree.draws, probs=probs))
+
+
+class SharpenedConfig(RsdCConfig):
+    """Spec-config of ``Sharpened``."""
+
+    def proposer(self) -> Sharpened:
+        return Sharpened(self.branching_factors)
+
+
+class LossyConfig(RsdCConfig):
+    """Has a rule that says it is lossless."""
+
+    WALK: ClassVar[Any]
+
+    @property
+    def rule(self) -> Rule:
+        return Rule("wrong", self.WALK)
+
+
+def test_a_wrong_distribution_is_noticed() -> None:
+    """Red when drafts that were drawn otherwise than they say pass."""
+    with pytest.raises(AssertionError, match="law of emitted tokens is not the target"):
+        check_method(SharpenedConfig(method="rsd_c", **MODEL))
+
+
+@pytest.mark.parametrize("name", WRONG_SCORERS)
+def test_a_lossy_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a rule that changes the target's distribution passes."""
+    walk = staticmethod(WRONG_SCORERS[name])
+    monkeypatch.setattr(LossyConfig, "WALK", walk, raising=False)
+    with pytest.raises(AssertionError, match="law of emitted tokens is not the target"):
+        check_method(LossyConfig(method="rsd_c", **MODEL))
+
+
+def other_form(*given: Any) -> Any:
+    """A batched form that accepts nothing."""
+    tree, target, numbers, _ = given
+    return RULES["recursive_rejection"].walk(
+        tree, target, torch.full_like(numbers, 1 - 2.0**-53)
+    )
+
+
+class FormsConfig(RsdCConfig):
+    """Has a rule with two forms that differ."""
+
+    @property
+    def rule(self) -> Rule:
+        return Rule("two_forms", RULES["recursive_rejection"].walk, other_form)
+
+
+def test_forms_that_differ_are_noticed() -> None:
+    """Red when a rule's batched form may emit something else."""
+    with pytest.raises(AssertionError, match="the forms of the rule two_forms emit"):
+        check_method(FormsConfig(method="rsd_c", **MODEL))
+
+
+def test_vllm_is_not_imported() -> None:
+    """Red when `import vllm_treespec.testing` loads vLLM."""
+    code = "import sys, vllm_treespec.testing; print('vllm' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
