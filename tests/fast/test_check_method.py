@@ -20,7 +20,12 @@ from vllm_treespec.proposers import ProposerInputs, RsdC, Suffix
 from vllm_treespec.scorers import RULES, Rule
 from vllm_treespec.testing import check_method
 
-FOUND: dict[str, Any] = {"num_drafts": 8, "depth": 5, "min_probability": 0.0, "schedule": "fixed"}
+FOUND: dict[str, Any] = {
+    "num_drafts": 8,
+    "depth": 5,
+    "min_probability": 0.0,
+    "schedule": "fixed",
+}
 MODEL: dict[str, Any] = {"model": "some/model", "schedule": "fixed"}
 
 
