@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,7 +221,7 @@ def forwards_of(machine: Machine) -> ForwardTimes:
 class WarmWorker:
     """vLLM's worker, warmed up; our runner without anything."""
 
-    model_runner = None
+    model_runner = SimpleNamespace(parallel_config=SimpleNamespace(rank=1))
 
     def compile_or_warm_up_model(self) -> str:
         """Warm up."""

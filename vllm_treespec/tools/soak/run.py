@@ -170,7 +170,7 @@ def repeated(
     They are sampled by a seed. Where drafts are drawn there are none: the text without
     drafts is another one.
     """
-    if parse_spec_config(spec).rule != "coupled_draw":
+    if not parse_spec_config(spec).rule.follows_noise:
         return []
     return [request.without_drafts() for request in requests if request.seeded]
 
