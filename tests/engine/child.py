@@ -40,6 +40,9 @@ FROM_JSON: dict[str, Callable[[dict], object]] = {
     "logit_bias": lambda value: {int(token): bias for token, bias in value.items()},
 }
 
+# Counted for every job.
+COUNTS = ("trees", "nodes", "accepted")
+
 
 def runner_of(llm: LLM) -> Any:
     """The model runner of an engine that runs in this process."""
@@ -289,6 +292,12 @@ def watch_blocks(llm: LLM) -> list[int]:
     return held
 
 
+def counts_of(stats: dict[str, Any]) -> dict[str, int]:
+    """Trees, their nodes, and accepted drafts so far."""
+    drafts = sum(length * trees for length, trees in stats["accepted"].items())
+    return {"trees": stats["trees"], "nodes": stats["nodes"], "accepted": drafts}
+
+
 def kv_cache_of(llm: LLM) -> dict[str, int]:
     """What the scheduler has of KV cache: blocks, tokens, and groups of layers."""
     cache = llm.llm_engine.vllm_config.cache_config
@@ -313,7 +322,7 @@ def main(request_file: str, result_file: str) -> None:
     adapter = None
     if "adapter" in request:
         adapter = LoRARequest("adapter", 1, request["adapter"])
-    result: dict[str, Any] = {"jobs": [], "trees": [], "nodes": [], "preemptions": []}
+    result: dict[str, Any] = {"jobs": [], "preemptions": []}
     result["seconds"] = [time.perf_counter() - start]
     trees = bool(arguments.get("speculative_config"))
     if "capture_kv" in request:
@@ -321,7 +330,8 @@ def main(request_file: str, result_file: str) -> None:
     if "watch_blocks" in request:
         result["kv_cache"] = kv_cache_of(llm)
         result["held"] = watch_blocks(llm)
-    before = {"trees": 0, "nodes": 0}
+    before = dict.fromkeys(COUNTS, 0)
+    result |= {name: [] for name in COUNTS}
     for job in request["jobs"]:
         preemptions = count_preemptions(llm)
         start = time.perf_counter()
@@ -330,9 +340,10 @@ def main(request_file: str, result_file: str) -> None:
         result["preemptions"].append(count_preemptions(llm) - preemptions)
         if trees:
             result["stats"] = stats = llm.collective_rpc("treespec_stats")[0]
-            for name in before:
-                result[name].append(stats[name] - before[name])
-                before[name] = stats[name]
+            counts = counts_of(stats)
+            for name in COUNTS:
+                result[name].append(counts[name] - before[name])
+            before = counts
     if "capture_kv" in request:
         torch.save(found, Path(result_file).with_name("kv.pt"))
     Path(result_file).write_text(json.dumps(result))

@@ -1,7 +1,6 @@
 """Runs an engine and notes which drafts were proposed after which text."""
 
 import json
-from collections import Counter
 from typing import Any
 
 from vllm import LLM
@@ -13,9 +12,10 @@ def run(arguments: dict[str, Any], jobs: list[dict]) -> dict[str, Any]:
     """Run jobs as ``child`` does.
 
     Returns:
-        ``drafts``, for each job: the committed token ids, as JSON, and the drafts
-        after them; ``answers`` of each job; ``accepted``, for each job: how many
-        trees had so many drafts accepted; ``preemptions`` and ``cached`` tokens.
+        For each job: ``drafts``, by committed token ids, as JSON, the drafts after
+        them; the answers (``jobs``); ``lengths``, how many trees had so many drafts
+        accepted; and of these the sums, ``trees`` and ``accepted``. For the engine:
+        ``preemptions``.
 
     """
     llm = LLM(**arguments, disable_log_stats=False)
@@ -32,15 +32,18 @@ def run(arguments: dict[str, Any], jobs: list[dict]) -> dict[str, Any]:
         take(proposed)
 
     scheduler.update_draft_token_ids = update_draft_token_ids
-    found: dict[str, Any] = {"drafts": [], "answers": [], "accepted": []}
+    keys = ("drafts", "jobs", "lengths", "trees", "accepted")
+    found: dict[str, Any] = {key: [] for key in keys}
     trees = arguments["speculative_config"]["method"] not in ("eagle", "eagle3")
     for job in jobs:
         drafts.clear()
-        found["answers"].append(generate(llm, job, None))
+        found["jobs"].append(generate(llm, job, None))
         found["drafts"].append(dict(drafts))
         if trees:
             (stats,) = llm.collective_rpc("treespec_stats", args=(True,))
-            accepted = Counter(stats["accepted"])
-            found["accepted"].append({str(n): c for n, c in accepted.items()})
+            lengths = stats["accepted"]
+            found["lengths"].append(lengths)
+            found["trees"].append(stats["trees"])
+            found["accepted"].append(sum(n * count for n, count in lengths.items()))
     found["preemptions"] = count_preemptions(llm)
     return found

@@ -13,10 +13,20 @@ from typing import Any
 import pytest
 
 from tests.engine.processes import call
+from tests.engine.sampled import DRAWN
 from tests.engine.tiny_models import write_pair
 
 NUM_REQUESTS = 8
 PLAIN = "plain"
+SAMPLED: dict[str, Any] = {"temperature": 0.5, "seed": 3}
+JOBS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": SAMPLED,
+    "sampled, no drafts": {
+        **SAMPLED,
+        "extra_args": {"treespec": {"enabled": False}},
+    },
+}
 SPECS: dict[str, dict[str, Any]] = {
     "suffix_tree": {"min_probability": 0.0},
     "rsd_s": {"beam_width": 3, "depth": 3},
@@ -24,7 +34,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 async def answer(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of some requests at once, and our counters."""
+    """Tokens of some requests at once, greedy and sampled, and our counters."""
     from prometheus_client import REGISTRY, generate_latest
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -33,22 +43,26 @@ async def answer(arguments: dict[str, Any]) -> dict[str, Any]:
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-    async def one(number: int) -> list[int]:
+    async def one(name: str, number: int) -> list[int]:
         prompt = [(7 * number * j + 3) % 90 for j in range(1, 9)]
         params = SamplingParams(
-            temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False
+            **JOBS[name], max_tokens=24, ignore_eos=True, detokenize=False
         )
         tokens: list[int] = []
         inputs = TokensPrompt(prompt_token_ids=prompt)
-        async for output in engine.generate(inputs, params, str(number)):
+        async for output in engine.generate(inputs, params, f"{name} {number}"):
             tokens = list(output.outputs[0].token_ids)
         return tokens
 
-    greedy = await asyncio.gather(*(one(n) for n in range(1, NUM_REQUESTS + 1)))
+    numbers = range(1, NUM_REQUESTS + 1)
+    answers: dict[str, Any] = {
+        name: await asyncio.gather(*(one(name, number) for number in numbers))
+        for name in JOBS
+    }
     text = generate_latest(REGISTRY).decode()
     engine.shutdown()
     lines = [line for line in text.splitlines() if line.startswith("vllm:treespec")]
-    return {"greedy": greedy, "lines": lines}
+    return {**answers, "lines": lines}
 
 
 def run_engines(name: str, folder: Path, engines: int) -> None:
@@ -99,7 +113,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Any]:
 @pytest.mark.parametrize("method", SPECS)
 def test_two_engines_answer_as_one(method: str, run: Callable[[str, int], Any]) -> None:
     """Red when an answer depends on which engine gives it."""
-    assert run(method, 2)["greedy"] == run(PLAIN, 1)["greedy"]
+    two = run(method, 2)
+    assert two["greedy"] == run(PLAIN, 1)["greedy"]
+    if method not in DRAWN:
+        assert two["sampled"] == two["sampled, no drafts"]
 
 
 @pytest.mark.parametrize("method", SPECS)

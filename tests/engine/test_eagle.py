@@ -15,6 +15,7 @@ from filelock import FileLock
 from tests.engine.conftest import MAX_MODEL_LEN, TINY
 from tests.engine.eagle_models import VOCAB_SIZE, write_known_language
 from tests.engine.processes import call
+from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import SIZES
 from tests.published_heads import Form, PublishedHead
 
@@ -104,28 +105,31 @@ def test_exact_features_are_always_accepted(
 ) -> None:
     """Red when a pair is read with another token's feature, or with a stale one.
 
-    After plain steps, from the prefix cache, and after preemption.
+    After plain steps, from the prefix cache, and after preemption. Red, too, when a
+    tree of a sampled request then changes its text.
     """
     target, head = known_language
     spec = {"method": "eagle_tree", "model": head, "top_k": 2, "depth": DEPTH}
     static = {**spec, "tree": "static", **ALONE}
-    found = run(target, static, jobs_of_all_kinds(VOCAB_SIZE))
-    for accepted in found["accepted"]:
-        assert accepted.keys() == {str(DEPTH)}
-        assert accepted[str(DEPTH)] >= 20
-    cached = [answer["num_cached_tokens"] for answer in found["answers"][2]]
+    jobs = jobs_of_all_kinds(VOCAB_SIZE)
+    sampled = with_and_without_trees(prompts(VOCAB_SIZE), 1, max_tokens=24)
+    found = run(target, static, [*jobs, *sampled])
+    for lengths in found["lengths"][: len(jobs)]:
+        assert lengths.keys() == {DEPTH}
+        assert lengths[DEPTH] >= 20
+    cached = [answer["num_cached_tokens"] for answer in found["jobs"][2]]
     assert max(cached) >= 6 * BLOCK_SIZE
+    assert_same_text(found, len(jobs))
 
-    job = {
-        "prompts": prompts(VOCAB_SIZE, (90,) * 4),
-        "params": {**GREEDY, "max_tokens": 100},
-        "max_in_flight": 4,
-    }
-    tight = run(
-        target, {**spec, "schedule": "fixed"}, [job], num_gpu_blocks_override=16
-    )
+    texts = prompts(VOCAB_SIZE, (90,) * 4)
+    params = {**GREEDY, "max_tokens": 100}
+    job = {"prompts": texts, "params": params, "max_in_flight": 4}
+    sampled = with_and_without_trees(texts, 4, max_tokens=100)
+    fixed = {**spec, "schedule": "fixed"}
+    tight = run(target, fixed, [job, *sampled], num_gpu_blocks_override=16)
     assert tight["preemptions"] > 0
-    assert tight["accepted"][0].keys() == {str(DEPTH)}
+    assert tight["lengths"][0].keys() == {DEPTH}
+    assert_same_text(tight, 1)
 
 
 @pytest.fixture(scope="module", params=["speculators", "eagle3", "eagle1"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import MAX_MODEL_LEN, TINY
+from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import write_layered, write_with_sinks
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.plugin import register
@@ -45,6 +46,11 @@ JOBS = [
         "params": GREEDY,
         "max_in_flight": 4,
     },
+]
+# Engines with trees run these, too: sampled, with drafts and without.
+JOBS_OF_TREES = [
+    *JOBS,
+    *with_and_without_trees(PROMPTS, 3, max_tokens=24, temperature=0.5),
 ]
 # Beside requests that are sampled, that limit their trees, or that have none.
 MIXED = {
@@ -146,14 +152,15 @@ def test_tokens_equal_plain(
 
     Prompts come again, so that their blocks are found in the cache of every group.
     """
-    plain, trees = answer(kind, None, JOBS), answer(kind, method, JOBS)
+    plain, trees = answer(kind, None, JOBS), answer(kind, method, JOBS_OF_TREES)
     expected = KINDS[kind].with_head if method in OWN_KV else KINDS[kind].groups
     assert trees["kv_cache"]["num_groups"] == expected
-    assert tokens_of(trees) == tokens_of(plain)
-    assert cached(trees)[1:] == cached(plain)[1:]
+    assert tokens_of(trees)[: len(JOBS)] == tokens_of(plain)
+    assert cached(trees)[1 : len(JOBS)] == cached(plain)[1:]
     assert min(cached(plain)[2][2:]) >= 4 * WINDOW, "no long prompt was cached"
-    assert min(trees["trees"]) > 20, "hardly a tree was drafted"
+    assert min(trees["trees"][: len(JOBS)]) > 20, "hardly a tree was drafted"
     assert trees["nodes"][1] > 2 * trees["trees"][1], "no tree branched"
+    assert_same_text(trees, len(JOBS))
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
@@ -164,8 +171,8 @@ def test_one_group_drafts_the_same(
 
     Or when a user can no longer ask for one group.
     """
-    one = answer(kind, method, JOBS, disable_hybrid_kv_cache_manager=True)
-    trees = answer(kind, method, JOBS)
+    one = answer(kind, method, JOBS_OF_TREES, disable_hybrid_kv_cache_manager=True)
+    trees = answer(kind, method, JOBS_OF_TREES)
     assert one["kv_cache"]["num_groups"] == 1
     assert tokens_of(one) == tokens_of(trees)
     for name in ("trees", "nodes", "accepted"):
@@ -191,11 +198,14 @@ def test_mixed_batches(kind: str, method: str, answer: Callable[..., dict]) -> N
 )
 def test_preemption(kind: str, method: str, answer: Callable[..., dict]) -> None:
     """Red when a request that lost its blocks comes back with KV of another."""
-    job = {"prompts": [*PROMPTS, *PROMPTS], "params": GREEDY, "max_in_flight": 8}
+    prompts = [*PROMPTS, *PROMPTS]
+    job = {"prompts": prompts, "params": GREEDY, "max_in_flight": 8}
+    sampled = with_and_without_trees(prompts, 8, max_tokens=50, temperature=0.5)
     plain = answer(kind, None, [job])
-    tight = answer(kind, method, [job], num_gpu_blocks_override=36)
-    assert tight["preemptions"][0] > 0
-    assert tokens_of(tight) == tokens_of(plain)
+    tight = answer(kind, method, [job, *sampled], num_gpu_blocks_override=36)
+    assert min(tight["preemptions"][:2]) > 0
+    assert tokens_of(tight)[0] == tokens_of(plain)[0]
+    assert_same_text(tight, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from tests.engine.conftest import MAX_MODEL_LEN, TINY
 from tests.engine.processes import call
+from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import SIZES, write_pair
 from tests.fast.pair_training import PlainAttention
 from tests.heads import write_head
@@ -104,8 +105,12 @@ def token_ids(result: dict) -> list[list[list[int]]]:
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_equal_plain(mode: str, answers: Callable[..., dict]) -> None:
     """Red when a chain, a leftover or a merged tree changes a token, or goes unused."""
-    plain, trees = answers(None, jobs()), answers(mode, jobs())
-    assert token_ids(trees) == token_ids(plain)
+    both = with_and_without_trees(prompts(), 2, max_tokens=24)
+    sampled = both if mode != "drawn" else ()
+    plain, trees = answers(None, jobs()), answers(mode, [*jobs(), *sampled])
+    assert token_ids(trees)[: len(jobs())] == token_ids(plain)
+    if sampled:
+        assert_same_text(trees, len(jobs()))
     stats = trees["stats"]
     assert sum(n for length, n in stats["accepted"].items() if int(length)) > 50
     assert 0 < stats["leftover_accepted"] < stats["leftover_nodes"]
@@ -114,9 +119,11 @@ def test_tokens_equal_plain(mode: str, answers: Callable[..., dict]) -> None:
 def test_preempted_requests(answers: Callable[..., dict]) -> None:
     """Red when a preempted request drafts from what its lost tree left over."""
     plain = answers(None, crowded())
-    trees = answers("replace", crowded(), num_gpu_blocks_override=16)
-    assert trees["preemptions"][0] > 0
-    assert token_ids(trees) == token_ids(plain)
+    sampled = with_and_without_trees(crowded()[0]["prompts"], 4, max_tokens=100)
+    trees = answers("replace", [*crowded(), *sampled], num_gpu_blocks_override=16)
+    assert min(trees["preemptions"]) > 0
+    assert token_ids(trees)[:1] == token_ids(plain)
+    assert_same_text(trees, 1)
     assert trees["stats"]["leftover_nodes"] > 0
 
 
@@ -191,7 +198,7 @@ def test_drafts_are_those_of_plain_torch(
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
     expected = token_ids(answers(None, jobs()))
-    assert [[a["token_ids"] for a in job] for job in found["answers"]] == expected
+    assert [[a["token_ids"] for a in job] for job in found["jobs"]] == expected
     plain = PlainChains(models["target"], models["head"])
     both = list(logged(found))
     assert len(both) > 100

@@ -55,7 +55,7 @@ def busy_core() -> Iterator[None]:
 def test_short_soak_passes(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red when trees lose a request, change a greedy answer or keep a KV block.
+    """Red when trees lose a request, change an answer or keep a KV block.
 
     The target has a sliding window; two sources draft its trees, which some requests
     limit. Red, too, when this is so only with as many threads as vLLM takes by itself,
@@ -77,6 +77,7 @@ def test_short_soak_passes(
     note(Usage(2, time.perf_counter() - start))
     assert not report.problems
     assert report.passed
+    assert report.sampled_compared > 5
     for side in (report.plain, report.trees):
         assert side.aborted > 0
         assert side.end.prefix_hits > 0

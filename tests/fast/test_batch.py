@@ -272,6 +272,7 @@ def test_torn_lines_are_answered_again(tmp_path: Path) -> None:
         b'{"id": 9, "line": 9, "reason": "", "row": "", "text": "both"}',
         b'{"treespec_batch": 1, "options": {}}',
         b"[9]",
+        b"[" * 9999,
         b"null",
         b"",
     ],

@@ -89,6 +89,7 @@ def test_free_options_are_vllms() -> None:
         (["missing.jsonl", "OUT"], "missing.jsonl: there is no such file"),
         (["IN", "IN"], "INPUT and OUTPUT are one file"),
         (["IN", "OUT", "--sampling-params", "{"], "--sampling-params is not JSON"),
+        (["IN", "OUT", "--sampling-params", "[" * 9999], "are nested too deeply"),
         (["IN", "OUT", "--speculative-config", "[1]"], "must be one JSON object"),
         (
             ["IN", "OUT", "--speculative-config", '{"method": "sd"}'],

@@ -202,6 +202,7 @@ def test_a_wrong_distribution_is_noticed() -> None:
         check_method(SharpenedConfig(method="rsd_c", **MODEL))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRONG_SCORERS)
 def test_a_lossy_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a rule that changes the target's distribution passes."""

@@ -201,7 +201,9 @@ def test_walk_equals_reference(vocab_size: int, draft_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "proposer", [RsdC((3, 2)), RsdS(3, 2), SpecInfer([(2, 2)])], ids=lambda p: p.name
+    "proposer",
+    [RsdC((3, 2)), RsdS(3, 2), SpecInfer([(2, 2)])],
+    ids=lambda p: type(p).__name__,
 )
 def test_whole_vocabulary_changes_nothing(proposer: Proposer) -> None:
     """Red when naming all tokens differs from naming none."""

@@ -288,7 +288,7 @@ def scored(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOut
 
 @pytest.mark.parametrize("vocab_size", [77, 1001])
 @pytest.mark.parametrize(
-    "proposer", [Sd(4), RsdC((3, 2, 1)), RsdS(4, 3)], ids=lambda p: p.name
+    "proposer", [Sd(4), RsdC((3, 2, 1)), RsdS(4, 3)], ids=lambda p: type(p).__name__
 )
 def test_batch_does_not_change_a_seeded_request(
     proposer: Proposer, vocab_size: int

@@ -10,7 +10,13 @@ from vllm_treespec.cli import app
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, Completion, End, EngineRun, SoakJob
 from vllm_treespec.tools.soak.requests import Material, SoakRequest, make_requests
-from vllm_treespec.tools.soak.run import Report, Settings, make_report, tie_job
+from vllm_treespec.tools.soak.run import (
+    Report,
+    Settings,
+    make_report,
+    repeated,
+    tie_job,
+)
 
 MAX_MODEL_LEN = 320
 MATERIAL = Material.of(
@@ -21,6 +27,8 @@ GREEDY = SoakRequest(
 )
 SAMPLED = SoakRequest(id="b", prompt=[1], params={"temperature": 1.0, "max_tokens": 2})
 SENT = [GREEDY, SAMPLED]
+SEEDED = SAMPLED.model_copy(update={"params": {**SAMPLED.params, "seed": 7, "n": 2}})
+SUFFIX_TREE = {"method": "suffix_tree"}
 END = End(
     seconds=1.0,
     steps=100,
@@ -57,7 +65,7 @@ def report_of(answers: list[Answer], gap: float | None = None, **end: Any) -> Re
     trees = engine_run("trees", answers, **end)
     found = check.differences(SENT, PLAIN, trees)
     found = [item.model_copy(update={"gap": gap}) for item in found]
-    settings = Settings(target="t", spec={"method": "rsd_s"}, requests=2)
+    settings = Settings(target="t", spec=SUFFIX_TREE, requests=2)
     return make_report(settings, SENT, PLAIN, trees, found)
 
 
@@ -148,6 +156,42 @@ def test_aborted_answer_is_compared_as_far_as_it_goes() -> None:
         ours.completions[0].finish_reason = None
     assert report_of([shorter, answer("b", [1, 2])]).passed
     assert failed(report_of([wrong, answer("b", [1, 2])])) == [check.GREEDY]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "aborted", "same"),
+    [
+        ([[3, 4], [5, 6]], False, True),
+        ([[3, 4], [5, 7]], False, False),
+        ([[3, 4], [5]], False, False),
+        ([[3, 4], [5]], True, True),
+        ([[4], [5]], True, False),
+    ],
+)
+def test_seeded_answers_are_compared_with_those_without_drafts(
+    tokens: list[list[int]], aborted: bool, same: bool
+) -> None:
+    """Red when a tree may change one of the answers to a sampled request."""
+    (again,) = repeated([*SENT, SEEDED], SUFFIX_TREE)
+    assert again.prompt == SEEDED.prompt
+    assert again.params["seed"] == 7
+    assert again.params["extra_args"] == {"treespec": {"enabled": False}}
+    answers = [
+        Answer(
+            id=request.id,
+            completions=[Completion(token_ids=part) for part in parts],
+            aborted=aborted,
+        )
+        for request, parts in ((SEEDED, tokens), (again, [[3, 4], [5, 6]]))
+    ]
+    found = list(check.check_sampled([SEEDED, again], answers))
+    assert (not found) == same
+
+
+def test_drawn_drafts_are_not_compared() -> None:
+    """Red when answers are compared that have the same law and other texts."""
+    assert not repeated([SEEDED], {"method": "rsd_s", "model": "draft"})
+    assert check.SAMPLED not in report_of([answer("a", [5, 6, 7, 8])]).checks
 
 
 @pytest.mark.parametrize(("gap", "tie"), [(1e-4, True), (0.1, False), (None, False)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from vllm_treespec.json_files import parse_json
 
 if TYPE_CHECKING:
     import rich.progress
@@ -160,7 +161,7 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text, finite=True)
     except ValueError as error:
         raise BatchError(f"{option} is not JSON: {error}") from None
     if not isinstance(found, dict):

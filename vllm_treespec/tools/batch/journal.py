@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from vllm_treespec.atomic_files import replaced, sync
+from vllm_treespec.json_files import parse_json
 from vllm_treespec.tools.batch.rows import (
     BadRow,
     BatchError,
@@ -150,7 +151,7 @@ class Journal:
 
     def _header_of(self, first: bytes) -> Header:
         try:
-            return _HEADER.validate_python(json.loads(first))
+            return _HEADER.validate_python(parse_json(first))
         except ValueError:
             raise self._foreign() from None
 

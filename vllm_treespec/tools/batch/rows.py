@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
+
+from vllm_treespec.json_files import parse_json
 
 # keys of a row whose names no option changes
 MESSAGES = "messages"
@@ -93,7 +95,7 @@ def finished_of(text: str | bytes) -> Finished:
         ValueError: it is no JSON, or that of something else.
 
     """
-    return _FINISHED.validate_python(json.loads(text), extra="forbid")
+    return _FINISHED.validate_python(parse_json(text), extra="forbid")
 
 
 def bad_row(row: Row, reason: str) -> BadRow:
@@ -110,12 +112,7 @@ def row_of_json(line: int, raw: bytes, columns: Columns) -> Row | BadRow:
     """Make a row of a line of JSON."""
     source = raw.decode("utf-8", errors="backslashreplace").strip()
     try:
-        fields = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_number)
-    except UnicodeDecodeError as error:
-        reason = f"not UTF-8 text ({error.reason} at byte {error.start})"
-        return BadRow(line, line, reason, source)
-    except RecursionError:
-        return BadRow(line, line, "not JSON: nested too deeply", source)
+        fields = parse_json(raw.removeprefix(BOM_UTF8), finite=True)
     except ValueError as error:
         return BadRow(line, line, f"not JSON: {error}", source)
     if not isinstance(fields, dict):
@@ -197,7 +194,3 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON's")

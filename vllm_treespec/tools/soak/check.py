@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from vllm_treespec.tools.soak.records import Answer, Completion, End, EngineRun
-from vllm_treespec.tools.soak.requests import SoakRequest
+from vllm_treespec.tools.soak.requests import WITHOUT_DRAFTS, SoakRequest
 
 # Two tokens this close in log probability may change places with the batch's shape.
 TIE_GAP = 1e-3
@@ -24,6 +24,7 @@ MIN_SAMPLES = 200
 ANSWERED = "every request answered once"
 PARAMETERS = "answers are what was asked for"
 GREEDY = "greedy answers equal plain vLLM's"
+SAMPLED = "sampled answers equal those without drafts"
 LOGPROBS = "log probabilities equal plain vLLM's"
 BLOCKS = "every KV block free"
 LEFTOVERS = "no request left in the engine"
@@ -31,7 +32,7 @@ MEMORY = f"memory grew less than {MAX_GROWTH_MIB:.0f} MiB more than plain vLLM's
 PREEMPTED = "preemption happened"
 DRAFTED = "trees were drafted all the time"
 CHECKS = (
-    *(ANSWERED, PARAMETERS, GREEDY, LOGPROBS),
+    *(ANSWERED, PARAMETERS, GREEDY, SAMPLED, LOGPROBS),
     *(BLOCKS, LEFTOVERS, MEMORY, PREEMPTED, DRAFTED),
 )
 
@@ -48,7 +49,7 @@ class Problem(BaseModel):
 
 
 class Difference(BaseModel):
-    """A greedy answer that is not plain vLLM's."""
+    """An answer that is not the one without trees."""
 
     request: str
     # the first token that differs, and what the two say; None where one has ended
@@ -65,11 +66,13 @@ class Difference(BaseModel):
         return self.gap is not None and self.gap <= TIE_GAP
 
 
-def check_engine(requests: Sequence[SoakRequest], run: EngineRun) -> list[Problem]:
+def check_engine(run: EngineRun) -> list[Problem]:
     """Check one engine's run on its own."""
+    requests = run.job.requests
     found = [
         *check_answered(requests, run.answers),
         *check_parameters(requests, run),
+        *check_sampled(requests, run.answers),
         *check_end(run.end),
         *check_drafted(requests, run.end),
     ]
@@ -177,6 +180,24 @@ def follows(grammar: dict[str, Any], text: str) -> bool:
     return set(text.split(" ")) <= {"left", "right"}
 
 
+def check_sampled(
+    requests: Sequence[SoakRequest], answers: Sequence[Answer]
+) -> Iterator[dict[str, Any]]:
+    """Compare seeded answers with those that the same requests got without drafts."""
+    found = {answer.id: answer for answer in answers}
+    for request in requests:
+        plain = found.get(request.id + WITHOUT_DRAFTS)
+        if plain is None or request.id not in found:
+            continue
+        trees = found[request.id]
+        aborted = plain.aborted or trees.aborted
+        for want, have in zip(plain.completions, trees.completions, strict=True):
+            item = _difference(request.id, want, have, aborted)
+            if item is not None:
+                detail = f"{item.detail}: {item.trees}, without drafts {item.plain}"
+                yield {"check": SAMPLED, "request": request.id, "detail": detail}
+
+
 def check_end(end: End) -> Iterator[dict[str, Any]]:
     """Find blocks and requests that an engine did not give back."""
     if end.free_blocks != end.num_blocks:
@@ -235,22 +256,25 @@ def differences(
     found = []
     for request in requests:
         if request.greedy and request.id in theirs and request.id in ours:
-            want, have = theirs[request.id], ours[request.id]
-            difference = _difference(want, have)
+            plain_answer, answer = theirs[request.id], ours[request.id]
+            (want,), (have,) = plain_answer.completions, answer.completions
+            aborted = plain_answer.aborted or answer.aborted
+            difference = _difference(request.id, want, have, aborted)
             if difference is not None:
                 found.append(difference)
     return found
 
 
-def _difference(plain: Answer, trees: Answer) -> Difference | None:
-    (want,), (have,) = plain.completions, trees.completions
+def _difference(
+    request: str, want: Completion, have: Completion, aborted: bool
+) -> Difference | None:
     shared = min(len(want.token_ids), len(have.token_ids))
     pairs = zip(want.token_ids, have.token_ids, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), shared)
     detail = ""
     if position < shared:
         detail = f"token {position} of {len(want.token_ids)} differs"
-    elif plain.aborted or trees.aborted:
+    elif aborted:
         return None
     elif len(want.token_ids) != len(have.token_ids):
         detail = f"{len(have.token_ids)} tokens, not {len(want.token_ids)}"
@@ -261,7 +285,7 @@ def _difference(plain: Answer, trees: Answer) -> Difference | None:
     else:
         return None
     return Difference(
-        request=plain.id,
+        request=request,
         position=position,
         plain=_at(want.token_ids, position),
         trees=_at(have.token_ids, position),

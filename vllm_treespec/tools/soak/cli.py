@@ -205,6 +205,7 @@ def checks(report: Report) -> Table:
     table = Table("check", "")
     for name, holds in report.checks.items():
         table.add_row(name, ANSWERS[holds])
-    compared = f"{report.greedy_compared} greedy requests compared; ties"
+    greedy, sampled = report.greedy_compared, report.sampled_compared
+    compared = f"{greedy} greedy and {sampled} sampled requests compared; ties"
     table.add_row(compared, str(len(report.ties)))
     return table

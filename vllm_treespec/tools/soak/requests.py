@@ -35,6 +35,8 @@ SAID: tuple[Any, ...] = (
     {"max_drafts": 3},
     '{"max_drafts": 5}',
 )
+# Ends the id of a request that is sent once more without drafts.
+WITHOUT_DRAFTS = "-without-drafts"
 
 
 class SoakRequest(BaseModel):
@@ -54,6 +56,17 @@ class SoakRequest(BaseModel):
     def greedy(self) -> bool:
         """Whether the answer is determined."""
         return self.params["temperature"] == 0.0
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the answer is sampled by a seed."""
+        return not self.greedy and "seed" in self.params
+
+    def without_drafts(self) -> SoakRequest:
+        """The same request once more, under another id."""
+        off = {"extra_args": {"treespec": {"enabled": False}}}
+        name = self.id + WITHOUT_DRAFTS
+        return self.model_copy(update={"id": name, "params": {**self.params, **off}})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from vllm_treespec.atomic_files import replaced
+from vllm_treespec.config import parse_spec_config
 from vllm_treespec.tools.launch import EngineError, Event, launch
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, End, EngineRun, SoakJob
@@ -55,6 +56,7 @@ class Report(BaseModel):
     plain: EngineSummary
     trees: EngineSummary
     greedy_compared: int
+    sampled_compared: int
     # None: the run was too short to tell
     checks: dict[str, bool | None]
     problems: list[check.Problem]
@@ -145,7 +147,7 @@ def soak(
         SoakJob(
             side="trees",
             engine={**shared, "speculative_config": settings.spec},
-            requests=requests,
+            requests=[*requests, *repeated(requests, settings.spec)],
             max_in_flight=crowd,
         ),
         out,
@@ -158,6 +160,19 @@ def soak(
     report = make_report(settings, requests, plain, trees, found)
     report_file.write_text(report.model_dump_json(indent=2) + "\n")
     return report
+
+
+def repeated(
+    requests: Sequence[SoakRequest], spec: dict[str, Any]
+) -> list[SoakRequest]:
+    """Requests that an engine with trees gets once more without drafts.
+
+    They are sampled by a seed. Where drafts are drawn there are none: the text without
+    drafts is another one.
+    """
+    if not parse_spec_config(spec).rule.follows_noise:
+        return []
+    return [request.without_drafts() for request in requests if request.seeded]
 
 
 def without_seed(request: SoakRequest) -> SoakRequest:
@@ -203,8 +218,8 @@ def make_report(
 ) -> Report:
     """Check both runs, their differences given."""
     problems = [
-        *check.check_engine(requests, plain),
-        *check.check_engine(requests, trees),
+        *check.check_engine(plain),
+        *check.check_engine(trees),
         *check.logprob_problems(requests, plain, trees),
         *check.memory_problems(plain, trees),
     ]
@@ -219,6 +234,9 @@ def make_report(
         if not item.tie
     ]
     checks: dict[str, bool | None] = dict.fromkeys(check.CHECKS, True)
+    sampled_compared = len(repeated(requests, settings.spec))
+    if not sampled_compared:
+        del checks[check.SAMPLED]
     if None in [check.memory_growth(run.end.memory) for run in (plain, trees)]:
         checks[check.MEMORY] = None
     checks.update((problem.check, False) for problem in problems)
@@ -227,6 +245,7 @@ def make_report(
         plain=summarise(plain),
         trees=summarise(trees),
         greedy_compared=sum(request.greedy for request in requests),
+        sampled_compared=sampled_compared,
         checks=checks,
         problems=problems,
         ties=[item for item in found if item.tie],
