@@ -294,8 +294,14 @@ def demo(
             metavar="DIR", help="Its ReDrafter head; without one, the shipped head."
         ),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="JSONL with 'workload' and 'prompt'; without it, ours."
+        ),
+    ] = None,
 ) -> None:
     """Measure chat, code and editing on a small model; say which method to use."""
     from vllm_treespec.tools.demo import main
 
-    main(target, head)
+    main(target, head, prompts)

@@ -20,7 +20,7 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.refusals import GPU_ATTENTION
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.prompts import SHIPPED
-from vllm_treespec.tools.sides import PLAIN, Cell, Side, with_model
+from vllm_treespec.tools.sides import PLAIN, Cell, Side, seeded, with_model
 from vllm_treespec.tools.store import read_stored
 
 PARTS = ("lossless", "speed")
@@ -146,7 +146,7 @@ def lossless_cells(side: Side, sizes: Sequence[int]) -> list[Cell]:
         Cell(
             batch_size=size,
             temperature=1.0,
-            measure="benchmarks.gpu.engine:sampled",
+            params=seeded(drafts),
             options={"drafts": drafts},
         )
         for size in sizes

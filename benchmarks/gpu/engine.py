@@ -22,8 +22,6 @@ from vllm_treespec.tools.sides import PLAIN, Cell, CellResult
 
 WARM_UP_TOKENS = 24
 FIRST_TOKEN = 3
-# of every sampled request whose answers are compared
-SEED = 1
 
 
 class ForwardTimers:
@@ -126,26 +124,6 @@ def answers(engine: SideEngine, cell: Cell) -> CellResult:
     seconds = time.perf_counter() - start
     emitted = [len(output.outputs[0].token_ids) for output in outputs]
     return describe(engine, cell, seconds, emitted)
-
-
-def sampled(engine: SideEngine, cell: Cell) -> CellResult:
-    """Answer the prompts by one seed, with drafts or without, as the cell says."""
-    params = engine.params(cell.temperature, engine.job.max_tokens)
-    params.seed = SEED
-    params.extra_args = {"treespec": {"enabled": cell.options["drafts"]}}
-    engine.read_counters()
-    start = time.perf_counter()
-    outputs = engine.generate(engine.prompts_of(cell), params, cell.batch_size)
-    token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-    result = CellResult(
-        cell=cell,
-        seconds=time.perf_counter() - start,
-        num_tokens=[len(answer) for answer in token_ids],
-        tpot_ms=[],
-        token_ids=token_ids,
-    )
-    engine.add_acceptance(result, [])
-    return result
 
 
 def prepare(engine: SideEngine, cell: Cell) -> list[TokensInput]:

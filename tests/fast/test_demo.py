@@ -1,61 +1,195 @@
-"""The demo's table and sentences. No engine."""
+"""The demo with engines that are functions."""
 
-import io
 import json
-import tempfile
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from vllm_treespec.tools import demo
-from vllm_treespec.tools.launch import EngineError, OnEvent
+from vllm_treespec.tools.launch import LAUNCHED, READY, EngineError, Event
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
-from vllm_treespec.tools.sides import (
-    Cell,
-    CellResult,
-    Job,
-    Side,
-    SideResult,
-    plain_side,
-    tree_side,
-)
+from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, Job
 
-PLAIN = plain_side("plain-eager", eager=True)
-SUFFIX = tree_side(demo.SUFFIX, eager=True)
+SUFFIX, HYBRID = demo.SUFFIX["method"], demo.HEAD["method"]
+SPEEDS = {PLAIN: 10.0, SUFFIX: 10.2, HYBRID: 30.0}
 
 
-def measured(seconds: dict[str, float], temperatures: list[float]) -> SideResult:
-    """Make a side's result, the time of each workload given."""
-    cells = [
-        CellResult(
-            cell=Cell(batch_size=1, temperature=temperature, workload=name),
-            seconds=time,
-            num_tokens=[3],
-            tpot_ms=[1.0],
-            token_ids=[[1, 2, 3]],
+class Engines:
+    """Engines whose answers take a time, and the turns that they take."""
+
+    def __init__(self) -> None:
+        """All is well; tests change it."""
+        self.turns: list[tuple[str, str]] = []
+        self.closed: list[str] = []
+        self.slower_each_time = 1.0
+        self.failing = ""
+        self.other_answer: tuple[str, bool | None] | None = None
+
+    def __call__(self, job: Job, log: Path) -> Iterator[Event]:
+        """Be the process of a side."""
+        name = job.side.name
+        log.write_text("why")
+        try:
+            yield {"event": LAUNCHED}
+            if name == self.failing:
+                raise EngineError(f"{name}: broken (log: {log})")
+            yield {"event": "started", "seconds": 1.0}
+            for text in ("def f", "(x):") if job.stream else ():
+                yield {"event": READY}
+                yield {
+                    "event": "text",
+                    "text": text,
+                    "num_tokens": 1 if name == PLAIN else 4,
+                    "seconds": 0.1,
+                    "ended": text == "(x):",
+                }
+            for number, cell in enumerate(job.cells):
+                yield {"event": READY}
+                self.turns.append((name, cell.workload))
+                yield {"event": "cell", "result": self.result(name, number, cell)}
+            yield {"event": "done"}
+        finally:
+            self.closed.append(name)
+
+    def result(self, name: str, number: int, cell: Cell) -> dict:
+        """Answer a prompt, ever more slowly if asked to."""
+        drafts = cell.params.get("extra_args", {}).get("treespec", {}).get("enabled")
+        token = 9 if (name, drafts) == self.other_answer else 3
+        result = CellResult(
+            cell=cell,
+            seconds=self.slower_each_time**number / SPEEDS[name],
+            num_tokens=[1],
+            tpot_ms=[],
+            token_ids=[[token]],
         )
-        for temperature in temperatures
-        for name, time in seconds.items()
-    ]
-    return SideResult(start_seconds=1.0, cells=cells)
+        return result.model_dump(mode="json")
 
 
-def results() -> tuple[list[Side], dict[str, SideResult]]:
-    """Suffix trees that help editing and slow chat down."""
-    temperatures = list(demo.TEMPERATURES)
-    return [PLAIN, SUFFIX], {
-        PLAIN.name: measured({"chat": 3.0, "editing": 3.0}, temperatures),
-        SUFFIX.name: measured({"chat": 4.0, "editing": 1.0}, temperatures),
-    }
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
+    """Engines for a target that is ``tmp_path``."""
+    made = Engines()
+    monkeypatch.setattr(demo, "side_events", made)
+    monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "config.json").write_text("{}")
+    return made
+
+
+def test_all_parts_are_shown(
+    engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a part is lost, 80 columns do not hold the table, a slow method is
+    advised, or a key that only serves the measurement is."""
+    demo.main(str(tmp_path))
+    text = capsys.readouterr().out
+    assert f"{PLAIN}: 10 tokens/s, 0.2 s" in text
+    assert f"{SUFFIX}: 40 tokens/s, 0.2 s" in text
+    assert text.count("def f(x):") == 2
+    assert text.count("3.00 (3.00-3.00)") == 2 * len(load_workloads(SHIPPED_WORKLOADS))
+    assert "busy" not in text
+    assert f"{SUFFIX}: 9 of 9 greedy" in text
+    assert "chat: use hybrid, 3.0x" in text
+    *_, command, option, spec = shlex.split(text.splitlines()[-1])
+    assert (command, option) == (str(tmp_path), "--speculative-config")
+    assert set(json.loads(spec)) == {"method", "model", "drafter"}
+    assert not list(tmp_path.glob("treespec-demo-*"))
+
+
+def test_engines_take_turns_in_rotating_order(engines: Engines, tmp_path: Path) -> None:
+    """Red when a side answers a prompt long before the others, or always first."""
+    demo.main(str(tmp_path))
+    count = len(SPEEDS)
+    last = engines.turns[-4 * count :]
+    pairs = [last[i : i + count] for i in range(0, len(last), count)]
+    for pair in pairs:
+        assert {name for name, _ in pair} == set(SPEEDS)
+        assert len({prompt for _, prompt in pair}) == 1
+    assert len({pair[0][0] for pair in pairs}) == count
+
+
+def test_a_machine_whose_speed_changes_is_named(
+    engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when figures of a busy machine are shown as good ones, or a change of speed
+    that all sides meet changes a ratio."""
+    engines.slower_each_time = 1.05
+    demo.main(str(tmp_path))
+    text = capsys.readouterr().out
+    assert "The machine was busy" in text
+    assert "3.00 (3.00-3.00)" in text
+
+
+def test_small_target_says_why_chat_gains_nothing() -> None:
+    """Red when trees that gain nothing are advised, or nothing says why."""
+    cell = Cell(batch_size=1, temperature=0.0, label="chat")
+    hot = cell.model_copy(update={"temperature": 1.0})
+    slow = {**SPEEDS, HYBRID: 9.0}
+    sides = demo.sides_of(demo.shipped_drafter(demo.REDRAFTER))
+    pairs = [demo.Pair(cell, slow), demo.Pair(hot, slow)]
+    lines = demo.advice(pairs, sides, "target", shipped=True)
+    assert lines[0] == f"chat: use plain vLLM; {SUFFIX}, the best, 1.0x"
+    assert lines[1] == demo.SMALL_TARGET
+    assert demo.SMALL_TARGET not in demo.advice(pairs, sides, "target", shipped=False)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "counts"), [(None, ("0 of 9", "9 of 9")), (True, ("9 of 9", "0 of 9"))]
+)
+def test_answers_that_differ_are_counted(
+    engines: Engines,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    drafts: bool | None,
+    counts: tuple[str, str],
+) -> None:
+    """Red when greedy answers are not compared with plain vLLM's, or sampled ones not
+    with those of the same engine without drafts."""
+    engines.other_answer = SUFFIX, drafts
+    demo.main(str(tmp_path))
+    words = " ".join(capsys.readouterr().out.split())
+    assert (
+        "{}: {} greedy, beside plain vLLM; {} sampled".format(SUFFIX, *counts) in words
+    )
+    assert f"{HYBRID}: 9 of 9 greedy, beside plain vLLM; 9 of 9 sampled" in words
+
+
+def test_an_engine_that_fails_ends_the_demo(engines: Engines, tmp_path: Path) -> None:
+    """Red when other engines go on, or the log is gone."""
+    engines.failing = SUFFIX
+    with pytest.raises(
+        SystemExit, match=r"^treespec demo: suffix_tree: broken \(log: "
+    ):
+        demo.main(str(tmp_path))
+    assert set(engines.closed) == set(SPEEDS)
+    [log] = tmp_path.glob(f"treespec-demo-*/{SUFFIX}.log")
+    assert log.read_text() == "why"
+
+
+@pytest.mark.parametrize(
+    ("target", "prompts", "message"),
+    [
+        ("none", None, r"--target: there is no folder .*/none; name"),
+        ("", Path("none.jsonl"), "there is no file none.jsonl"),
+    ],
+)
+def test_what_is_missing_starts_no_engine(
+    engines: Engines, tmp_path: Path, target: str, prompts: Path | None, message: str
+) -> None:
+    """Red when engines have to say that there is no such folder or file."""
+    with pytest.raises(SystemExit, match=f"^treespec demo: {message}"):
+        demo.main(str(tmp_path / target), prompts=prompts)
+    assert engines.closed == []
 
 
 def test_shipped_workloads_suffice_for_the_demo() -> None:
-    """Red when a workload of the demo loses its prompts, or an edited function has
-    fewer than 12 or more than 25 lines."""
+    """Red when a kind of work loses its prompts, or an edited function has fewer than
+    12 or more than 25 lines."""
     found = load_workloads(SHIPPED_WORKLOADS)
-    assert tuple(found) == demo.WORKLOADS
-    assert all(len(prompts) >= demo.NUM_PROMPTS for prompts in found.values())
+    assert list(found) == ["chat", "code", "editing"]
+    assert all(len(prompts) == demo.NUM_PROMPTS for prompts in found.values())
     for prompt in found["editing"]:
         function = prompt.split("```")[1].removeprefix("python\n")
         compile(function, "prompt", "exec")
@@ -70,39 +204,6 @@ def test_workload_file_is_refused_by_line(tmp_path: Path) -> None:
         load_workloads(path)
 
 
-def test_advice_names_the_best_method_and_its_spec_config() -> None:
-    """Red when a slow method is advised, a number is another cell's, or a key that
-    only serves the measurement is advised."""
-    sides, speed = results()
-    chat, editing = demo.advice(demo.rows_of(sides, speed), sides)
-    assert chat.startswith("chat: use plain vLLM")
-    assert "suffix_tree, runs at 0.8× at T = 0, 0.8× at T = 1" in chat
-    start, spec = editing.split("; ")
-    assert start == (
-        "editing: use suffix_tree, 3.0× at T = 0, 3.0× at T = 1 of the fastest plain "
-        "vLLM"
-    )
-    spec = json.loads(spec)
-    assert spec["method"] == "suffix_tree"
-    assert not {"schedule", "max_cached_tokens"} & spec.keys()
-
-
-def test_table_has_a_line_for_every_workload_and_side() -> None:
-    """Red when a workload or side is lost, 80 columns do not hold the table, or a
-    failed side ends the demo."""
-    sides, speed = results()
-    table = demo.result_table(demo.rows_of(sides, speed), "float32")
-    assert table.row_count == 4
-    text = io.StringIO()
-    Console(file=text, width=80).print(table)
-    assert text.getvalue().count("3.00×") == 2
-    assert text.getvalue().count(SUFFIX.name) == 2
-    del speed[SUFFIX.name]
-    rows = demo.rows_of(sides, speed)
-    assert demo.result_table(rows, "float32").row_count == 2
-    assert demo.advice(rows, sides) == []
-
-
 def test_speed_is_measured_in_a_dtype_that_the_processor_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,63 +213,3 @@ def test_speed_is_measured_in_a_dtype_that_the_processor_computes(
     assert demo.fast_dtype() == "float32"
     monkeypatch.setattr(demo, "slow_arithmetic", lambda dtype: None)
     assert demo.fast_dtype() == "bfloat16"
-
-
-def test_a_target_that_is_missing_starts_no_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red when seven engines have to say that there is no such folder."""
-    monkeypatch.setattr(demo, "run_side", None)
-    with pytest.raises(SystemExit, match=r"--target: there is no folder .*/none; name"):
-        demo.main(str(tmp_path / "none"))
-
-
-def test_without_plain_the_demo_ends_and_its_logs_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red when engines start that cannot be compared, or a log is gone."""
-    logs: list[Path] = []
-
-    def fails(job: Job, log: Path, on_event: OnEvent) -> SideResult:
-        log.write_text("why")
-        logs.append(log)
-        raise EngineError(f"{job.side.name}: broken (log: {log})")
-
-    monkeypatch.setattr(demo, "run_side", fails)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(SystemExit, match="plain vLLM failed"):
-        demo.main(str(tmp_path))
-    assert [log.read_text() for log in logs] == ["why", "why"]
-
-
-def test_equality_is_counted_over_all_workloads() -> None:
-    """Red when an answer that differs counts as equal."""
-    exact = results()[1]
-    assert demo.identical(SUFFIX.name, PLAIN.name, exact) == "4 of 4"
-    exact[SUFFIX.name].cells[1].token_ids = [[1, 2, 4]]
-    assert demo.identical(SUFFIX.name, PLAIN.name, exact) == "3 of 4"
-    [line] = demo.equality(PLAIN.name, exact)
-    assert f"{SUFFIX.name} 3 of 4." in line
-    del exact[PLAIN.name]
-    assert demo.equality(PLAIN.name, exact) == []
-
-
-def test_bar_reaches_its_end_and_the_answer_is_shown() -> None:
-    """Red when an event is not counted or a line of the streamed answer is lost."""
-    workloads = {"chat": ["Hello?"], "editing": ["Rename."]}
-    job = demo.job(SUFFIX, "target", workloads, [0.0, 1.0], 4, "bfloat16")
-    job.stream = "Rename."
-    text = io.StringIO()
-    shown = demo.Demo(Console(file=text, width=120), [job])
-    watch = demo.Watch(shown.bar, shown.task, job, "suffix")
-    watch({"event": "started", "seconds": 1.0})
-    [task] = shown.bar.tasks
-    assert task.description == "suffix: chat, T = 0"
-    for _ in job.cells:
-        watch({"event": "cell", "result": {}})
-    assert task.completed == task.total
-    for piece in ("def f", "(x):\n  ret", "urn x"):
-        watch({"event": "text", "text": piece})
-    watch({"event": "done"})
-    assert "answers: Rename.\ndef f(x):\n  return x …\n" in text.getvalue()

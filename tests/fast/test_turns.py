@@ -137,7 +137,7 @@ def test_a_process_waits_until_it_is_told(
         events.append(str(event["event"]))
 
     launch("asks", CELLS[0], tmp_path / "log", note)
-    assert events == ["told", "ready", "cell"] * 2 + ["done"]
+    assert events == ["launched", *["told", "ready", "cell"] * 2, "done"]
 
 
 def test_a_process_that_is_killed_while_it_waits(

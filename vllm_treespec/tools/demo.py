@@ -1,20 +1,30 @@
-"""The demo: three kinds of work on a real model, plain and with draft trees."""
+"""The demo: three kinds of work on a real model, plain and with draft trees.
+
+The engines of all sides are in memory at once and take turns: a machine whose speed
+changes is then as fast for one side as for the others.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.live import Live
+from rich.progress import track
+from rich.table import Column, Table
+from rich.text import Text
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.core.processor import slow_arithmetic
@@ -24,89 +34,118 @@ from vllm_treespec.tools.assets import (
     ensure_target,
     shipped_drafter,
 )
-from vllm_treespec.tools.launch import EngineError
-from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, load_workloads
-from vllm_treespec.tools.rows import MIN_SPEEDUP, Row, summarise, with_speedups
+from vllm_treespec.tools.launch import READY, EngineError, Event
+from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
+from vllm_treespec.tools.rows import MIN_SPEEDUP
 from vllm_treespec.tools.sides import (
     PLAIN,
     Cell,
+    CellResult,
     Job,
     Side,
-    SideResult,
     check_model,
     plain_side,
-    run_side,
+    seeded,
+    side_events,
     tree_side,
 )
 
-# The default tree of each method. Prompts repeat, and an answer is not to be drafted
-# from an earlier one.
-SUFFIX: dict[str, Any] = {"method": "suffix_tree", "max_cached_tokens": 0}
-HEAD: dict[str, Any] = {"method": "redrafter"}
-WORKLOADS = ("chat", "code", "editing")
+SUFFIX: dict[str, Any] = {"method": "suffix_tree"}
+HEAD: dict[str, Any] = {"method": "hybrid", "drafter": "redrafter"}
+# Prompts repeat, and an answer is not to be drafted from an earlier one.
+MEASURED: dict[str, Any] = {"max_cached_tokens": 0}
 TEMPERATURES = (0.0, 1.0)
-NUM_PROMPTS = 2
-SPEED_TOKENS = 64
-EXACT_TOKENS = 24
-# Rough times on two cores, for the bar only: engine starts and one cell.
-EAGER_START_S, COMPILED_START_S, CELL_S = 15, 55, 3
+# Prompts of each kind of work; how often each is answered at each temperature.
+NUM_PROMPTS, ROUNDS = 3, 2
+STREAM_TOKENS, SPEED_TOKENS, EXACT_TOKENS = 160, 64, 24
+# Highest over lowest speed of plain vLLM for one prompt when nothing else runs.
+QUIET = 1.25
+SMALL_TARGET = (
+    "A draft costs a third of a step of a target this small, so chat, which is hard to "
+    "draft, gains nothing. A 1.5B target with hybrid gains 1.6x on chat, 2.3x on code "
+    "and 4x on editing (README)."
+)
+
+# Events of the engines, by the names of their sides.
+Engines = dict[str, Iterator[Event]]
+
+
+class Pair(NamedTuple):
+    """Speeds of all sides, which answered one prompt right after each other."""
+
+    cell: Cell
+    # side -> tokens per second
+    speeds: Mapping[str, float]
 
 
 def main(
     target: str | None = None,
     head: str | None = None,
-    prompts: Path = SHIPPED_WORKLOADS,
+    prompts: Path | None = None,
 ) -> None:
-    """Measure chat, code and editing with and without draft trees; say what to use.
+    """Show and measure what draft trees gain, and that answers stay the same.
 
     Args:
         target: folder of the target model; None gets SmolLM2-135M-Instruct.
         head: folder of a ReDrafter head for it; None takes the shipped one.
-        prompts: JSONL with ``workload`` and ``prompt``.
+        prompts: JSONL with ``workload`` and ``prompt``; None takes the shipped one.
 
-    Exits with status 1 when a model is missing or an engine fails; without plain vLLM
-    there is nothing to compare with, and no further engine starts.
+    Exits with status 1 and one line when a model is missing or an engine fails.
 
     """
-    console = Console(soft_wrap=True)
+    console = Console(highlight=False)
     try:
         # The head first: getting the target takes a download.
         sides = sides_of(head or shipped_drafter(REDRAFTER))
-        target = target or str(ensure_target())
-        check_model("--target", target)
-    except (AssetError, SpecConfigError) as error:
+        cells = cells_of(load_workloads(prompts or SHIPPED_WORKLOADS))
+        model = target or str(ensure_target())
+        check_model("--target", model)
+        console.print(
+            f"{Path(model).name} on stock vLLM, one request at a time. Engines run "
+            "eager here to start fast; published figures are of compiled ones."
+        )
+        show_answers(console, sides, model, cells)
+        pairs = show_speeds(console, sides, model, cells)
+    except (AssetError, EngineError, PromptError, SpecConfigError) as error:
         raise SystemExit(f"treespec demo: {error}") from None
-    plain, suffix = sides[1], sides[2]
-    found = load_workloads(prompts)
-    asked = {name: found[name][:NUM_PROMPTS] for name in WORKLOADS if name in found}
-    dtype = fast_dtype()
-    speed_jobs = [
-        job(side, target, asked, TEMPERATURES, SPEED_TOKENS, dtype) for side in sides
+    for line in advice(pairs, sides, model, shipped=target is None):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def cells_of(workloads: Mapping[str, Sequence[str]]) -> list[Cell]:
+    """Make a cell, labelled with its kind of work, of each prompt and temperature."""
+    return [
+        Cell(
+            label=work,
+            workload=prompt,
+            batch_size=1,
+            temperature=temperature,
+            max_tokens=SPEED_TOKENS,
+        )
+        for work, prompts in workloads.items()
+        for prompt in prompts[:NUM_PROMPTS]
+        for temperature in TEMPERATURES
     ]
-    # one answer to look at: the last workload's first, with suffix trees
-    speed_jobs[sides.index(suffix)].stream = next(reversed(asked.values()))[0]
-    exact_jobs = [
-        job(eager(side), target, asked, (0.0,), EXACT_TOKENS, "float32")
-        for side in sides[1:]
+
+
+def sides_of(head: str) -> list[Side]:
+    """Make plain vLLM, trees that need no model, and trees with a head.
+
+    Three engines share the memory.
+    """
+    trees = [{**SUFFIX, **MEASURED}, {**HEAD, **MEASURED, "model": head}]
+    sides = [plain_side(PLAIN, eager=True)]
+    sides += [tree_side(spec, eager=True) for spec in trees]
+    return [
+        side.model_copy(
+            update={
+                "name": side.family,
+                "engine": {**side.engine, "gpu_memory_utilization": 0.25},
+                "environment": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+            }
+        )
+        for side in sides
     ]
-    console.print(
-        f"{Path(target).name} on stock vLLM: {', '.join(asked)}; {len(sides)} engines "
-        f"for speed ({dtype}), then {len(exact_jobs)} for equality with plain vLLM "
-        "(float32); about five minutes on two cores"
-    )
-    demo = Demo(console, [*speed_jobs, *exact_jobs])
-    with demo.bar:
-        speed = demo.run(speed_jobs[:2])
-        if not speed:
-            raise SystemExit("treespec demo: plain vLLM failed; its logs say why")
-        speed |= demo.run(speed_jobs[2:])
-        exact = demo.run(exact_jobs)
-    rows = rows_of(sides, speed)
-    console.print(result_table(rows, dtype))
-    for line in (*equality(plain.name, exact), *advice(rows, sides)):
-        console.print(line, markup=False, highlight=False)
-    if demo.failed:
-        raise SystemExit(1)
 
 
 def fast_dtype() -> str:
@@ -116,245 +155,194 @@ def fast_dtype() -> str:
     return "float32"
 
 
-def sides_of(head: str) -> list[Side]:
-    """Make plain twice, suffix trees and a head's trees, compiled as vLLM's default."""
-    return [
-        plain_side("plain-compiled", eager=False),
-        plain_side("plain-eager", eager=True),
-        tree_side(SUFFIX, eager=False),
-        tree_side({**HEAD, "model": head}, eager=False),
-    ]
+@contextmanager
+def started(console: Console, jobs: Sequence[Job]) -> Iterator[Engines]:
+    """Start engines at the same time and end them at last; logs of a failure stay."""
+    folder = Path(tempfile.mkdtemp(prefix="treespec-demo-"))
+    with ExitStack() as stack:
+        engines: Engines = {}
+        for job in jobs:
+            events = side_events(job, folder / f"{job.side.name}.log")
+            engines[job.side.name] = stack.enter_context(closing(events))
+            next(events)
+        what = f"starting {len(jobs)} engines, {jobs[0].dtype}"
+        for running in track(engines.values(), what, console=console):
+            turn(running)
+        yield engines
+    shutil.rmtree(folder)
 
 
-def eager(side: Side) -> Side:
-    """Make a side that is not compiled: its engine starts sooner."""
-    return side.model_copy(update={"engine": {**side.engine, "enforce_eager": True}})
-
-
-def job(
-    side: Side,
-    target: str,
-    workloads: dict[str, list[str]],
-    temperatures: Sequence[float],
-    max_tokens: int,
-    dtype: str,
-) -> Job:
-    """Make the job of one engine: every workload, one request at a time."""
+def job_of(side: Side, target: str, dtype: str, cells: Sequence[Cell]) -> Job:
+    """Make the job of one engine; a workload is one prompt, named by itself."""
     return Job(
         side=side,
         target=target,
         prompts=[],
-        workloads=workloads,
-        cells=[
-            Cell(batch_size=1, temperature=temperature, workload=name)
-            for temperature in temperatures
-            for name in workloads
-        ],
-        max_tokens=max_tokens,
+        workloads={cell.workload: [cell.workload] for cell in cells},
+        cells=list(cells),
+        max_tokens=STREAM_TOKENS,
         dtype=dtype,
+        in_turns=True,
     )
 
 
-@dataclass
-class Demo:
-    """Runs engines one after the other under one progress bar."""
-
-    console: Console
-    jobs: Sequence[Job]
-    failed: bool = False
-
-    def __post_init__(self) -> None:
-        """Make the bar, as long as all engines take."""
-        self.bar = Progress(
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=self.console,
-        )
-        total = sum(start_s(job) + CELL_S * len(job.cells) for job in self.jobs)
-        self.task: TaskID = self.bar.add_task("", total=total)
-
-    def run(self, jobs: Sequence[Job]) -> dict[str, SideResult]:
-        """Run the jobs in turn; results by side, without those that failed."""
-        results = {}
-        for job in jobs:
-            try:
-                results[job.side.name] = self.run_one(job)
-            except EngineError as error:
-                self.failed = True
-                self.console.print(f"failed: {error}", style="red", markup=False)
-        return results
-
-    def run_one(self, job: Job) -> SideResult:
-        """Run one side and move the bar as it goes on."""
-        name = f"{job.side.name}, {job.dtype}"
-        self.bar.update(self.task, description=f"{name}: starting the engine")
-        start = time.monotonic()
-        # the log of an engine that fails stays there
-        folder = Path(tempfile.mkdtemp(prefix="treespec-demo-"))
-        watch = Watch(self.bar, self.task, job, name)
-        result = run_side(job, folder / "engine.log", watch)
-        shutil.rmtree(folder)
-        seconds = time.monotonic() - start
-        self.console.print(
-            f"{name}: done in {seconds:.0f} s, {result.start_seconds:.0f} s of them "
-            "for the engine's start"
-        )
-        return result
+def turn(events: Iterator[Event]) -> list[Event]:
+    """Let an engine work until it waits for its next turn."""
+    return list(takewhile(lambda event: event["event"] != READY, events))
 
 
-@dataclass
-class Watch:
-    """Shows the events of one engine's process."""
-
-    bar: Progress
-    task: TaskID
-    job: Job
-    name: str
-    num_cells: int = 0
-    # of the streamed answer, what makes no whole line yet: the bar is below it
-    line: str = ""
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        """Move the bar, or print what there is of the streamed answer."""
-        kind = event["event"]
-        if kind == "text":
-            *lines, self.line = (self.line + event["text"]).split("\n")
-            for line in lines:
-                self.show(line)
-        elif kind == "started":
-            self.bar.advance(self.task, start_s(self.job))
-            self.next_cell()
-        elif kind == "cell":
-            self.bar.advance(self.task, CELL_S)
-            self.num_cells += 1
-            self.next_cell()
-        elif self.job.stream is not None:
-            self.show(f"{self.line} …")
-
-    def next_cell(self) -> None:
-        """Say what comes next: a cell, or the streamed answer."""
-        if self.num_cells < len(self.job.cells):
-            cell = self.job.cells[self.num_cells]
-            text = f"{self.name}: {cell.workload}, T = {cell.temperature:g}"
-            self.bar.update(self.task, description=text)
-        elif self.job.stream is not None:
-            self.show(f"{self.job.side.name} answers: {self.job.stream}", "bold")
-
-    def show(self, text: str, style: str = "") -> None:
-        """Print above the bar."""
-        self.bar.console.print(text, style=style, markup=False, highlight=False)
+def answer(events: Iterator[Event]) -> CellResult:
+    """Let an engine answer the prompt of its next cell."""
+    return CellResult.model_validate(turn(events)[0]["result"])
 
 
-def start_s(job: Job) -> int:
-    """Estimate the start of an engine."""
-    return EAGER_START_S if job.side.engine["enforce_eager"] else COMPILED_START_S
-
-
-def rows_of(sides: Sequence[Side], speed: dict[str, SideResult]) -> list[Row]:
-    """Rows of all cells of the sides that did not fail, with their speed-ups."""
-    return with_speedups(
+def show_answers(
+    console: Console, sides: Sequence[Side], target: str, cells: Sequence[Cell]
+) -> None:
+    """Stream one answer side by side; compare others in float32, token for token."""
+    greedy, with_drafts, without = (
         [
-            summarise(side, [cell])
-            for side in sides
-            if side.name in speed
-            for cell in speed[side.name].cells
+            cell.model_copy(update={"max_tokens": EXACT_TOKENS, "params": params})
+            for cell in cells
+            if bool(cell.temperature) == bool(params)
         ]
+        for params in ({}, seeded(drafts=True), seeded(drafts=False))
+    )
+    plain, *trees = sides
+    jobs = [job_of(plain, target, "float32", greedy)]
+    asked = [*greedy, *with_drafts, *without]
+    jobs += [job_of(side, target, "float32", asked) for side in trees]
+    answers: dict[str, list[list[int]]] = {side.name: [] for side in sides}
+    turns = [job.side.name for job in jobs for _ in job.cells]
+    streamed = next((c for c in cells if c.label == "editing"), cells[0]).workload
+    for job in jobs[:2]:
+        job.stream = streamed
+    with started(console, jobs) as engines:
+        race(console, streamed, {side.name: engines[side.name] for side in sides[:2]})
+        for name in track(turns, "comparing answers", console=console):
+            answers[name] += answer(engines[name]).token_ids
+    console.print(f"Equal answers, token for token (float32, {EXACT_TOKENS} tokens):")
+    count = len(greedy)
+    for name in [side.name for side in trees]:
+        own = answers[name]
+        equal = sum(map(eq, own, answers[PLAIN]))
+        sampled = sum(map(eq, own[count:], own[2 * count :]))
+        console.print(
+            f"  {name}: {equal} of {count} greedy, beside plain vLLM; {sampled} of "
+            f"{count} sampled with a seed, beside the same engine without drafts"
+        )
+
+
+def race(console: Console, prompt: str, engines: Engines) -> None:
+    """Stream the answers of some engines side by side, in turns of equal length."""
+    console.print(prompt.splitlines()[0], style="bold", markup=False)
+    pieces: dict[str, list[Event]] = {name: [] for name in engines}
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while running := [
+            n for n, own in pieces.items() if not own or not own[-1]["ended"]
+        ]:
+            for name in running:
+                pieces[name].append(turn(engines[name])[0])
+            live.update(side_by_side(pieces), refresh=True)
+    console.print(side_by_side(pieces))
+
+
+def side_by_side(pieces: Mapping[str, Sequence[Event]]) -> Table:
+    """Put answers into columns, each below its speed in the time of its own engine."""
+    table = Table(expand=True)
+    for name, own in pieces.items():
+        seconds = sum(piece["seconds"] for piece in own)
+        speed = sum(piece["num_tokens"] for piece in own) / seconds
+        table.add_column(f"{name}: {speed:.0f} tokens/s, {seconds:.1f} s", ratio=1)
+    texts = ("".join(piece["text"] for piece in own) for own in pieces.values())
+    table.add_row(*map(Text, texts))
+    return table
+
+
+def show_speeds(
+    console: Console, sides: Sequence[Side], target: str, cells: Sequence[Cell]
+) -> list[Pair]:
+    """Answer all prompts with all sides in turn, and print the table."""
+    turns = [cell for _ in range(ROUNDS) for cell in cells]
+    jobs = [job_of(side, target, fast_dtype(), turns) for side in sides]
+    pairs = []
+    with started(console, jobs) as engines:
+        order = deque(engines)
+        for cell in track(turns, "answering in turn", console=console):
+            results = {name: answer(engines[name]) for name in order}
+            speeds = {n: sum(r.num_tokens) / r.seconds for n, r in results.items()}
+            pairs.append(Pair(cell, speeds))
+            order.rotate()
+    console.print(speed_table(pairs, list(engines)))
+    plain = [pair.speeds[PLAIN] for pair in pairs]
+    same = [plain[i :: len(cells)] for i in range(len(cells))]
+    if (spread := max(max(own) / min(own) for own in same)) > QUIET:
+        console.print(
+            f"The machine was busy: plain vLLM's speed for one prompt differs "
+            f"{spread:.1f}x. The figures mean little; run this again when it is quiet.",
+            style="bold red",
+        )
+    return pairs
+
+
+def ratios(pairs: Sequence[Pair], name: str, work: str, t: float) -> list[float]:
+    """Speed-ups of a side over plain vLLM, from low to high; plain's tokens/s."""
+    return sorted(
+        pair.speeds[name] / (1.0 if name == PLAIN else pair.speeds[PLAIN])
+        for pair in pairs
+        if (pair.cell.label, pair.cell.temperature) == (work, t)
     )
 
 
-def result_table(rows: Sequence[Row], dtype: str) -> Table:
-    """Make the demo's table: a line per workload and side, columns by temperature."""
-    at = " / ".join(f"{temperature:g}" for temperature in TEMPERATURES)
-    table = Table(title=f"batch 1, {dtype}, temperature T = {at}")
-    table.add_column("work")
-    table.add_column("method", no_wrap=True)
-    for temperature in TEMPERATURES:
-        table.add_column(f"speed-up\nT = {temperature:g}", justify="right")
-    for value in ("tokens/s", "acceptance\nlength"):
-        table.add_column(value, justify="right", no_wrap=True)
-    found = {
-        (row.cell.workload, row.side, row.cell.temperature): row_values(row)
-        for row in rows
-    }
-    for workload in dict.fromkeys(row.cell.workload for row in rows):
-        for side in dict.fromkeys(row.side for row in rows):
-            cells = [found[workload, side, t] for t in TEMPERATURES]
-            speedups, *others = zip(*cells, strict=True)
-            joined = [" / ".join(values) for values in others]
-            table.add_row(workload, side, *speedups, *joined)
+def speed_table(pairs: Sequence[Pair], names: Sequence[str]) -> Table:
+    """Make the table: a line for each kind of work and side."""
+    columns = [
+        Column(f"T = {t:g}", justify="right", no_wrap=True) for t in TEMPERATURES
+    ]
+    title = "speed-up over plain vLLM in pairs: median (lowest-highest)"
+    table = Table("work", "method", *columns, title=title)
+    for work in kinds(pairs):
+        for name in names:
+            form = (
+                "{:.0f} ({:.0f}-{:.0f}) tok/s"
+                if name == PLAIN
+                else "{:.2f} ({:.2f}-{:.2f})"
+            )
+            found = [ratios(pairs, name, work, t) for t in TEMPERATURES]
+            texts = [form.format(median(r), r[0], r[-1]) for r in found]
+            table.add_row(work, name, *texts)
         table.add_section()
     return table
 
 
-def row_values(row: Row) -> tuple[str, str, str]:
-    """Speed-up, tokens per second and acceptance length."""
-    return (
-        "–" if row.speedup is None else f"{row.speedup:.2f}×",
-        f"{row.tokens_per_s:.0f}",
-        "–" if row.acceptance_length is None else f"{row.acceptance_length:.2f}",
-    )
+def kinds(pairs: Sequence[Pair]) -> list[str]:
+    """Kinds of work, in the order of the prompts."""
+    return list(dict.fromkeys(pair.cell.label for pair in pairs))
 
 
-def equality(plain: str, exact: dict[str, SideResult]) -> list[str]:
-    """Say how many float32 answers equal plain vLLM's, token for token."""
-    if plain not in exact:
-        return []
-    counts = ", ".join(
-        f"{name} {identical(name, plain, exact)}" for name in exact if name != plain
-    )
-    return [
-        f"Greedy answers ({EXACT_TOKENS} tokens, float32) that equal plain vLLM's, "
-        f"token for token: {counts}. In bfloat16 the number of rows in a forward "
-        "changes rounding, so greedy text may drift there, in stock vLLM too."
-    ]
+def advice(
+    pairs: Sequence[Pair], sides: Sequence[Side], target: str, shipped: bool
+) -> list[str]:
+    """Say what to use for each kind of work, and what to type."""
 
+    def gain(side: Side, works: Sequence[str]) -> float:
+        return fmean(
+            median(ratios(pairs, side.name, w, t)) for w in works for t in TEMPERATURES
+        )
 
-def identical(name: str, plain: str, exact: dict[str, SideResult]) -> str:
-    """Count the answers that equal plain vLLM's."""
-    ours, theirs = (
-        [ids for cell in exact[side].cells for ids in cell.token_ids]
-        for side in (name, plain)
-    )
-    same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    return f"{same} of {len(theirs)}"
-
-
-def advice(rows: Sequence[Row], sides: Sequence[Side]) -> list[str]:
-    """Say in one sentence per workload what to use, by the speed at temperature 0."""
-    by_name = {side.name: side for side in sides}
     lines = []
-    for workload in dict.fromkeys(row.cell.workload for row in rows):
-        ours = [
-            row
-            for row in rows
-            if row.cell.workload == workload
-            and row.family != PLAIN
-            and row.speedup is not None
-        ]
-        greedy = [row for row in ours if row.cell.temperature == 0]
-        if not greedy:
+    works = kinds(pairs)
+    for work in works:
+        best = max(sides[1:], key=lambda side: gain(side, [work]))
+        speedup = gain(best, [work])
+        if speedup >= MIN_SPEEDUP:
+            lines.append(f"{work}: use {best.name}, {speedup:.1f}x")
             continue
-        best = max(greedy, key=lambda row: row.speedup or 0.0)
-        speedups = ", ".join(
-            f"{row.speedup:.1f}× at T = {row.cell.temperature:g}"
-            for row in ours
-            if row.side == best.side
-        )
-        if (best.speedup or 0.0) < MIN_SPEEDUP:
-            lines.append(
-                f"{workload}: use plain vLLM on this small target; the best method, "
-                f"{best.family}, runs at {speedups}."
-            )
-            continue
-        spec = by_name[best.side].engine["speculative_config"]
-        lines.append(
-            f"{workload}: use {best.family}, {speedups} of the fastest plain vLLM; "
-            f"{json.dumps(short_spec(spec))}"
-        )
-    return lines
-
-
-def short_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a spec-config that a user must write for the same tree."""
-    return {key: spec[key] for key in ("method", "model") if key in spec}
+        lines.append(f"{work}: use plain vLLM; {best.name}, the best, {speedup:.1f}x")
+        if shipped and work == "chat":
+            lines.append(SMALL_TARGET)
+    best = max(sides[1:], key=lambda side: gain(side, works))
+    given = best.engine["speculative_config"].items()
+    spec = {k: v for k, v in given if k in ("method", "model", "drafter")}
+    serve = ["vllm", "serve", target, "--speculative-config", json.dumps(spec)]
+    return [*lines, shlex.join(serve)]

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ ERROR = re.compile(
     r"^(?:\([^)]*\) *)*((?:\w+\.)*\w*(?:Error|Exception): (?:.*\S.*|\n\n(?:.+\n)+))",
     re.MULTILINE,
 )
-READY = "ready"
+LAUNCHED, READY = "launched", "ready"
 NO_CAUSE = "Engine core initialization failed"
 
 
@@ -36,23 +36,36 @@ class EngineError(RuntimeError):
 
 
 def launch(
+    module: str, task: BaseModel, log: Path, on_event: OnEvent, **how: Any
+) -> None:
+    """Run a process until its task is done; ``on_event`` takes each of its events.
+
+    For the other arguments and the errors see :func:`events_of`.
+    """
+    with closing(events_of(module, task, log, **how)) as events:
+        for event in events:
+            on_event(event)
+
+
+def events_of(
     module: str,
     task: BaseModel,
     log: Path,
-    on_event: OnEvent,
     *,
     one_process: bool = True,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 3600.0,
-) -> None:
-    """Run ``python -m module`` in a process of its own until its task is done.
+) -> Generator[Event]:
+    """Run ``python -m module`` in a process of its own; yield its events.
+
+    The first event is ``launched``: the process has its task. The last one is ``done``.
+    After an event ``ready`` the process waits until the next event is taken. Closing
+    the generator ends the process and all it started.
 
     Args:
         module: calls :func:`reporting`; gets the task on stdin.
         task: what to do.
         log: receives all that the process prints beside its events.
-        on_event: called with each event as it happens; the last one is ``done``. The
-            process waits after an event ``ready`` until this function returns.
         one_process: False: scheduler and worker get processes of their own.
         environment: more variables for the process.
         timeout_s: after so many seconds the process and all it started are ended.
@@ -83,10 +96,11 @@ def launch(
         try:
             process.stdin.write(f"{task.model_dump_json()}\n")
             process.stdin.flush()
+            yield {"event": LAUNCHED}
             for line in process.stdout:
                 event = json.loads(line)
                 done = event["event"] == "done"
-                on_event(event)
+                yield event
                 if event["event"] == READY:
                     process.stdin.write("\n")
                     process.stdin.flush()

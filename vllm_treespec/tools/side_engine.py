@@ -6,7 +6,6 @@ import itertools
 import pkgutil
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -16,10 +15,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.metrics.reader import Counter, Vector
 
 from vllm_treespec.config import names_our_method
-from vllm_treespec.tools.launch import READY, reporting
+from vllm_treespec.tools.launch import READY, Send, reporting
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job
 
 WARM_UP_TOKENS = 16
+# seconds between two pieces of a streamed answer
+PIECE_S = 0.1
 # of all sides when prompts stay in the prefix cache, which holds whole blocks
 CACHED_BLOCK_SIZE = 32
 DRAFTS = "vllm:spec_decode_num_drafts"
@@ -67,7 +68,9 @@ class SideEngine:
         )
         return tokens_input(tokenizer(text, add_special_tokens=False).input_ids)
 
-    def params(self, temperature: float, max_tokens: int) -> SamplingParams:
+    def params(
+        self, temperature: float, max_tokens: int, **more: Any
+    ) -> SamplingParams:
         """Sampling as in every cell; outputs come when they are finished."""
         given = {
             "top_p": self.job.top_p,
@@ -79,7 +82,7 @@ class SideEngine:
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
         named = {name: value for name, value in given.items() if value}
-        return SamplingParams(**{**self.defaults, **named, **of_cell})
+        return SamplingParams(**{**self.defaults, **named, **of_cell, **more})
 
     def new_id(self) -> str:
         """Name a request."""
@@ -136,7 +139,8 @@ class SideEngine:
         """Warm up, then time the answers to the prompts."""
         prompts = self.prompts_of(cell)
         self.warm_up(cell)
-        params = self.params(cell.temperature, cell.max_tokens or self.job.max_tokens)
+        max_tokens = cell.max_tokens or self.job.max_tokens
+        params = self.params(cell.temperature, max_tokens, **cell.params)
         before = self.read_counters()
         start = time.perf_counter()
         outputs = self.generate(prompts, params, cell.batch_size)
@@ -191,16 +195,30 @@ class SideEngine:
                 trees=drafts, nodes=drafts + tokens, at_least=at_least
             )
 
-    def stream(self, prompt: str, on_text: Callable[[str], None]) -> None:
-        """Hand out the greedy answer piece by piece."""
-        params = self.params(0.0, self.job.max_tokens)
-        params.output_kind = RequestOutputKind.DELTA
+    def stream(self, prompt: str, send: Send) -> None:
+        """Send the greedy answer piece by piece, each in a turn of its own."""
+        tokens = self.tokenise(prompt)
+        self.generate([tokens], self.params(0.0, WARM_UP_TOKENS), 1)
+        kind = RequestOutputKind.DELTA
+        params = self.params(0.0, self.job.max_tokens, output_kind=kind)
         engine = self.llm.llm_engine
-        engine.add_request("stream", self.tokenise(prompt), params)
+        engine.add_request("stream", tokens, params)
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                assert isinstance(output, RequestOutput)
-                on_text(output.outputs[0].text)
+            send(READY)
+            pieces: list[Any] = []
+            start = time.perf_counter()
+            while (
+                engine.has_unfinished_requests()
+                and time.perf_counter() - start < PIECE_S
+            ):
+                pieces += [output.outputs[0] for output in engine.step()]
+            send(
+                "text",
+                text="".join(piece.text for piece in pieces),
+                num_tokens=sum(len(piece.token_ids) for piece in pieces),
+                seconds=time.perf_counter() - start,
+                ended=not engine.has_unfinished_requests(),
+            )
 
 
 def tpot_ms(output: RequestOutput, num_tokens: int | None = None) -> float | None:
@@ -223,12 +241,12 @@ def main() -> None:
     with reporting() as send:
         engine = SideEngine(job)
         send("started", seconds=time.perf_counter() - start)
+        if job.stream is not None:
+            engine.stream(job.stream, send)
         for cell in job.cells:
             if job.in_turns:
                 send(READY)
             send("cell", result=engine.measure(cell).model_dump(mode="json"))
-        if job.stream is not None:
-            engine.stream(job.stream, lambda text: send("text", text=text))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.config.hybrid import HybridConfig
-from vllm_treespec.tools.launch import EngineError, Event, OnEvent, launch
+from vllm_treespec.tools.launch import EngineError, Event, OnEvent, events_of
 
 PLAIN = "plain"
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 ENGINE = "vllm_treespec.tools.side_engine"
+# Of engines that take turns: threads of Intel's OpenMP would spin for 200 ms while the
+# next engine works. vLLM takes 5 ms where it starts workers.
+TURNS = {"KMP_BLOCKTIME": "5"}
 
 
 def _is_unset(value: Any) -> bool:
@@ -70,6 +74,8 @@ class Cell(BaseModel):
     # "module:function" called with engine and cell, returns the result; "": time the
     # answers to the prompts
     measure: str = Field(default="", exclude_if=_is_unset)
+    # more sampling parameters of its requests
+    params: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
     # what that function needs to know
     options: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
     # name of its file; "": made from the other fields
@@ -119,7 +125,7 @@ class Job(BaseModel):
     # of all requests; None: no penalty
     repetition_penalty: float | None = Field(default=None, exclude_if=_is_unset)
     max_model_len: int = 2048
-    # after the cells, stream the greedy answer to this prompt
+    # before the cells, stream the greedy answer to this prompt, in turns
     stream: str | None = None
     timeout_s: float = 3600.0
     # wait for the turn of each cell: other engines are in memory, too
@@ -274,6 +280,11 @@ def side_of_trees(
     )
 
 
+def seeded(drafts: bool) -> dict[str, Any]:
+    """Sampling parameters of a request with a seed, with drafts or without."""
+    return {"seed": 1, "extra_args": {"treespec": {"enabled": drafts}}}
+
+
 def check_model(what: str, model: str) -> None:
     """Check that there is a model, before engines start for it.
 
@@ -321,27 +332,34 @@ def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideRes
 
     """
     result = SideResult(start_seconds=0.0, cells=[])
+    with closing(side_events(job, log)) as events:
+        for event in events:
+            if event["event"] == "started":
+                result.start_seconds = event["seconds"]
+            elif event["event"] == "cell":
+                result.cells.append(CellResult.model_validate(event["result"]))
+            on_event(event)
+    return result
 
-    def keep(event: Event) -> None:
-        if event["event"] == "started":
-            result.start_seconds = event["seconds"]
-        elif event["event"] == "cell":
-            result.cells.append(CellResult.model_validate(event["result"]))
-        on_event(event)
 
+def side_events(job: Job, log: Path) -> Generator[Event]:
+    """Start one side's process and yield its events; closing it ends the process.
+
+    Raises:
+        EngineError: one line that says why the side failed.
+
+    """
     try:
-        launch(
+        yield from events_of(
             ENGINE,
             job,
             log,
-            keep,
             one_process=job.side.one_process,
-            environment=job.side.environment,
+            environment={**(TURNS if job.in_turns else {}), **job.side.environment},
             timeout_s=job.timeout_s,
         )
     except EngineError as error:
         raise EngineError(f"{job.side.name}: {error}") from None
-    return result
 
 
 def plain_sides(eager: Sequence[bool] = (True, False)) -> list[Side]:
