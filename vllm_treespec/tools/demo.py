@@ -57,7 +57,7 @@ MEASURED: dict[str, Any] = {"max_cached_tokens": 0}
 TEMPERATURES = (0.0, 1.0)
 # Prompts of each kind of work; how often each is answered at each temperature.
 NUM_PROMPTS, ROUNDS = 3, 2
-STREAM_TOKENS, SPEED_TOKENS, EXACT_TOKENS = 160, 64, 24
+STREAM_TOKENS, SPEED_TOKENS, EXACT_TOKENS = 160, 40, 16
 # Highest over lowest speed of plain vLLM for one prompt when nothing else runs.
 QUIET = 1.25
 SMALL_TARGET = (
