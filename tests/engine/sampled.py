@@ -35,15 +35,17 @@ def with_and_without_trees(
     )
 
 
-def assert_same_text(result: dict, first: int) -> None:
+def assert_same_text(result: dict, first: int, min_accepted: int = 1) -> None:
     """Compare the answers of two such jobs, which lie side by side.
 
     Args:
         result: of the engine.
         first: number of the job with trees.
+        min_accepted: of its drafts; equal texts prove little where none is accepted.
 
     """
     trees, plain = result["jobs"][first : first + 2]
     assert [a["token_ids"] for a in trees] == [a["token_ids"] for a in plain]
+    assert result["trees"][first] > 0
     assert result["trees"][first + 1] == 0
-    assert result["accepted"][first] > 0, "no draft was accepted"
+    assert result["accepted"][first] >= min_accepted, "no draft was accepted"

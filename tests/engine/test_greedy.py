@@ -105,7 +105,8 @@ def test_sampled_tokens_equal_plain(trees: dict, method: str) -> None:
     """Turns red when a token is drawn by noise that is not its position's."""
     if method in DRAWN:
         pytest.skip("its trees are drawn")
-    assert_same_text(trees, SAMPLED)
+    # a head that is not shipped has random weights
+    assert_same_text(trees, SAMPLED, min_accepted=0)
 
 
 def test_sessions(plain: dict, trees: dict) -> None:

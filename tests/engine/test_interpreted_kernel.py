@@ -92,7 +92,7 @@ def test_gpu_path_equals_plain_and_cpu_path(
 
     Greedy answers are plain vLLM's on its stock attention. Sampled ones with a seed
     are those of the CPU path, which draws the same numbers: branches and masks are one
-    method.
+    method. They are those without drafts, too, if trees are not drawn.
     """
     target, draft = pair
     if method in known_language:
@@ -106,11 +106,13 @@ def test_gpu_path_equals_plain_and_cpu_path(
         "params": [GREEDY, SAMPLED, GREEDY, {**GREEDY, "repetition_penalty": 1.3}],
         "max_in_flight": 4,
     }
+    off = {**SAMPLED, "extra_args": {"treespec": {"enabled": False}}}
+    without_trees = {"prompts": prompts[1:2], "params": off, "max_in_flight": 1}
     spec = {**SPECS[method], "model": draft, "schedule": "fixed"}
     arguments = stock_arguments(parse_spec_config(spec), 32, "cpu")
     plain = run_engine(None, [job], model=target, **ENGINE)
     branches = run_engine(None, [job], model=target, **{**ENGINE, **arguments})
-    masks = interpreted([job], arguments, model=target)
+    masks = interpreted([job, without_trees], arguments, model=target)
     for i in (0, 2, 3):
         assert tokens_of(masks)[i] == tokens_of(plain)[i]
     assert tokens_of(masks) == tokens_of(branches)
@@ -121,6 +123,8 @@ def test_gpu_path_equals_plain_and_cpu_path(
     if parse_spec_config(spec).rule.name == "coupled_draw":
         # A head that equals its target is right at every level.
         assert max(map(int, accepted)) >= 2, "no tree was accepted deep"
+        (without,) = masks["jobs"][1]
+        assert without["token_ids"] == tokens_of(masks)[1]
     else:
         assert {"1", "2"} <= accepted, "no tree was accepted deep"
     if method == "rsd_s":

@@ -220,6 +220,7 @@ def test_groups_on_two_ranks(run: Callable[[str, int], dict[str, Any]]) -> None:
         assert two[job] == one[job], job
     for job in GREEDY:
         assert two[job] == plain[job], job
+    assert two["seeded"] == two["seeded, no drafts"]
     (alone,) = without_seconds(one["stats"])
     assert without_seconds(two["stats"]) == [alone, alone]
     assert alone["trees"] > 50
