@@ -283,13 +283,13 @@ def test_cut_connections_lose_no_block(server: str) -> None:
 
 
 def test_sigterm_under_load_ends_all_requests(
-    running: tuple[str, subprocess.Popen],
+    running: tuple[str, subprocess.Popen, Path],
 ) -> None:
     """Turns red when requests hang, or are lost, while the server drains.
 
     It comes last: it ends the server.
     """
-    server, process = running
+    server, process, _ = running
     with ThreadPoolExecutor(8) as clients:
         whole = [clients.submit(streamed, server, 150) for _ in range(8)]
         deadline = time.monotonic() + IDLE_SECONDS
