@@ -37,8 +37,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"num_drafts": 15, "depth": 6},
 }
 EVERY_METHOD = ",".join(METHODS)
-# Their drafts are drawn: a sampled answer has the same law, but another text.
-DRAWN = ("sd", "rsd_c", "rsd_s", "spectr")
 # Triton multiplies float32 matrices in TF32 unless it is told otherwise; torch and
 # vLLM do not.
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
@@ -138,9 +136,12 @@ def lossless_sides(
 
 
 def lossless_cells(side: Side, sizes: Sequence[int]) -> list[Cell]:
-    """Greedy answers, and sampled ones with and without drafts where they are equal."""
+    """Greedy answers; sampled ones with and without drafts, unless drafts are drawn."""
     greedy = [Cell(batch_size=size, temperature=0.0) for size in sizes]
-    if side.family in (PLAIN, *DRAWN):
+    if side.family == PLAIN:
+        return greedy
+    spec = parse_spec_config(side.engine["additional_config"]["treespec"])
+    if not spec.rule.follows_noise:
         return greedy
     sampled = [
         Cell(

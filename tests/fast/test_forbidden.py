@@ -21,8 +21,7 @@ from tests.fast.test_penalties import (
     path_to,
     plain_rows,
 )
-from tests.fast.toy_workloads import make_engine
-from tests.tiers import grid
+from tests.fast.toy_workloads import SOME_ENGINES, make_engine
 from vllm_treespec.core.forbidden import (
     Forbidden,
     RequestRows,
@@ -195,14 +194,7 @@ def with_limits(requests: list[Request]) -> list[Request]:
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["walk", "batched"])
-@pytest.mark.parametrize(
-    ("name", "habits"),
-    grid(
-        ["rsd_s", "suffix_tree", "hybrid"],
-        ["whole", "all"],
-        quick=lambda *case: case in (("rsd_s", "all"), ("hybrid", "whole")),
-    ),
-)
+@pytest.mark.parametrize(("name", "habits"), SOME_ENGINES)
 def test_greedy_answers_are_those_of_plain_decoding(
     name: str, habits: str, masks: bool
 ) -> None:

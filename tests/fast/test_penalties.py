@@ -25,9 +25,8 @@ from tests.fast.languages import (
 from tests.fast.position_noise import numbers_of
 from tests.fast.random_trees import random_trees
 from tests.fast.test_batched_rules import batch
-from tests.fast.toy_workloads import make_engine
+from tests.fast.toy_workloads import SOME_ENGINES, make_engine
 from tests.fast.wrong_scorers import draws_of
-from tests.tiers import grid
 from vllm_treespec.core import decoder
 from vllm_treespec.core.penalties import (
     PenalisedTexts,
@@ -287,14 +286,7 @@ def with_penalties(requests: list[Request]) -> list[Request]:
 
 
 @pytest.mark.parametrize("masks", [False, True], ids=["walk", "batched"])
-@pytest.mark.parametrize(
-    ("name", "habits"),
-    grid(
-        ["rsd_s", "suffix_tree", "hybrid"],
-        ["whole", "all"],
-        quick=lambda *case: case in (("rsd_s", "all"), ("hybrid", "whole")),
-    ),
-)
+@pytest.mark.parametrize(("name", "habits"), SOME_ENGINES)
 def test_greedy_answers_are_those_of_plain_decoding(
     name: str, habits: str, masks: bool
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_pairs import ToyPairHead
+from tests.tiers import grid
 from vllm_treespec.core.method import Method
 from vllm_treespec.core.schedule import ListedSchedule
 from vllm_treespec.core.shares import Shares
@@ -62,6 +63,12 @@ NOT_DRAWN = (
     *("suffix_tree", "head", "dynamic_tree"),
     *("lyanna_replace", "lyanna_merge"),
     *("hybrid", "hybrid_alone", "hybrid_head", "hybrid_pairs", "hybrid_chains"),
+)
+# Names and habits for tests of what requests ask for.
+SOME_ENGINES = grid(
+    ["rsd_s", "suffix_tree", "hybrid"],
+    ["whole", "all"],
+    quick=lambda *case: case in (("rsd_s", "all"), ("hybrid", "whole")),
 )
 # How they use what a step leaves over.
 RESAMPLE: dict[str, Resample] = {

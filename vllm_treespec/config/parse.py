@@ -103,7 +103,8 @@ def names_our_method(spec: Mapping[str, Any]) -> bool:
 
 def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
     """Say that a spec-config names none of our methods, and which one may be meant."""
-    names = ", ".join(method_names())
+    known = method_names()
+    names = ", ".join(known)
     method = spec.get("method")
     if method is None:
         keys = spec.keys() - {"method"}
@@ -120,7 +121,7 @@ def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
             f"{message}, a method of vLLM's own, which needs no treespec; "
             f"draft trees of this kind are '{OF_VLLM[method]}'"
         )
-    nearest = get_close_matches(method.lower().replace("-", "_"), method_names(), n=1)
+    nearest = get_close_matches(method.lower().replace("-", "_"), known, n=1)
     meant = f" (did you mean '{nearest[0]}'?)" if nearest else ""
     return SpecConfigError(
         f"{message}{meant}; write one of {names} (other methods of vLLM's own are for "

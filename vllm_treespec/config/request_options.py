@@ -36,6 +36,11 @@ class RequestOptions(BaseModel):
         return min(self.max_drafts, MAX_DRAFTS) if self.enabled else 0
 
 
+def drafts_allowed(allowed: bool) -> dict[str, Any]:
+    """Sampling parameters of a request that may have drafts, or must have none."""
+    return {"extra_args": {KEY: {"enabled": allowed}}}
+
+
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     """Read what a request says of draft trees.
 

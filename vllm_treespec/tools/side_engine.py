@@ -34,6 +34,7 @@ class SideEngine:
     def __init__(self, job: Job) -> None:
         """Start the engine and tokenise the prompts through the chat template."""
         self.job = job
+        self.has_trees = names_our_method({"method": job.side.family})
         cached = {"enable_prefix_caching": True, "block_size": CACHED_BLOCK_SIZE}
         engine = {
             "model": job.target,
@@ -158,7 +159,7 @@ class SideEngine:
     def read_counters(self) -> list[int]:
         """Stock counters: drafts, draft tokens, then accepted by position; for our
         methods, start the worker's totals anew instead."""
-        if names_our_method({"method": self.job.side.family}):
+        if self.has_trees:
             self.llm.collective_rpc("treespec_stats", kwargs={"reset": True})
             return []
         if self.job.side.family == PLAIN:
@@ -174,7 +175,7 @@ class SideEngine:
 
     def add_acceptance(self, result: CellResult, before: list[int]) -> None:
         """Add what was accepted since ``before`` and, for ours, the stages' times."""
-        if names_our_method({"method": self.job.side.family}):
+        if self.has_trees:
             totals = self.llm.collective_rpc("treespec_stats")[0]
             accepted = {int(d): count for d, count in totals["accepted"].items()}
             result.acceptance = Acceptance.from_histogram(

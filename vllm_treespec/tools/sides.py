@@ -21,6 +21,7 @@ from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.config.hybrid import HybridConfig
+from vllm_treespec.config.request_options import drafts_allowed
 from vllm_treespec.tools.launch import EngineError, Event, OnEvent, events_of
 
 PLAIN = "plain"
@@ -282,7 +283,7 @@ def side_of_trees(
 
 def seeded(drafts: bool) -> dict[str, Any]:
     """Sampling parameters of a request with a seed, with drafts or without."""
-    return {"seed": 1, "extra_args": {"treespec": {"enabled": drafts}}}
+    return {"seed": 1, **drafts_allowed(drafts)}
 
 
 def check_model(what: str, model: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from vllm_treespec.config.request_options import drafts_allowed
+
 MAX_TOKENS = 64
 WAITS = (0, 0, 0, 0, 0, 0, 0, 1, 3)
 STOPS = (".", ",", " the", "\n", "and", "ing a", "1", " is")
@@ -64,9 +66,9 @@ class SoakRequest(BaseModel):
 
     def without_drafts(self) -> SoakRequest:
         """The same request once more, under another id."""
-        off = {"extra_args": {"treespec": {"enabled": False}}}
+        params = {**self.params, **drafts_allowed(False)}
         name = self.id + WITHOUT_DRAFTS
-        return self.model_copy(update={"id": name, "params": {**self.params, **off}})
+        return self.model_copy(update={"id": name, "params": params})
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def make_report(
         if not item.tie
     ]
     checks: dict[str, bool | None] = dict.fromkeys(check.CHECKS, True)
-    sampled_compared = len(repeated(requests, settings.spec))
+    sampled_compared = len(trees.job.requests) - len(requests)
     if not sampled_compared:
         del checks[check.SAMPLED]
     if None in [check.memory_growth(run.end.memory) for run in (plain, trees)]:
