@@ -18,7 +18,9 @@ APP = Path(__file__).parents[2] / "deploy" / "ray-serve" / "app.py"
 def main() -> None:
     """Start Ray and the app, and wait."""
     port, metrics_port = map(int, sys.argv[1:])
-    ray.init(num_cpus=4, _metrics_export_port=metrics_port, include_dashboard=False)
+    ray.init(
+        "local", num_cpus=4, _metrics_export_port=metrics_port, include_dashboard=False
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(runpy.run_path(str(APP))["app"])
     print("serving", flush=True)
