@@ -17,11 +17,11 @@ import typer
 
 from benchmarks.harness import options, plot, report
 from benchmarks.harness.provenance import provenance
-from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.core.views import GroupBlocks, PagedBatch
+from vllm_treespec.batch.views import GroupBlocks, PagedBatch
 from vllm_treespec.layouts.base import ForkSpace
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branch_plan import plan_branches
+from vllm_treespec.trees.builders import from_parents
 
 WARM_UPS = 3
 TREES = {

@@ -22,8 +22,8 @@ from benchmarks.harness.plan import (
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content, number
 from benchmarks.rsd.trees import PAPER_TREES
+from vllm_treespec.batch.stats import STAGES
 from vllm_treespec.config import METHODS
-from vllm_treespec.core.stats import STAGES
 from vllm_treespec.tools import sides as kinds
 from vllm_treespec.tools.prompts import SHIPPED
 from vllm_treespec.tools.rows import Row, summarise, with_speedups

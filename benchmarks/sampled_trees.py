@@ -21,20 +21,20 @@ from benchmarks.harness import options, report
 from benchmarks.harness.models import find_models
 from benchmarks.harness.provenance import provenance
 from benchmarks.workload_prompts import find_workloads
-from vllm_treespec.core.coupling import draw_coupled
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.uniforms import (
+from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.proposers import DynamicTree, Proposer, ProposerInputs, RsdS
+from vllm_treespec.sampling.coupling import draw_coupled
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.sampling.uniforms import (
     DRAFTING,
     SCORING,
     keyed_uniforms,
     noise_keys,
     numbered_key,
 )
-from vllm_treespec.heads.files import read_hot_tokens
-from vllm_treespec.proposers import DynamicTree, Proposer, ProposerInputs, RsdS
 from vllm_treespec.scorers.follow_path import follow_draws
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
+from vllm_treespec.trees.tree import TreeBatch
 
 # Nodes of a tree, and beams (width x depth) of as many.
 BEAMS = {6: ("2x3", "3x2"), 10: ("2x5", "5x2"), 16: ("4x4",), 32: ("8x4",)}

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.prices import Prices
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.sources.continuations import Continuations
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 # How likely drafts are accepted at least, where nothing else says which are worth it.
 UNPRICED = 0.1

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers.base import ProposerInputs
 from vllm_treespec.proposers.worth import Worth
+from vllm_treespec.trees.tree import TreeBatch
 
 
 class Confidence:

@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.coupling import LIKELIEST, coupled_chances
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_levels, highest
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
     tokens_of,
 )
 from vllm_treespec.proposers.worth import Worth
+from vllm_treespec.sampling.coupling import LIKELIEST, coupled_chances
+from vllm_treespec.trees.builders import from_levels, highest
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def useful(top_k: int, depth: int, num_drafts: int) -> tuple[int, int]:

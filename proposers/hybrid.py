@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_treespec.core.prices import Prices
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import FIRST_PART, TreeBatch
-from vllm_treespec.core.tree_builders import merge_trees
 from vllm_treespec.proposers import dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
+from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.continuations import Continuations
+from vllm_treespec.trees.builders import merge_trees
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import FIRST_PART, TreeBatch
 
 
 def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSizes:

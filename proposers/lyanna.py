@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
-from vllm_treespec.core.tree_builders import merge_trees
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.sources.chain import ChainDraft
+from vllm_treespec.trees.builders import merge_trees
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
 
 
 def sizes(tree: TreeSizes, leftover: TreeSizes | None = None) -> TreeSizes:

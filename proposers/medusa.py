@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
     tokens_of,
 )
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 # A node by the ranks from the root down to it: (0, 2) is the third guess of the
 # second level below the first guess of the first.

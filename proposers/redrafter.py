@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
-from vllm_treespec.core.tree_builders import highest
 from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
     ProposerInputs,
     tokens_of,
 )
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.builders import highest
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 
 def sizes(beam_width: int, length: int, num_drafts: int) -> TreeSizes:

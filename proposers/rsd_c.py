@@ -8,16 +8,17 @@ from math import prod
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors, draw_without_replacement
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
     tokens_of,
 )
 from vllm_treespec.proposers.confidence import Confidence
+from vllm_treespec.sampling.draws import draw_without_replacement
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.builders import from_levels
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def level_widths(branching_factors: Sequence[int]) -> list[int]:

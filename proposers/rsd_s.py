@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors, truncated_gumbel
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import (
     Proposer,
     ProposerInputs,
@@ -16,6 +12,11 @@ from vllm_treespec.proposers.base import (
 )
 from vllm_treespec.proposers.confidence import Confidence
 from vllm_treespec.proposers.rsd_c import draw_children
+from vllm_treespec.sampling.draws import truncated_gumbel
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.builders import from_levels
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def sizes(beam_width: int, depth: int) -> TreeSizes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import rsd_c
+from vllm_treespec.trees.sizes import TreeSizes
 
 
 def sizes(depth: int) -> TreeSizes:

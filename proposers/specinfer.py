@@ -9,10 +9,6 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors, draw
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import first_equal, from_draws
 from vllm_treespec.proposers.base import (
     DraftModel,
     Proposer,
@@ -20,6 +16,11 @@ from vllm_treespec.proposers.base import (
     tokens_of,
 )
 from vllm_treespec.proposers.rsd_c import level_widths
+from vllm_treespec.sampling.draws import draw
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.builders import first_equal, from_draws
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def sizes(branching_factors: Sequence[Sequence[int]]) -> TreeSizes:

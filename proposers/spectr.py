@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import specinfer
+from vllm_treespec.trees.sizes import TreeSizes
 
 
 def sizes(num_paths: int, depth: int) -> TreeSizes:

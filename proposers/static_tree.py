@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, tokens_of
 from vllm_treespec.proposers.medusa import RankPath, grow_tree, sizes_of_tree
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 # By level and rank: how often a guess is right when those above it were. Not measured:
 # with them the tree of 25 drafts is the one that EAGLE-1 publishes (arXiv 2401.15077,

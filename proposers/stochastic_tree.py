@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_candidates
 from vllm_treespec.proposers import dynamic_tree
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, tokens_of
 from vllm_treespec.proposers.dynamic_tree import frontier, useful
 from vllm_treespec.proposers.rsd_s import expand_beam
+from vllm_treespec.trees.builders import from_candidates
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def sizes(top_k: int, depth: int, num_drafts: int) -> TreeSizes:

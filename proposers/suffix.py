@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.prices import Prices
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_GUESS, NO_NODE, TreeBatch
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
+from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.continuations import (
     Continuation,
     Continuations,
     next_tokens,
 )
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_GUESS, NO_NODE, TreeBatch
 
 # Leaves of a tree at most. Where every path is a sequence of its own, KV memory is
 # reserved for as many; larger trees gain by depth.

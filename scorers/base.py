@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.penalties import Penalties
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.sampling.penalties import Penalties
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 
 @dataclass(frozen=True)

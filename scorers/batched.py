@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 # Distributions that are held side by side: 256 of 128 k tokens take 128 MiB in
 # float32, and are enough work to fill a device.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.coupling import draw_coupled
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.sampling.coupling import draw_coupled
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.follow_path import follow_draws, follow_draws_batched
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 # Distributions that are drawn from at once. The system clears the memory of more each
 # time anew: 16 of 49,152 or 151,936 tokens take a third longer.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch, ancestor_bits, node_bits
 from vllm_treespec.scorers.base import ScorerOutput, path_width
 from vllm_treespec.scorers.batched import accepted_path, groups, node_numbers
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch, ancestor_bits, node_bits
 
 # From requests and a node of each to the tokens after these nodes.
 NextToken = Callable[[Sequence[int], Sequence[int]], Sequence[int]]

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import likeliest
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.sampling.laws import likeliest
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.batched import node_numbers
 from vllm_treespec.scorers.follow_path import (
@@ -18,6 +16,8 @@ from vllm_treespec.scorers.follow_path import (
     follow_path,
     follow_path_batched,
 )
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def greedy_matching(

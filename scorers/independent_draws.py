@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import draw
-from vllm_treespec.core.tree import TreeBatch, draw_parents, first_draw, num_draws
+from vllm_treespec.sampling.draws import draw
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
+from vllm_treespec.trees.tree import TreeBatch, draw_parents, first_draw, num_draws
 
 # From draft and target distributions [n, vocab_size], drawn tokens int64 [n, width]
 # and the number of draws int64 [n] to the chance of each draw to be accepted once

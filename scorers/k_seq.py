@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, normalised
 from vllm_treespec.scorers.independent_draws import Judge, walk_independent_draws
+from vllm_treespec.trees.tree import TreeBatch
 
 # Halvings of [1, number of draws] at every node: each is a pass over the vocabulary,
 # and the share of drafts lost to a factor that is 2**-20 too large is about 2**-20.

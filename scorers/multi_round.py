@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.recursive_rejection import (
     recursive_rejection,
     recursive_rejection_batched,
 )
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def multi_round(

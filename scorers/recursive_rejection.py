@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import draw
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import (
-    TreeBatch,
-    ancestor_bits,
-    first_draw,
-    next_draw,
-    num_draws,
-)
+from vllm_treespec.sampling.draws import draw
 from vllm_treespec.scorers.base import (
     Rule,
     ScorerOutput,
@@ -22,6 +14,14 @@ from vllm_treespec.scorers.base import (
     normalised,
 )
 from vllm_treespec.scorers.batched import accepted_path, groups
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import (
+    TreeBatch,
+    ancestor_bits,
+    first_draw,
+    next_draw,
+    num_draws,
+)
 
 
 def recursive_rejection(

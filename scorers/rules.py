@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, path_width
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.k_seq import K_SEQ
 from vllm_treespec.scorers.multi_round import MULTI_ROUND
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 # The lossless rules at temperature above 0, by the names used in spec-configs.
 RULES: dict[str, Rule] = {

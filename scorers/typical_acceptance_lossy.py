@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch, first_child
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, empty_path
+from vllm_treespec.trees.tree import TreeBatch, first_child
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from vllm_treespec.core.aids import Aid
+from vllm_treespec.aids import Aid
 
 # The tests' tensors are small: threads only wait for each other.
 torch.set_num_threads(1)

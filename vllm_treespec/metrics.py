@@ -25,8 +25,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
-from vllm_treespec.core.aids import Aid
-from vllm_treespec.core.stats import (
+from vllm_treespec.aids import Aid
+from vllm_treespec.batch.stats import (
     DRAFT_FORWARD,
     KEEP_FEATURES,
     STAGES,

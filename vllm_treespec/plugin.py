@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
     SCHEDULER,
     WORKERS,
+    below_traceback,
     choose_groups,
     refuse_arguments,
     refuse_missing,
@@ -147,14 +147,6 @@ def without_trees(spec: dict[str, Any], make: Callable[[], VllmConfig]) -> VllmC
         if meant_for_us(spec, error):
             raise unknown_method(spec) from None
         raise
-
-
-def below_traceback(message: str) -> str:
-    """Lay a message out so that it can be read below the traceback of a server."""
-    lines = textwrap.wrap(
-        message, width=88, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(["", "", *lines, ""])
 
 
 def meant_for_us(spec: dict[str, Any], error: ValidationError) -> bool:

@@ -13,7 +13,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.serve.llm.deployment import LLMServer
 from vllm.v1.metrics.ray_wrappers import RayCounterWrapper
 
-from vllm_treespec.core.aids import Aid
+from vllm_treespec.aids import Aid
 from vllm_treespec.metrics import registered_collector, show_counters
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from benchmarks.eagle.trainings import curve_points, sections
 from benchmarks.harness import plot, report
 from benchmarks.harness.head_rows import COLUMNS, HeadRow
 from benchmarks.harness.report import Content, column, number
-from vllm_treespec.core.stats import KEEP_FEATURES
+from vllm_treespec.batch.stats import KEEP_FEATURES
 from vllm_treespec.tools.sides import PLAIN
 
 

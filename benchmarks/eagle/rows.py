@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.eagle.parts import PLAIN_STEP
 from benchmarks.harness.plan import StoredCell
-from vllm_treespec.core.stats import KEEP_FEATURES
+from vllm_treespec.batch.stats import KEEP_FEATURES
 
 
 def plain_steps_of(finished: Sequence[StoredCell]) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.gpu.oracle import use_acceptance
 from benchmarks.gpu.step import WARM_UP_STEPS
-from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.tools.side_engine import SideEngine
 from vllm_treespec.tools.sides import PLAIN, Cell, CellResult
+from vllm_treespec.trees.tree import MAX_NODES
 
 WARM_UP_TOKENS = 24
 FIRST_TOKEN = 3

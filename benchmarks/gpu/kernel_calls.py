@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from benchmarks.gpu.step import SHAPES
-from vllm_treespec.core.tree import MAX_NODES, TreeBatch, ancestor_bits, ancestor_mask
-from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import MAX_NODES, TreeBatch, ancestor_bits, ancestor_mask
 
 Call = Callable[[], Any]
 # Ours on a random tree and on a causal chain (mask 0), vLLM's Triton unified attention

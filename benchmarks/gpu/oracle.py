@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.decoder import TreeDecoder
-from vllm_treespec.core.method import Method
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.engine.v1.drafter import TreeDrafter
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
+from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.step.method import Method
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 
 def fixed_parents(num_nodes: int, depth: int) -> list[int]:

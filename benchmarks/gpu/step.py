@@ -16,9 +16,9 @@ import typer
 from benchmarks.gpu import card
 from benchmarks.harness import options, plan, plot, report
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.sides import PLAIN, Cell, Side, choose_sides
+from vllm_treespec.trees.tree import MAX_NODES
 
 Row = dict[str, Any]
 

@@ -17,14 +17,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from benchmarks.harness import full_batches
-from vllm_treespec.core.prices import Prices
-from vllm_treespec.core.schedule import (
+from vllm_treespec.schedule.base import (
     REST_STEPS,
     RunningRequests,
     Schedule,
     ScheduledTree,
     StepOutcome,
 )
+from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.tools.side_engine import SideEngine, tpot_ms
 from vllm_treespec.tools.sides import Cell, CellResult
 

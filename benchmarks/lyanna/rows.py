@@ -11,7 +11,7 @@ from benchmarks.harness.head_rows import by_key, rows_of
 from benchmarks.harness.plan import StoredCell
 from benchmarks.lyanna import parts
 from benchmarks.lyanna.heads import variant_of
-from vllm_treespec.core.stats import DRAFT_FORWARD
+from vllm_treespec.batch.stats import DRAFT_FORWARD
 from vllm_treespec.tools.sides import PLAIN, Acceptance, CellResult
 
 Row = dict[str, Any]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import NO_NODE, TreeBatch, ancestor_mask
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch, ancestor_mask
 
 # What unused entries of a tree hold, too.
 FILLER_TOKEN = 0

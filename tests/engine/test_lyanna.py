@@ -24,9 +24,9 @@ from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import SIZES, write_pair
 from tests.fast.pair_training import PlainAttention
 from tests.heads import write_head
-from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.heads import load_lyanna_head
 from vllm_treespec.proposers import DynamicTree, Lyanna, ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sources.chain import ChainDraft
 
 VOCAB_SIZE = 64

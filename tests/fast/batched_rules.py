@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from tests.fast.drawn_trees import Plan, Planned
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import MAX_NODES, TreeBatch, num_draws
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import MAX_NODES, TreeBatch, num_draws
 
 # Model 0 without replacement, then model 1 independently, twice.
 MIXED: Plan = [

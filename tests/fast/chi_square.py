@@ -9,15 +9,12 @@ from torch import Tensor
 from tests.fast.beam_trees import rand
 from tests.fast.enumeration import Scorer, propose
 from tests.fast.languages import Language, plain_sampling, random_tables
-from vllm_treespec.core.sampling import (
-    SamplingTensors,
-    draw,
-    draw_without_replacement,
-)
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_draws, from_levels
 from vllm_treespec.proposers import Proposer
+from vllm_treespec.sampling.draws import draw, draw_without_replacement
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.trees.builders import from_draws, from_levels
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def drawn_level(draft: Tensor, uniforms: Tensor, with_replacement: bool) -> TreeBatch:

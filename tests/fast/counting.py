@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.fast.small_engine import MODEL_NAME, engine_config, make_scheduler
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.metrics import registered_collector, show_counters
 

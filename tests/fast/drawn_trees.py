@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.fast.enumeration import Weighted
 from tests.fast.languages import Language
-from vllm_treespec.core.tree import Draws, TreeBatch
-from vllm_treespec.core.tree_builders import from_draws
+from vllm_treespec.trees.builders import from_draws
+from vllm_treespec.trees.tree import Draws, TreeBatch
 
 
 @dataclass(frozen=True)

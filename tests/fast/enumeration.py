@@ -15,11 +15,11 @@ from tests.fast.languages import (
     LanguageDraft,
     plain_sampling,
 )
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch, first_draw, next_draw, num_draws
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.independent_draws import Judge
+from vllm_treespec.trees.tree import TreeBatch, first_draw, next_draw, num_draws
 
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 from vllm_treespec.testing.toy_models import (
@@ -26,6 +24,8 @@ from vllm_treespec.testing.toy_models import (
     hidden_state,
     kv_slots,
 )
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 LAYERS = (1, 3)
 

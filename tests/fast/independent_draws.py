@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.fast.enumeration import Weighted
 from tests.fast.languages import Language, LanguageDraft, plain_sampling
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import ProposerInputs, SpecInfer
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.tree import TreeBatch
 
 PARTS = 8
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.trees.tree import TreeBatch
 
 NUM_TOKENS = 3
 KINDS = [

@@ -31,9 +31,6 @@ from tests.fast.enumeration import (
 from tests.fast.independent_draws import model_uniforms
 from tests.fast.languages import Language, LanguageDraft
 from tests.fast.position_noise import by_position, by_position_batched
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import (
     Proposer,
     ProposerInputs,
@@ -43,6 +40,7 @@ from vllm_treespec.proposers import (
     SpecInfer,
     SpecTr,
 )
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     TargetLogits,
     k_seq,
@@ -51,6 +49,8 @@ from vllm_treespec.scorers import (
 )
 from vllm_treespec.scorers.independent_draws import Judge
 from vllm_treespec.scorers.k_seq import make_judge, optimal_division_factor
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 TEMPERATURES = (1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SPANS = (0.2, 2.0, 10.0, 40.0, 100.0, 200.0)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import Draws, TreeBatch
 from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.trees.tree import Draws, TreeBatch
 
 OURS = TreeBatch | Draws | TargetLogits | SamplingTensors | ProposerInputs
 WAITING = {

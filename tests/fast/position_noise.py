@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.fast.batched_rules import sizes_of
-from vllm_treespec.core.sampling import draw
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.sampling.draws import draw
 from vllm_treespec.scorers import Rule, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
+from vllm_treespec.trees.tree import TreeBatch
 
 NOISE = "vllm_treespec.scorers.coupled_draw.draw_coupled"
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from vllm_treespec.core.sampling import draw_without_replacement
-from vllm_treespec.core.tree import Draws, TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.sampling.draws import draw_without_replacement
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import Draws, TreeBatch
 
 
 def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:

@@ -20,11 +20,11 @@ from tests.fast.toy_workloads import (
     sources_of,
 )
 from tests.tiers import cases
-from vllm_treespec.core.aids import Aid
-from vllm_treespec.core.costs import StepCosts
-from vllm_treespec.core.decoder import RanksDiffer
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.shares import Shares
+from vllm_treespec.aids import Aid
+from vllm_treespec.schedule.costs import StepCosts
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.shares import Shares
+from vllm_treespec.step.decoder import RanksDiffer
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits
 from vllm_treespec.testing.toy_models import Language

@@ -22,10 +22,10 @@ from benchmarks.harness.alternating import (
     variants_of,
 )
 from tests.fast.toy_workloads import make_method
-from vllm_treespec.core import schedule as schedules
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.schedule import RunningRequests, Schedule, StepOutcome
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.schedule import base as schedules
+from vllm_treespec.schedule.base import RunningRequests, Schedule, StepOutcome
+from vllm_treespec.schedule.measured import MeasuredSchedule
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel
@@ -113,7 +113,7 @@ def test_the_largest_tree_is_fixed_and_whole() -> None:
 
 def test_variants_learn_apart() -> None:
     """Red when a variant knows what the trees of another brought."""
-    schedule = alternating_schedule("vllm_treespec.core.schedule:REST_STEPS", 3, 3)
+    schedule = alternating_schedule("vllm_treespec.schedule.base:REST_STEPS", 3, 3)
     one, other = (variant.schedule for variant in schedule.variants)
     assert isinstance(one, MeasuredSchedule)
     assert isinstance(other, MeasuredSchedule)
@@ -145,7 +145,7 @@ def test_the_last_step_of_an_answer_is_left_out() -> None:
 def test_a_number_changes_with_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a block runs with another variant's number."""
     monkeypatch.setattr(schedules, "REST_STEPS", 3)
-    number = "vllm_treespec.core.schedule:REST_STEPS"
+    number = "vllm_treespec.schedule.base:REST_STEPS"
     schedule = alternating_schedule(number, 5, 7)
     seen = Counter[tuple[str, float]]()
     for _ in range(60):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.fast.test_measured_schedule import Tree, running
-from vllm_treespec.core.asking import Asking
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.schedule import StepOutcome
+from vllm_treespec.schedule.asking import Asking
+from vllm_treespec.schedule.base import StepOutcome
+from vllm_treespec.schedule.measured import MeasuredSchedule
 
 INDEX = Tree(16, 12, 16, weighs_drafts=True, is_free=True)
 NUM_REQS = 8

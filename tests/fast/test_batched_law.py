@@ -24,11 +24,11 @@ from tests.fast.enumeration import (
 from tests.fast.languages import KINDS, random_tables
 from tests.fast.position_noise import by_position_batched
 from tests.fast.wrong_scorers import RECURSIVE_REJECTION
-from vllm_treespec.core.sampling import draw
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import RsdC, Sd
+from vllm_treespec.sampling.draws import draw
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -24,10 +24,8 @@ from tests.fast.position_noise import by_position, by_position_batched, numbers_
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import draws_of
 from tests.tiers import grid
-from vllm_treespec.core import sampling
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import Draws, TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.sampling import laws as sampling
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     RULES,
     ScorerOutput,
@@ -39,6 +37,8 @@ from vllm_treespec.scorers import (
 )
 from vllm_treespec.scorers.greedy import greedy_matching_batched
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import Draws, TreeBatch
 
 ONE_RANDOM = SamplingTensors(torch.ones(1), all_random=True)
 

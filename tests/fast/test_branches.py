@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch, ancestor_mask
-from vllm_treespec.core.tree_builders import from_parents
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch, ancestor_mask
 
 ops = pytest.importorskip("vllm._custom_ops", reason="needs vLLM's CPU kernels")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
 
-from vllm_treespec.core.views import GroupBlocks, PagedBatch  # noqa: E402
+from vllm_treespec.batch.views import GroupBlocks, PagedBatch  # noqa: E402
 from vllm_treespec.layouts.base import ForkSpace  # noqa: E402
 from vllm_treespec.layouts.block_copies import BlockCopier  # noqa: E402
 from vllm_treespec.layouts.branch_plan import (  # noqa: E402

@@ -15,12 +15,12 @@ from tests.fast.random_trees import random_trees
 from tests.fast.test_lyanna_head import ready
 from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_chains import ToyChain
-from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
-from vllm_treespec.core.tree_builders import from_parents, merge_trees
+from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.heads.chain_source import ChainSource
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, Resample
-from vllm_treespec.sources.chain_source import ChainSource
+from vllm_treespec.trees.builders import from_parents, merge_trees
+from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
 
 VOCAB_SIZE, DEPTH = 6, 3
 

@@ -14,8 +14,7 @@ from tests.fast.no_waiting import NoWaiting
 from tests.fast.small_engine import engine_config
 from tests.fast.test_masked_draft_model import FORKS, PAGE, Copies, committed
 from tests.heads import write_head
-from vllm_treespec.core.feature_store import FeatureStore
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.chain_head import ChainHead
 from vllm_treespec.heads import load_lyanna_head
 from vllm_treespec.layouts.base import LevelInputs
@@ -23,6 +22,7 @@ from vllm_treespec.layouts.masks import MaskLevelReader
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sources.base import FINAL_LAYER, Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, Resample
+from vllm_treespec.sources.feature_store import FeatureStore
 
 HIDDEN_SIZE, DEPTH = 64, 3
 

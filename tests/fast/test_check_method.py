@@ -14,11 +14,11 @@ import torch
 from tests.fast.wrong_scorers import WRONG_SCORERS
 from vllm_treespec.config.rsd_c import RsdCConfig
 from vllm_treespec.config.suffix_tree import SuffixTreeConfig
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import ProposerInputs, RsdC, Suffix
 from vllm_treespec.scorers import RULES, Rule
 from vllm_treespec.testing import check_method
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 FOUND: dict[str, Any] = {
     "num_drafts": 8,

@@ -13,8 +13,6 @@ from torch import Tensor
 from tests.fast.beam_trees import all_beam_trees, rand
 from tests.fast.enumeration import Weighted, all_trees, law_error
 from tests.fast.languages import KINDS, LanguageDraft, plain_sampling, random_tables
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import (
     DynamicTree,
     Proposer,
@@ -24,7 +22,9 @@ from vllm_treespec.proposers import (
     Sd,
 )
 from vllm_treespec.proposers.confidence import Confidence
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -30,7 +30,7 @@ from tests.fast.counting import (
 )
 from tests.fast.small_engine import MODEL_NAME
 from vllm_treespec import metrics, plugin
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine import request_check
 from vllm_treespec.metrics import (
     SharedCounters,

@@ -29,18 +29,18 @@ from tests.fast.position_noise import by_position, random_keys
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
 from tests.tiers import cases, grid
-from vllm_treespec.core.coupling import (
+from vllm_treespec.proposers import DynamicTree, ProposerInputs
+from vllm_treespec.sampling.coupling import (
     LIKELIEST,
     coupled_chances,
     draw_coupled,
     noise_of,
 )
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.proposers import DynamicTree, ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import coupled_draw
 from vllm_treespec.scorers.coupled_draw import coupled_draw_batched
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 SURELY_WRONG, SUSPICIOUS = 1e-9, 1e-3
 EXACT, NOTICEABLE = 1e-12, 1e-3

@@ -15,14 +15,14 @@ from tests.fast.interpreted import interpreted
 from tests.fast.toy_pairs import ToyPairHead
 from tests.fast.toy_workloads import PROPOSERS, make_engine, make_method
 from tests.tiers import cases, grid
-from vllm_treespec.core.decoder import RanksDiffer, TreeDecoder
-from vllm_treespec.core.matching import PADDING_TOKEN_ID, RunningTrees
-from vllm_treespec.core.views import TargetInputs
+from vllm_treespec.batch.matching import PADDING_TOKEN_ID, RunningTrees
+from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.layouts.base import ForkSpace
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.step.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import (

@@ -28,9 +28,8 @@ from tests.fast.wrong_scorers import (
 )
 from tests.reference.proposers import gumbel, rsd_s_reference
 from tests.reference.scorers import recursive_rejection_reference
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, SpecInfer
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
@@ -38,6 +37,7 @@ from vllm_treespec.scorers import (
     multi_round,
     recursive_rejection,
 )
+from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

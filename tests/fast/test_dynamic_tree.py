@@ -34,10 +34,10 @@ from tests.fast.tiny_heads import (
 )
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import LogLaw, Path, dynamic_tree_reference
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import DynamicTree, ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

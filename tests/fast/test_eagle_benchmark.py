@@ -29,9 +29,9 @@ from benchmarks.harness.models import Models, identity, models_of
 from benchmarks.harness.plan import Plan, base_job, make_plan
 from tests.fast.test_redrafter_benchmark import head_folders
 from tests.published_heads import PublishedHead
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.schedule import ListedSchedule, RunningRequests
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.schedule.base import ListedSchedule, RunningRequests
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
 
 TREES = trees_by_kind(EAGLE_TREES, REDRAFTER_TREES)

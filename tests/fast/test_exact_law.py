@@ -26,8 +26,8 @@ from tests.fast.languages import (
 )
 from tests.fast.wrong_scorers import RSD_C, WRONG_SCORERS, siblings_by_probability
 from tests.reference.scorers import recursive_rejection_reference
-from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import RsdC, Sd
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.scorers.recursive_rejection import drop, subtract
 

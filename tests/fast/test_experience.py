@@ -12,14 +12,14 @@ from tests.fast.test_measured_schedule import (
     Tree,
     median,
 )
-from vllm_treespec.core.experience import (
+from vllm_treespec.schedule.experience import (
     RECALLED_PROMISES,
     Experience,
     experience_of,
     recall,
 )
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.prices import GUESSED_PROMISES, DraftParts
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.prices import GUESSED_PROMISES, DraftParts
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 

@@ -14,21 +14,21 @@ from tests.fast.languages import PlainSampling, plain_sampling
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import WRONG_SCORERS, draws_of
 from tests.reference.scorers import recursive_rejection_reference, verify
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.uniforms import (
+from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, Sd
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.sampling.uniforms import (
     DRAFTING,
     SCORING,
     keyed_uniforms,
     seeded_key,
 )
-from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, Sd
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
     greedy_matching,
     recursive_rejection,
 )
+from vllm_treespec.trees.tree import TreeBatch
 
 # vocabulary, trees, nodes of the largest
 SIZES = [(5, 60, 16), (77, 40, 24), (1001, 20, 64), (49_152, 3, 8), (128_256, 2, 6)]

@@ -22,20 +22,20 @@ from tests.fast.test_penalties import (
     plain_rows,
 )
 from tests.fast.toy_workloads import SOME_ENGINES, make_engine
-from vllm_treespec.core.forbidden import (
+from vllm_treespec.batch.forbidden import (
     Forbidden,
     RequestRows,
     leaving_out,
     limited_rows,
 )
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.kernels import kv_move
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits, recursive_rejection
 from vllm_treespec.testing.fake_scheduler import Request
 from vllm_treespec.testing.fake_views import text_view
 from vllm_treespec.testing.toy_models import VOCAB_SIZE, permitted
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def all_but(allowed: set[int], vocab_size: int = VOCAB_SIZE) -> Tensor:

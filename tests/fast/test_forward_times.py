@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.fast.test_measured_schedule import HEAD, INDEX, Machine, Run, Tree
-from vllm_treespec.core.costs import StepCosts
-from vllm_treespec.core.experience import Experience, experience_of, recall
-from vllm_treespec.core.forward_times import (
+from vllm_treespec.schedule.costs import StepCosts
+from vllm_treespec.schedule.experience import Experience, experience_of, recall
+from vllm_treespec.schedule.forward_times import (
     MORE_ROWS,
     MOST_RUNS,
     NOT_TIMED,
@@ -21,9 +21,9 @@ from vllm_treespec.core.forward_times import (
     at,
     time_rows,
 )
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.options import Option
-from vllm_treespec.core.prices import DraftCosts, DraftParts, guessed_parts
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.options import Option
+from vllm_treespec.schedule.prices import DraftCosts, DraftParts, guessed_parts
 
 TIMED = ForwardTimes(
     target={1: 0.10, 8: 0.10, 16: 0.10, 32: 0.16, 64: 0.32},

@@ -15,11 +15,11 @@ from benchmarks.gpu.oracle import (
     last_path,
 )
 from benchmarks.gpu.step import default_depth
-from vllm_treespec.core.decoder import TreeDecoder
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 8, 16, 32, 64])

@@ -23,9 +23,9 @@ from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.backend_outlines import OutlinesGrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.engine.scheduler import fill_tree_masks, is_allowed
 from vllm_treespec.engine.v1.views import may_draft_trees
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import RULES, TargetLogits, score
 
 # Token ids are bytes; the last one ends a text.

@@ -25,17 +25,16 @@ from tests.fast.toy_workloads import make_engine
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import Path, dynamic_tree_reference
 from tests.tiers import cases
-from vllm_treespec.core.schedule import StepOutcome
-from vllm_treespec.core.shares import (
+from vllm_treespec.proposers import Hybrid, ProposerInputs
+from vllm_treespec.proposers.suffix import grow_tree
+from vllm_treespec.schedule.base import StepOutcome
+from vllm_treespec.schedule.shares import (
     FIRST_ACCEPTED,
     FIRST_NODES,
     LEAST_SHARE,
     Shares,
     count_parts,
 )
-from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
-from vllm_treespec.proposers import Hybrid, ProposerInputs
-from vllm_treespec.proposers.suffix import grow_tree
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.continuations import Continuation, Continuations
@@ -44,6 +43,7 @@ from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import ToyDraftModel
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
+from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

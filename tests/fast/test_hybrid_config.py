@@ -12,8 +12,8 @@ from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head_files, check_weights
 from vllm_treespec.config.hybrid import HEAD_KINDS
-from vllm_treespec.core.shares import Shares
 from vllm_treespec.proposers import Hybrid
+from vllm_treespec.schedule.shares import Shares
 from vllm_treespec.sources.base import Reads
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.tools.sides import with_model

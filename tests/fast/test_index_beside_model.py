@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from tests.fast.test_measured_schedule import Tree, running
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.schedule import StepOutcome
+from vllm_treespec.schedule.base import StepOutcome
+from vllm_treespec.schedule.measured import MeasuredSchedule
 
 BOTH, INDEX_ALONE = 0, 1
 TREES = [

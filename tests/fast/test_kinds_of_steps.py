@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.fast.test_measured_schedule import Tree, outcome, running
-from vllm_treespec.core.costs import StepCosts
-from vllm_treespec.core.experience import Experience, experience_of, recall
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.options import Option
-from vllm_treespec.core.prices import DraftParts
+from vllm_treespec.schedule.costs import StepCosts
+from vllm_treespec.schedule.experience import Experience, experience_of, recall
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.options import Option
+from vllm_treespec.schedule.prices import DraftParts
 
 TREE = Tree(4, 1, 4)
 # A plain step in which requests are sampled, where a greedy one takes 1; what a tree

@@ -15,8 +15,8 @@ from tests.fast.wrong_scorers import (
     WRONG_SCORERS,
     only_likeliest,
 )
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits
+from vllm_treespec.trees.tree import TreeBatch
 
 VOCAB_SIZE, NUM_DRAWS, CHUNK, NUM_CHUNKS = 4096, 3, 250, 20
 

@@ -29,10 +29,6 @@ from tests.fast.law_range import (
 from tests.fast.position_noise import numbers_of
 from tests.fast.wrong_scorers import RECURSIVE_REJECTION
 from tests.tiers import cases
-from vllm_treespec.core import sampling
-from vllm_treespec.core.sampling import SamplingTensors, draw, draw_without_replacement
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import (
     DynamicTree,
     Medusa,
@@ -46,9 +42,14 @@ from vllm_treespec.proposers import (
     StaticTree,
     StochasticTree,
 )
+from vllm_treespec.sampling import laws as sampling
+from vllm_treespec.sampling.draws import draw, draw_without_replacement
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.recursive_rejection import drop
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 FLOAT32 = 2e-5
 WIDTH = 1e-7

@@ -28,8 +28,6 @@ from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_chains import ToyChain, softmax_sampling
 from tests.fast.tree_bounds import check_bounds
 from tests.reference.proposers import dynamic_tree_reference
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import FIRST_PART, SECOND_PART, TreeBatch
 from vllm_treespec.proposers import (
     DynamicTree,
     Lyanna,
@@ -39,8 +37,10 @@ from vllm_treespec.proposers import (
     RsdS,
     StochasticTree,
 )
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.chain import ChainDraft
+from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

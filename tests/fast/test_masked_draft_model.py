@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting
 from tests.fast.small_engine import engine_config, model_config
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.layouts.base import ForkSpace, LevelInputs
 from vllm_treespec.layouts.block_copies import BlockCopier

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.fast.no_waiting import NoWaiting, on_meta
-from vllm_treespec.core.matching import RunningTrees
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.views import GroupBlocks, PagedBatch, TargetInputs
+from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.views import GroupBlocks, PagedBatch, TargetInputs
 from vllm_treespec.engine.graphed_draft_model import GraphInputs
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout, node_rows
 from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 NOTHING: Any = None
 CACHE = torch.zeros((16, 1, 2, 4))

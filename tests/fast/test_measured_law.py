@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tests.fast.chi_square import p_value
 from tests.fast.toy_workloads import Scheduled
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.method import Method
-from vllm_treespec.core.schedule import ListedSchedule, Schedule
-from vllm_treespec.core.views import EmittedBatch
+from vllm_treespec.batch.views import EmittedBatch
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.schedule.base import ListedSchedule, Schedule
+from vllm_treespec.schedule.measured import MeasuredSchedule
 from vllm_treespec.scorers import RULES
+from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import VOCAB_SIZE, Language, ToyDraftModel, after

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from vllm_treespec.core.learned import RequestHistory, Spread
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.schedule import RunningRequests, StepOutcome
-from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.schedule.base import RunningRequests, StepOutcome
+from vllm_treespec.schedule.learned import RequestHistory, Spread
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.trees.sizes import TreeSizes
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from tests.fast.tiny_heads import (
     token_paths,
 )
 from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import Medusa, ProposerInputs
 from vllm_treespec.proposers.medusa import grow_tree
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.builders import from_parents
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -37,7 +37,7 @@ from tests.fast.counting import (
 from tests.fast.small_engine import MODEL_NAME, make_scheduler
 from tests.fast.toy_workloads import make_engine
 from vllm_treespec import metrics
-from vllm_treespec.core.stats import DRAFT_FORWARD, STAGES, StepCounts, StepStats
+from vllm_treespec.batch.stats import DRAFT_FORWARD, STAGES, StepCounts, StepStats
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout

@@ -16,8 +16,8 @@ from tests.fast.drawn_trees import (
 from tests.fast.enumeration import Weighted, law_error
 from tests.fast.languages import KINDS, Language, random_tables
 from tests.fast.wrong_scorers import WRONG_MULTI_ROUND
-from vllm_treespec.core.tree import num_draws
 from vllm_treespec.scorers import RULES, multi_round, recursive_rejection
+from vllm_treespec.trees.tree import num_draws
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

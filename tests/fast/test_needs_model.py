@@ -8,13 +8,13 @@ import torch
 
 from tests.fast.test_index_beside_model import BOTH, TREES
 from tests.fast.test_measured_schedule import running
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.prices import Prices
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.schedule import StepOutcome
 from vllm_treespec.proposers.base import ProposerInputs
 from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.worth import Worth
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.base import StepOutcome
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.continuations import Continuation, Continuations
 
 # One token matches, or eight: the next one is right with 0.95 (1 - 0.8 ** match).

@@ -27,8 +27,8 @@ from tests.fast.small_engine import (
     make_request,
     make_scheduler,
 )
+from vllm_treespec.batch.views import scheduler_room
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.core.views import scheduler_room
 from vllm_treespec.engine.refusals import refuse_short_chunks
 from vllm_treespec.engine.v1.views import token_budget
 from vllm_treespec.scorers import multi_round

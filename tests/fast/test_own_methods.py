@@ -21,9 +21,9 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.methods import BUILT_IN, GROUP
 from vllm_treespec.config.parse import names_our_method
 from vllm_treespec.config.suffix_tree import SuffixTreeConfig
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.proposers import Proposer
+from vllm_treespec.trees.sizes import TreeSizes
 
 PATH = "fan:FanConfig"
 

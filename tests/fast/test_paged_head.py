@@ -14,14 +14,14 @@ from tests.fast.no_waiting import NoWaiting
 from tests.fast.small_engine import engine_config
 from tests.fast.test_masked_draft_model import FORKS, PAGE, Copies, committed
 from tests.heads import write_head
-from vllm_treespec.core.feature_store import MAX_WAITING, FeatureStore
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import load_eagle_head
 from vllm_treespec.layouts.base import LevelInputs
 from vllm_treespec.layouts.masks import MaskLevelReader
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sources.base import CommittedTokens
+from vllm_treespec.sources.feature_store import MAX_WAITING, FeatureStore
 
 HIDDEN_SIZE = 64
 

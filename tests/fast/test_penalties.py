@@ -27,20 +27,16 @@ from tests.fast.random_trees import random_trees
 from tests.fast.test_batched_rules import batch
 from tests.fast.toy_workloads import SOME_ENGINES, make_engine
 from tests.fast.wrong_scorers import draws_of
-from vllm_treespec.core import decoder
-from vllm_treespec.core.penalties import (
+from vllm_treespec.kernels import kv_move
+from vllm_treespec.proposers import RsdC
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.sampling.penalties import (
     PenalisedTexts,
     Penalties,
     PenaltyView,
     SeenTokens,
     no_drafts,
 )
-from vllm_treespec.core.plain_draw import draw_plainly
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch, ancestor_bits
-from vllm_treespec.kernels import kv_move
-from vllm_treespec.proposers import RsdC
 from vllm_treespec.scorers import (
     RULES,
     ScorerOutput,
@@ -49,10 +45,14 @@ from vllm_treespec.scorers import (
     score,
 )
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
+from vllm_treespec.step import decoder
+from vllm_treespec.step.plain_draw import draw_plainly
 from vllm_treespec.testing.fake_scheduler import Request
 from vllm_treespec.testing.fake_views import penalty_view
 from vllm_treespec.testing.toy_models import after, penalised
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch, ancestor_bits
 
 # repetition, frequency, presence
 STRENGTHS = ((1.3, 0.0, 0.0), (1.0, 0.6, 0.0), (0.8, -0.2, 0.7), (1.0, 0.0, 0.0))

@@ -15,12 +15,12 @@ from tests.fast.interpreted import interpreted
 from tests.fast.position_noise import random_keys
 from tests.fast.toy_workloads import NOT_DRAWN, make_engine
 from tests.tiers import cases
-from vllm_treespec.core import decoder
-from vllm_treespec.core.coupling import draw_coupled
-from vllm_treespec.core.plain_draw import draw_plainly
-from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.kernels import kv_move
+from vllm_treespec.sampling.coupling import draw_coupled
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.step import decoder
+from vllm_treespec.step.plain_draw import draw_plainly
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.workloads import HABITS, workload
 

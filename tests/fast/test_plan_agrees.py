@@ -27,8 +27,6 @@ from tests.fast.window_layers import (
     layers,
 )
 from tests.heads import write_head
-from vllm_treespec.core.decoder import TreeDecoder
-from vllm_treespec.core.method import EngineLimits
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.engine.v1.drafter import TreeDrafter
@@ -37,6 +35,8 @@ from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.step.method import EngineLimits
 from vllm_treespec.tools.plan.groups import Pool, group_layers
 from vllm_treespec.tools.plan.memory import make_plan
 from vllm_treespec.tools.plan.models import Model, read_model

@@ -12,26 +12,26 @@ import torch
 
 from tests.fast.test_measured_schedule import Tree, running
 from tests.fast.toy_workloads import make_method
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.method import Method
-from vllm_treespec.core.prices import (
+from vllm_treespec.proposers import ProposerInputs, RsdC
+from vllm_treespec.proposers.suffix import Suffix
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.base import RunningRequests, StepOutcome
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.prices import (
     DraftCosts,
     DraftParts,
     Prices,
     Promises,
     guessed_parts,
 )
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.schedule import RunningRequests, StepOutcome
-from vllm_treespec.core.tree import NO_GUESS, TreeBatch
-from vllm_treespec.proposers import ProposerInputs, RsdC
-from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.continuations import Continuations, next_tokens
 from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel
+from vllm_treespec.trees.tree import NO_GUESS, TreeBatch
 
 PLAIN = 0.05
 

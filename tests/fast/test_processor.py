@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_treespec.core.processor import slow_arithmetic
+from vllm_treespec.schedule.processor import slow_arithmetic
 
 X86 = {"architecture": "x86_64"}
 

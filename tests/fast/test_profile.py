@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from tests.heads import HEADS, write_head
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.decoder import TreeDecoder
-from vllm_treespec.core.method import EngineLimits, Method
-from vllm_treespec.core.profile import profile_trees
-from vllm_treespec.core.schedule import ListedSchedule
-from vllm_treespec.core.stats import StepStats
 from vllm_treespec.heads import load_head
+from vllm_treespec.heads.source import HeadSource
+from vllm_treespec.schedule.base import ListedSchedule
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.sources.base import (
     CommittedTokens,
@@ -23,7 +21,9 @@ from vllm_treespec.sources.base import (
     Reads,
     Roots,
 )
-from vllm_treespec.sources.head import HeadSource
+from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.step.method import EngineLimits, Method
+from vllm_treespec.step.profile import profile_trees
 
 NO_LAYOUT: Any = None
 NUM_REQS, VOCAB_SIZE, HIDDEN_SIZE = 3, 32, 8

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.tiers import grid
-from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.hybrid import Hybrid
@@ -20,6 +19,7 @@ from vllm_treespec.proposers.sd import Sd
 from vllm_treespec.proposers.specinfer import SpecInfer
 from vllm_treespec.proposers.static_tree import StaticTree
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.sources.chain import ChainDraft
 from vllm_treespec.sources.continuations import Continuations

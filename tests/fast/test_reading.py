@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tests.fast.toy_workloads import make_method
-from vllm_treespec.core.reading import ReadMarks, plan_reading
-from vllm_treespec.core.schedule import RunningRequests
+from vllm_treespec.batch.reading import ReadMarks, plan_reading
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.schedule.base import RunningRequests
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel

@@ -33,9 +33,9 @@ from tests.fast.tiny_heads import (
     tiny_head,
     token_paths,
 )
-from vllm_treespec.core.sampling import SamplingTensors
 from vllm_treespec.proposers import ReDrafter, RsdS
 from vllm_treespec.proposers.redrafter import prefix_match, tree_of_beams
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
 
 EXACT = 1e-12

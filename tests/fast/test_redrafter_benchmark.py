@@ -37,10 +37,8 @@ from benchmarks.redrafter.parts import (
 from benchmarks.redrafter.report import render
 from benchmarks.redrafter.rows import Evidence, compression_of, stretches_of
 from tests.fast.stored_scores import store_scores
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.heads import (
     MedusaHeadConfig,
     ReDrafterHeadConfig,
@@ -52,6 +50,8 @@ from vllm_treespec.proposers import Proposer
 from vllm_treespec.proposers.redrafter import ReDrafter
 from vllm_treespec.tools.launch import EngineError
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 SIZES = Sizes(Beams(beam_width=4, length=4, num_drafts=15), 8, num_prompts=2)
 WEIGHTS = {name: {"sha256": name} for name in ("target", "redrafter", "medusa")}

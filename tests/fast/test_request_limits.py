@@ -9,12 +9,12 @@ import torch
 from tests.fast.drawn_trees import Plan, drawn_trees, independent, paths
 from tests.fast.enumeration import Scorer, Weighted, all_trees, law_error
 from tests.fast.languages import Language, random_tables
-from vllm_treespec.core.matching import Proposal, match, running_trees
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.views import ScheduledBatch
+from vllm_treespec.batch.matching import Proposal, match, running_trees
+from vllm_treespec.batch.views import ScheduledBatch
 from vllm_treespec.proposers import RsdC
 from vllm_treespec.scorers import multi_round, recursive_rejection
 from vllm_treespec.testing.fake_views import ints
+from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -10,16 +10,16 @@ import pytest
 from tests.fast.features_toy import FeatureSums, SumTree
 from tests.fast.toy_workloads import make_method
 from tests.tiers import cases
-from vllm_treespec.core.measured import ROUND_STEPS, MeasuredSchedule
-from vllm_treespec.core.method import Method
-from vllm_treespec.core.schedule import (
+from vllm_treespec.proposers import RsdS
+from vllm_treespec.schedule.base import (
     REST_STEPS,
     ListedSchedule,
     RunningRequests,
     Schedule,
     StepOutcome,
 )
-from vllm_treespec.proposers import RsdS
+from vllm_treespec.schedule.measured import ROUND_STEPS, MeasuredSchedule
+from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel

@@ -42,14 +42,11 @@ from tests.reference.proposers import (
     truncate,
 )
 from tests.tiers import cases
-from vllm_treespec.core.sampling import (
-    draw_without_replacement,
-    truncated_gumbel,
-)
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import RsdS
 from vllm_treespec.proposers.rsd_s import select_beam
+from vllm_treespec.sampling.draws import draw_without_replacement, truncated_gumbel
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.plain_draw import PlainDraw
 from vllm_treespec.engine.v1.sampler_output import sampler_output
+from vllm_treespec.step.plain_draw import PlainDraw
 
 
 @dataclass(frozen=True)

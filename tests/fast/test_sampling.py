@@ -13,13 +13,9 @@ from torch import Tensor
 
 from tests.fast.enumeration import ALMOST_ONE
 from tests.fast.languages import naive_probs
-from vllm_treespec.core import sampling
-from vllm_treespec.core.sampling import (
-    SamplingTensors,
-    draw,
-    draw_without_replacement,
-    likeliest,
-)
+from vllm_treespec.sampling import laws as sampling
+from vllm_treespec.sampling.draws import draw, draw_without_replacement
+from vllm_treespec.sampling.laws import SamplingTensors, likeliest
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

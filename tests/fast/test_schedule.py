@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.core.schedule import (
+from vllm_treespec.schedule.base import (
     MIN_TREES,
     PAUSE_STEPS,
     ListedSchedule,
@@ -139,7 +139,7 @@ def test_use_always() -> None:
 def test_choosing_needs_no_spec_config() -> None:
     """Red when the core imports spec-configs, or pydantic, again."""
     code = (
-        "import sys, vllm_treespec.core.measured, vllm_treespec.core.sizes\n"
+        "import sys, vllm_treespec.schedule.measured, vllm_treespec.trees.sizes\n"
         "unwanted = {'pydantic', 'torch', 'vllm_treespec.config'}\n"
         "sys.exit(bool(unwanted & set(sys.modules)))"
     )

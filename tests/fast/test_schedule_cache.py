@@ -18,9 +18,6 @@ pytest.importorskip("vllm", reason="the file lies in vLLM's cache")
 
 from tests.fast.small_engine import engine_config
 from tests.fast.test_measured_schedule import HEAD, Machine, Run
-from vllm_treespec.core.decoder import RanksDiffer
-from vllm_treespec.core.experience import Experience, experience_of
-from vllm_treespec.core.measured import MeasuredSchedule
 from vllm_treespec.engine import schedule_cache
 from vllm_treespec.engine.schedule_cache import (
     FIRST_SECONDS,
@@ -29,6 +26,9 @@ from vllm_treespec.engine.schedule_cache import (
     origin_of,
 )
 from vllm_treespec.engine.v1 import drafter
+from vllm_treespec.schedule.experience import Experience, experience_of
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.step.decoder import RanksDiffer
 
 ORIGIN = {"target": "t", "device": "cpu"}
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from tests.fast.batched_rules import sizes_of, tree_sizes
 from tests.fast.random_trees import random_trees
 from tests.fast.wrong_scorers import draws_of
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     RULES,
     Rule,
@@ -23,6 +22,7 @@ from vllm_treespec.scorers import (
     score,
 )
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def batch(temperatures: list[float]) -> tuple[TreeBatch, TargetLogits, Tensor]:

@@ -26,7 +26,7 @@ from tests.fast.small_engine import (
     make_scheduler,
 )
 from tests.fast.toy_workloads import make_engine
-from vllm_treespec.core.stats import StepCounts
+from vllm_treespec.batch.stats import StepCounts
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds, TreeScheduler
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout

@@ -15,7 +15,7 @@ import pytest
 
 from tests.heads import HEADS, RANK_ACCURACIES, write_head
 from vllm_treespec.config import METHODS, parse_spec_config
-from vllm_treespec.core.sizes import TreeSizes
+from vllm_treespec.trees.sizes import TreeSizes
 
 NOWHERE = "/nowhere/model"
 

@@ -12,10 +12,10 @@ from tests.fast.enumeration import Weighted, law_error
 from tests.fast.independent_draws import all_trees, grid, in_eighths, propose
 from tests.fast.languages import Language, random_tables
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import draw_parents
 from vllm_treespec.proposers import SpecInfer
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import RULES, multi_round
+from vllm_treespec.trees.tree import draw_parents
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

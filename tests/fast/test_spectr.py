@@ -18,10 +18,10 @@ from tests.fast.languages import (
     random_tables,
 )
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import draw_parents, num_draws
 from vllm_treespec.proposers import ProposerInputs, SpecTr
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import RULES, k_seq, multi_round
+from vllm_treespec.trees.tree import draw_parents, num_draws
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -21,10 +21,10 @@ from tests.fast.test_dynamic_tree import log_law, weighted
 from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token_paths
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import static_tree_reference
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import ProposerInputs, StaticTree
 from vllm_treespec.proposers.static_tree import RANK_ACCURACIES, sizes
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.sizes import TreeSizes
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_treespec.core.committed import committed_rows
-from vllm_treespec.core.matching import (
+from vllm_treespec.batch.matching import (
     NO_SLOT,
     PADDING_TOKEN_ID,
     Proposal,
@@ -19,12 +18,9 @@ from vllm_treespec.core.matching import (
     on_host,
     running_trees,
 )
-from vllm_treespec.core.reading import plan_reading
-from vllm_treespec.core.requests import RequestSlots
-from vllm_treespec.core.texts import TextView
-from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.core.uniforms import numbered_key, seeded_key
-from vllm_treespec.core.views import (
+from vllm_treespec.batch.reading import plan_reading
+from vllm_treespec.batch.requests import RequestSlots
+from vllm_treespec.batch.views import (
     BlockTables,
     EmittedBatch,
     HiddenStates,
@@ -33,8 +29,12 @@ from vllm_treespec.core.views import (
     ragged_rows,
     scheduler_room,
 )
+from vllm_treespec.sampling.texts import TextView
+from vllm_treespec.sampling.uniforms import numbered_key, seeded_key
 from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.step.committed import committed_rows
 from vllm_treespec.testing.fake_views import ints
+from vllm_treespec.trees.builders import from_parents
 
 CPU = torch.device("cpu")
 STEP = 7

@@ -32,9 +32,6 @@ from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.tiers import cases
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_candidates
 from vllm_treespec.proposers import (
     DynamicTree,
     ProposerInputs,
@@ -42,7 +39,10 @@ from vllm_treespec.proposers import (
     StochasticTree,
 )
 from vllm_treespec.proposers.rsd_s import expand_beam
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.builders import from_candidates
+from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3

@@ -14,18 +14,16 @@ from tests.fast.independent_draws import grid, in_eighths
 from tests.fast.languages import plain_sampling
 from tests.fast.position_noise import by_position
 from tests.fast.tree_bounds import check_bounds
+from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.core.prices import Prices
-from vllm_treespec.core.requests import RequestSlots
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.proposers import ProposerInputs, Suffix
 from vllm_treespec.proposers.suffix import (
     MAX_LEAVES,
     Draft,
     grow_tree,
 )
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.continuations import next_tokens
@@ -35,6 +33,8 @@ from vllm_treespec.sources.suffix_index import (
     OutputCache,
     SuffixIndex,
 )
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 SENTENCE = [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.fast.random_trees import random_parents
-from vllm_treespec.core.tree import (
+from vllm_treespec.layouts.branch_plan import depth_first
+from vllm_treespec.trees.builders import from_draws, from_levels, from_parents
+from vllm_treespec.trees.tree import (
     MAX_NODES,
     Draws,
     TreeBatch,
@@ -20,8 +22,6 @@ from vllm_treespec.core.tree import (
     next_sibling,
     num_draws,
 )
-from vllm_treespec.core.tree_builders import from_draws, from_levels, from_parents
-from vllm_treespec.layouts.branch_plan import depth_first
 
 # The example of TreeBatch's docstring; letters are tokens.
 TOKENS = [ord(letter) for letter in "rabcde"]

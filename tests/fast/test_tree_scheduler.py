@@ -24,7 +24,7 @@ from vllm.v1.structured_output.backend_types import (
 )
 
 from tests.fast.small_engine import engine_config, make_request, make_scheduler
-from vllm_treespec.core.stats import StepCounts
+from vllm_treespec.batch.stats import StepCounts
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds, TreeScheduler
 
 STOCK = 77

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.fast.enumeration import Weighted, grid_law_error, grid_target
 from tests.fast.languages import Language, plain_sampling
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_parents
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, TypicalAcceptance
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import TreeBatch
 
 # Medusa's setting: delta is the square root of epsilon.
 MEDUSA = TypicalAcceptance(epsilon=0.09, delta=0.3)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from vllm_treespec.core.requests import RequestSlots
-from vllm_treespec.core.uniforms import (
+from vllm_treespec.batch.requests import RequestSlots
+from vllm_treespec.sampling.uniforms import (
     DRAFTING,
     EMITTING,
     SCORING,

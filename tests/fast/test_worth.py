@@ -18,11 +18,6 @@ from tests.fast.languages import (
     random_tables,
 )
 from tests.fast.test_measured_schedule import Tree, running
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.prices import Prices
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.schedule import StepOutcome
-from vllm_treespec.core.tree import Draws, TreeBatch
 from vllm_treespec.proposers import (
     DynamicTree,
     Proposer,
@@ -32,7 +27,12 @@ from vllm_treespec.proposers import (
     Sd,
 )
 from vllm_treespec.proposers.worth import Worth
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.base import StepOutcome
+from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.tree import Draws, TreeBatch
 
 EXACT = 1e-12
 PROPOSERS: dict[str, Proposer] = {

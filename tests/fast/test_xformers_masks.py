@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from tests.fast.random_trees import random_parents
-from vllm_treespec.core.tree import (
+from vllm_treespec.proposers.medusa import Medusa
+from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.tree import (
     TreeBatch,
     ancestor_bits,
     ancestor_mask,
     first_child,
     next_sibling,
 )
-from vllm_treespec.core.tree_builders import from_parents
-from vllm_treespec.proposers.medusa import Medusa
 
 oracle = pytest.importorskip(
     "xformers.ops.tree_attention", reason="needs xformers (make setup installs it)"
 )
 attn_bias = pytest.importorskip("xformers.ops.fmha.attn_bias")
 
-from vllm_treespec.core.views import GroupBlocks, PagedBatch  # noqa: E402
+from vllm_treespec.batch.views import GroupBlocks, PagedBatch  # noqa: E402
 from vllm_treespec.layouts.base import ForkSpace  # noqa: E402
 from vllm_treespec.layouts.branch_plan import BranchPlan, plan_branches  # noqa: E402
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.heads import (
     DraftHead,
     MedusaHeadConfig,
@@ -14,6 +12,8 @@ from vllm_treespec.heads import (
     build_head,
 )
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.tree import TreeBatch
 
 HIDDEN_SIZE = 16
 VOCAB_SIZE = 60

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.fast.languages import Language
 from tests.fast.toy_pairs import ToyPairHead
-from vllm_treespec.core.sampling import SamplingTensors
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory
 from vllm_treespec.testing.toy_models import PERIOD, VOCAB_SIZE

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.feature_store import FeatureStore
 from vllm_treespec.layouts.base import RootBlocks, TreeLayout
 from vllm_treespec.sources.base import FINAL_LAYER, CommittedTokens, Reads
+from vllm_treespec.sources.feature_store import FeatureStore
 from vllm_treespec.testing.toy_models import (
     BLOCK_SIZE,
     Language,

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_pairs import ToyPairHead
 from tests.tiers import grid
-from vllm_treespec.core.method import Method
-from vllm_treespec.core.schedule import ListedSchedule
-from vllm_treespec.core.shares import Shares
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
     Hybrid,
@@ -23,10 +19,13 @@ from vllm_treespec.proposers import (
     StochasticTree,
     Suffix,
 )
+from vllm_treespec.schedule.base import ListedSchedule
+from vllm_treespec.schedule.shares import Shares
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import DraftSource
 from vllm_treespec.sources.chain import ChainMemory, Resample
 from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits
 from vllm_treespec.testing.toy_models import (
@@ -34,6 +33,7 @@ from vllm_treespec.testing.toy_models import (
     ToyDraftModel,
     ToyHead,
 )
+from vllm_treespec.trees.sizes import TreeSizes
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "rsd_s": lambda: RsdS(beam_width=3, depth=3),

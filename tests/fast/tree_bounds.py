@@ -6,9 +6,9 @@ from collections import Counter
 
 from torch import Tensor
 
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.sources.base import DraftModel
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 
 class CountingDraft:

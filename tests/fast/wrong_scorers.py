@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.fast.enumeration import Scorer
 from tests.fast.position_noise import by_position, numbers_of
-from vllm_treespec.core.coupling import LIKELIEST
-from vllm_treespec.core.sampling import SamplingTensors, draw
-from vllm_treespec.core.tree import Draws, TreeBatch, first_child, next_draw
 from vllm_treespec.proposers.rsd_c import draw_children
+from vllm_treespec.sampling.coupling import LIKELIEST
+from vllm_treespec.sampling.draws import draw
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     ScorerOutput,
     TargetLogits,
@@ -29,6 +29,7 @@ from vllm_treespec.scorers import (
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.scorers.independent_draws import Judge, walk_independent_draws
 from vllm_treespec.scorers.k_seq import make_judge, optimal_division_factor
+from vllm_treespec.trees.tree import Draws, TreeBatch, first_child, next_draw
 
 # The package exports the function under the name of its module.
 RECURSIVE_REJECTION = importlib.import_module(

@@ -13,9 +13,9 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.independent_draws import walk_independent_draws
+from vllm_treespec.trees.tree import TreeBatch
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.tree_builders import from_levels
 from vllm_treespec.proposers.base import DraftModel, tokens_of
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.trees.builders import from_levels
+from vllm_treespec.trees.tree import TreeBatch
 
 # Tokens from the root's child down to a node.
 Path = tuple[int, ...]

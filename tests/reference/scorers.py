@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def recursive_rejection_reference(

@@ -18,13 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_treespec.core.shares import Shares
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.proposers import Proposer
+from vllm_treespec.schedule.shares import Shares
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 from vllm_treespec.sources.base import TextSource
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import MAX_NODES
 
 MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31
@@ -261,7 +261,7 @@ class MethodConfig(BaseModel, ABC):
 
 @dataclass(frozen=True)
 class ScheduledTree:
-    """One tree of a schedule; implements ``core.schedule.ScheduledTree``."""
+    """One tree of a schedule; implements ``schedule.base.ScheduledTree``."""
 
     config: MethodConfig
     # most running requests in a step

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS
 from vllm_treespec.config.heads import GrownTreeConfig
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.heads import EagleHeadConfig, read_head_config
 from vllm_treespec.proposers import (
     DynamicTree,
@@ -22,6 +21,7 @@ from vllm_treespec.proposers import (
     stochastic_tree,
 )
 from vllm_treespec.proposers.static_tree import RANK_ACCURACIES
+from vllm_treespec.trees.sizes import TreeSizes
 
 SIZES = {
     "dynamic": dynamic_tree.sizes,

@@ -9,9 +9,9 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_files
 from vllm_treespec.config.suffix_tree import IndexConfig
-from vllm_treespec.core.shares import Shares
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import Hybrid, hybrid
+from vllm_treespec.schedule.shares import Shares
+from vllm_treespec.trees.sizes import TreeSizes
 
 # What may draft beside the index.
 HeadKind = Literal["redrafter", "eagle", "lyanna"]

@@ -8,7 +8,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
 from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
     Lyanna,
@@ -21,6 +20,7 @@ from vllm_treespec.proposers import (
     stochastic_tree,
 )
 from vllm_treespec.sources.chain import Resample
+from vllm_treespec.trees.sizes import TreeSizes
 
 
 class LyannaConfig(GrownTreeConfig):

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
 from vllm_treespec.config.heads import HeadMethodConfig
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.heads import MedusaHeadConfig, read_head_config
 from vllm_treespec.proposers import Medusa, Proposer, medusa
+from vllm_treespec.trees.sizes import TreeSizes
 
 NUM_DRAFTS = 5
 

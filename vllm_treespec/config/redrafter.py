@@ -14,7 +14,6 @@ from vllm_treespec.config.heads import (
     for_dynamic_trees,
     smaller_trees,
 )
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import (
     DynamicTree,
     Proposer,
@@ -26,6 +25,7 @@ from vllm_treespec.proposers import (
 )
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
+from vllm_treespec.trees.sizes import TreeSizes
 
 BEAM_WIDTH = 4
 LENGTH = 2

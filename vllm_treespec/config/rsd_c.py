@@ -13,8 +13,8 @@ from vllm_treespec.config.base import (
     DraftModelConfig,
     MinProbability,
 )
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import RsdC, rsd_c
+from vllm_treespec.trees.sizes import TreeSizes
 
 BRANCHING_FACTORS = (2, 1, 1)
 

@@ -12,8 +12,8 @@ from vllm_treespec.config.base import (
     DraftModelConfig,
     MinProbability,
 )
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import RsdS, rsd_s
+from vllm_treespec.trees.sizes import TreeSizes
 
 BEAM_WIDTH = 2
 DEPTH = 3

@@ -12,8 +12,8 @@ from vllm_treespec.config.base import (
     DraftModelConfig,
     MinProbability,
 )
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import Sd, sd
+from vllm_treespec.trees.sizes import TreeSizes
 
 DEPTH = 3
 

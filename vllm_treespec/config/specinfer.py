@@ -15,10 +15,10 @@ from vllm_treespec.config.base import (
     MethodConfig,
     hot_token_files,
 )
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import SpecInfer, specinfer
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.multi_round import MULTI_ROUND
+from vllm_treespec.trees.sizes import TreeSizes
 
 # of each draft model
 BRANCHING_FACTORS = (2, 1, 1)

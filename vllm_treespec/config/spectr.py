@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import SpecTr, spectr
 from vllm_treespec.scorers import RULES, Rule
+from vllm_treespec.trees.sizes import TreeSizes
 
 NUM_PATHS = 2
 DEPTH = 3

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 from pydantic import Field, NonNegativeInt
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig, MinProbability
-from vllm_treespec.core.sizes import TreeSizes
 from vllm_treespec.proposers import Suffix, suffix
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.sources.suffix_index import SuffixIndex
+from vllm_treespec.trees.sizes import TreeSizes
 
 NUM_DRAFTS = 32
 DEPTH = 28

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.engine.head_source import pack_layers, shared_weights
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import LyannaHead, load_lyanna_head
+from vllm_treespec.heads.chain_source import ChainSource
 from vllm_treespec.layouts.base import LevelInputs
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory
-from vllm_treespec.sources.chain_source import ChainSource
 
 
 class ChainHead(PagedHead):

@@ -14,8 +14,8 @@ from vllm.config.utils import replace
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.attention.backend import AttentionMetadata
 
-from vllm_treespec.core.reading import token_places
-from vllm_treespec.core.stats import DRAFT_FORWARD, StepStats
+from vllm_treespec.batch.reading import token_places
+from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.engine.draft_weights import DraftModelLoader
 from vllm_treespec.engine.head_source import PackedLinear, shared_weights
 from vllm_treespec.engine.paged_source import PagedSource

@@ -17,10 +17,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.heads import Head, OutputLayer, load_head
 from vllm_treespec.heads.decoder import RMSNorm
-from vllm_treespec.sources.head import HeadSource
+from vllm_treespec.heads.source import HeadSource
 
 
 class EngineHeadSource(HeadSource):

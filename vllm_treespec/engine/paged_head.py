@@ -15,9 +15,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_treespec.core.feature_store import FeatureStore, block_bytes
-from vllm_treespec.core.reading import kv_slots, token_places
-from vllm_treespec.core.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
+from vllm_treespec.batch.reading import kv_slots, token_places
+from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.head_source import pack_layers, shared_weights
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.heads import (
@@ -34,6 +33,7 @@ from vllm_treespec.sources.base import (
     Reads,
     Roots,
 )
+from vllm_treespec.sources.feature_store import FeatureStore, block_bytes
 
 
 class PagedHead(PagedSource):

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_treespec.core.stats import StepStats
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.layouts.base import LevelInputs, TreeLayout
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.sources.base import CommittedTokens, DraftModel, Reads, Roots

@@ -8,7 +8,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.ray_utils import initialize_ray_cluster
 
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.plugin import below_traceback
+from vllm_treespec.engine.refusals import below_traceback
 from vllm_treespec.ray_nodes import RayNodeError, check_ray_nodes
 
 if TYPE_CHECKING:

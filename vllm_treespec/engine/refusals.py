@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -319,3 +320,11 @@ def refuse_short_chunks(vllm_config: VllmConfig) -> None:
             f"long_prefill_token_threshold={threshold} would cut draft trees of "
             f"{num_nodes} tokens; leave it at 0, or pass {num_nodes} or more"
         )
+
+
+def below_traceback(message: str) -> str:
+    """Lay a message out so that it can be read below the traceback of a server."""
+    lines = textwrap.wrap(
+        message, width=88, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(["", "", *lines, ""])

@@ -20,9 +20,9 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from vllm_treespec import __version__
-from vllm_treespec.core.aids import Aid, aiding
-from vllm_treespec.core.experience import Experience, experience_of, recall
-from vllm_treespec.core.measured import MeasuredSchedule
+from vllm_treespec.aids import Aid, aiding
+from vllm_treespec.schedule.experience import Experience, experience_of, recall
+from vllm_treespec.schedule.measured import MeasuredSchedule
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")

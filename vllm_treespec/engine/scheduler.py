@@ -15,10 +15,10 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from vllm_treespec.aids import Aid
+from vllm_treespec.batch.matching import PADDING_TOKEN_ID
+from vllm_treespec.batch.stats import Acceptance, StepCounts
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.core.aids import Aid
-from vllm_treespec.core.matching import PADDING_TOKEN_ID
-from vllm_treespec.core.stats import Acceptance, StepCounts
 from vllm_treespec.metrics import open_counters
 
 if TYPE_CHECKING:

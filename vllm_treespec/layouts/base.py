@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from vllm_treespec.core.matching import RunningTrees
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.views import TargetInputs
+from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.trees.sizes import TreeSizes
 
 Numbers = TypeVar("Numbers", Tensor, np.ndarray)
 

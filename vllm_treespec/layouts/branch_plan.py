@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.tree import TreeBatch
-from vllm_treespec.core.views import GroupBlocks, PagedBatch
+from vllm_treespec.batch.views import GroupBlocks, PagedBatch
 from vllm_treespec.layouts.base import ForkSpace
+from vllm_treespec.trees.tree import TreeBatch
 
 
 @dataclass(frozen=True)

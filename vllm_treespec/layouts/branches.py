@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.matching import RunningTrees
-from vllm_treespec.core.views import TargetInputs
+from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.layouts.base import (
     ForkSpace,
     LayoutLimits,

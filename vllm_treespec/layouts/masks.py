@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_treespec.core.matching import RunningTrees
-from vllm_treespec.core.tree import ancestor_bits
-from vllm_treespec.core.views import TargetInputs
+from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.kernels.kv_move import KvMover
 from vllm_treespec.layouts.base import (
     ForkSpace,
@@ -23,6 +22,7 @@ from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branch_plan import fork_block_table
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.trees.tree import ancestor_bits
 
 
 class MaskLayout:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from vllm_treespec.core.tree import NO_GUESS
+from vllm_treespec.trees.tree import NO_GUESS
 
 # Doubt that a text goes on as it did before is this much less for each token that
 # matches. Measured on chat (docs/dev/sources.md).

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.core.method import Method
-from vllm_treespec.core.sampling import SamplingTensors
-from vllm_treespec.core.schedule import ListedSchedule
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import TreeBatch
 from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.base import ListedSchedule
 from vllm_treespec.scorers import Rule, TargetLogits
 from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import (
@@ -30,6 +28,8 @@ from vllm_treespec.testing.toy_models import (
     ToyHead,
 )
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import TreeBatch
 
 # Of a scheduler: trees come back whole; or cut, late, lost, after preemption.
 RUNS = ("whole", "all")

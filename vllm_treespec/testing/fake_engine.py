@@ -15,12 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.decoder import TreeDecoder
-from vllm_treespec.core.method import EngineLimits, Method
-from vllm_treespec.core.sampling import SamplingTensors, draw
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.views import (
+from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.batch.views import (
     EmittedBatch,
     HiddenStates,
     PagedBatch,
@@ -31,7 +27,11 @@ from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.sampling.draws import draw
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.testing.fake_scheduler import Habits, Request, Scheduler, StepPlan
 from vllm_treespec.testing.fake_views import Step, blocks_in, first_seen
 from vllm_treespec.testing.toy_models import (
@@ -48,6 +48,7 @@ from vllm_treespec.testing.toy_models import (
     seen_slots,
     texts_so_far,
 )
+from vllm_treespec.trees.sizes import TreeSizes
 
 DEVICE = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_treespec.core.forbidden import Forbidden
+from vllm_treespec.batch.forbidden import Forbidden
 from vllm_treespec.testing.toy_models import BLOCK_SIZE, NO_PENALTY, texts_so_far
 
 

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.penalties import PenaltyView
-from vllm_treespec.core.texts import TextView
-from vllm_treespec.core.views import (
+from vllm_treespec.batch.views import (
     BlockTables,
     EmittedBatch,
     GroupBlocks,
@@ -22,6 +20,8 @@ from vllm_treespec.core.views import (
     TargetInputs,
     scheduler_room,
 )
+from vllm_treespec.sampling.penalties import PenaltyView
+from vllm_treespec.sampling.texts import TextView
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import BLOCK_SIZE, NO_PENALTY, kv_slots
 

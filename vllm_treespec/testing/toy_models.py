@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.core.forbidden import Forbidden
+from vllm_treespec.batch.forbidden import Forbidden
 from vllm_treespec.layouts.base import RootBlocks, TreeLayout
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout

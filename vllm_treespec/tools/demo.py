@@ -27,7 +27,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.core.processor import slow_arithmetic
+from vllm_treespec.schedule.processor import slow_arithmetic
 from vllm_treespec.tools.assets import (
     REDRAFTER,
     AssetError,

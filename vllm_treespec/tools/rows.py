@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from vllm_treespec.core.stats import STAGES
+from vllm_treespec.batch.stats import STAGES
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Side
 
 # A speed-up below this is not worth a method.

@@ -23,7 +23,6 @@ from vllm_treespec.config.reading import (
     first_sentence,
     unreadable,
 )
-from vllm_treespec.core.processor import slow_arithmetic
 from vllm_treespec.engine.refusals import (
     check_platform,
     drafter_problems,
@@ -32,6 +31,7 @@ from vllm_treespec.engine.refusals import (
 )
 from vllm_treespec.engine.seams import SeamError, SourceFiles, check_seams
 from vllm_treespec.heads.names import no_such_model
+from vllm_treespec.schedule.processor import slow_arithmetic
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -7,9 +7,9 @@ import logging
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_treespec.core.processor import slow_arithmetic
 from vllm_treespec.engine.v1.cpu_runner import TreeCPUModelRunner
 from vllm_treespec.engine.v1.worker import TreeWorkerMixin
+from vllm_treespec.schedule.processor import slow_arithmetic
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")

@@ -8,18 +8,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
+from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.batch.views import EmittedBatch
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.lyanna import LyannaConfig
-from vllm_treespec.core.decoder import RanksDiffer, TreeDecoder
-from vllm_treespec.core.matching import Proposal
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.core.method import EngineLimits, Method
-from vllm_treespec.core.schedule import ListedSchedule, Schedule, ScheduledTree
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.stats import StepStats
-from vllm_treespec.core.views import EmittedBatch
 from vllm_treespec.engine.chain_head import ChainHead, EngineChainSource
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.head_source import EngineHeadSource
@@ -28,9 +23,14 @@ from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.engine.schedule_cache import ScheduleCache, cache_folder, origin_of
 from vllm_treespec.heads import LyannaHeadConfig, read_head_config
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
+from vllm_treespec.schedule.base import ListedSchedule, Schedule, ScheduledTree
+from vllm_treespec.schedule.measured import MeasuredSchedule
 from vllm_treespec.scorers import Rule, TypicalAcceptance
 from vllm_treespec.sources.base import DraftSource
 from vllm_treespec.sources.chain import ChainMemory
+from vllm_treespec.step.decoder import RanksDiffer, TreeDecoder
+from vllm_treespec.step.method import EngineLimits, Method
+from vllm_treespec.trees.sizes import TreeSizes
 
 
 class TreeDrafter:

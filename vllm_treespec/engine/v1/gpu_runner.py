@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_treespec.core.profile import profile_trees
-from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel, draft_graph
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
 from vllm_treespec.engine.v1.attention_check import check_attention
@@ -17,6 +15,8 @@ from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.step.profile import profile_trees
+from vllm_treespec.trees.tree import MAX_NODES
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):

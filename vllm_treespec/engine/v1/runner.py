@@ -12,10 +12,8 @@ import numpy as np
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessors
 
+from vllm_treespec.batch.views import HiddenStates
 from vllm_treespec.config.request_options import request_options
-from vllm_treespec.core.decoder import TreeDecoder
-from vllm_treespec.core.method import EngineLimits
-from vllm_treespec.core.views import HiddenStates
 from vllm_treespec.engine.kv_cache import (
     check_groups,
     own_group_first,
@@ -41,6 +39,8 @@ from vllm_treespec.engine.v1.views import (
 )
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.step.method import EngineLimits
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -10,9 +10,9 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_treespec.core.matching import RunningTrees
-from vllm_treespec.core.plain_draw import PlainDraw
+from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.step.plain_draw import PlainDraw
 
 
 def has_processed_logprobs(sampler: Sampler) -> bool:

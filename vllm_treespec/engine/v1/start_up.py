@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_treespec.core.forward_times import (
+from vllm_treespec.engine.draft_model import PagedDraftModel
+from vllm_treespec.schedule.forward_times import (
     LEVELS_SECONDS,
     TARGET_SECONDS,
     ForwardTimes,
     time_rows,
 )
-from vllm_treespec.core.measured import MeasuredSchedule
-from vllm_treespec.engine.draft_model import PagedDraftModel
+from vllm_treespec.schedule.measured import MeasuredSchedule
 
 if TYPE_CHECKING:
     from vllm_treespec.engine.v1.runner import TreeRunnerMixin

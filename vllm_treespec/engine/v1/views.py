@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 
-from vllm_treespec.core.forbidden import Forbidden
-from vllm_treespec.core.penalties import PenaltyView
-from vllm_treespec.core.requests import RequestSlots
-from vllm_treespec.core.texts import TextView
-from vllm_treespec.core.views import (
+from vllm_treespec.batch.forbidden import Forbidden
+from vllm_treespec.batch.requests import RequestSlots
+from vllm_treespec.batch.views import (
     BlockTables,
     EmittedBatch,
     GroupBlocks,
@@ -26,6 +24,8 @@ from vllm_treespec.core.views import (
     TargetInputs,
     scheduler_room,
 )
+from vllm_treespec.sampling.penalties import PenaltyView
+from vllm_treespec.sampling.texts import TextView
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_treespec.core.aids import Aid
-from vllm_treespec.core.kv_budget import BlockBytes
+from vllm_treespec.aids import Aid
 from vllm_treespec.engine.kv_cache import bytes_by_group, cost_of_one_group
 from vllm_treespec.engine.v1.start_up import time_forwards
+from vllm_treespec.layouts.kv_budget import BlockBytes
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import CompilationTimes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.checks import undivided_size
-from vllm_treespec.core.kv_budget import BlockBytes
+from vllm_treespec.layouts.kv_budget import BlockBytes
 from vllm_treespec.tools.plan.drafters import check_ranks
 from vllm_treespec.tools.plan.estimate import estimated_bytes
 from vllm_treespec.tools.plan.groups import Pool

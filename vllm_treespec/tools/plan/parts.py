@@ -14,16 +14,16 @@ from vllm_treespec.config.checks import (
     check_positions,
     head_joins_groups,
 )
-from vllm_treespec.core.feature_store import block_bytes
-from vllm_treespec.core.kv_budget import BlockBytes
-from vllm_treespec.core.sizes import TreeSizes
-from vllm_treespec.core.tree import MAX_NODES
 from vllm_treespec.layouts.base import ForkSpace, LayoutLimits
+from vllm_treespec.layouts.kv_budget import BlockBytes
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.plugin import stock_arguments
+from vllm_treespec.sources.feature_store import block_bytes
 from vllm_treespec.tools.plan.drafters import Drafter, DraftModel, read_drafters
 from vllm_treespec.tools.plan.groups import Group, Pool, group_layers
 from vllm_treespec.tools.plan.models import DTYPES, Model, read_model
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import MAX_NODES
 
 # vLLM's for attention in Triton.
 GPU_BLOCK_SIZE = 16

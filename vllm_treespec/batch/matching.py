@@ -1,0 +1,325 @@
+"""Which trees come back in a step: identity is request slot and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.batch.views import (
+    EmittedBatch,
+    ScheduledBatch,
+    cut_rows,
+    ragged_rows,
+)
+from vllm_treespec.trees.tree import TreeBatch
+
+# What the scheduler drafts for a request that enters the batch with one token left.
+PADDING_TOKEN_ID = -1
+# The slot of a proposed tree that was discarded.
+NO_SLOT = -1
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The trees that were drawn at the end of a step, and their drafts on the host."""
+
+    tree: TreeBatch
+    # which tree of the schedule they were drawn as
+    tree_index: int
+    # number of the step at whose end they were drawn
+    step: int
+    # int64 [num_trees], the requests' slots; NO_SLOT where a tree was lost
+    slots: np.ndarray
+    # int64 [num_trees], their places in the batch of that step
+    reqs: np.ndarray
+    # int64 [num_trees, max_nodes - 1], tokens and parents of the draft nodes
+    token_ids: np.ndarray
+    parents: np.ndarray
+    # int64 [num_trees], of each tree's draft nodes the first ones, which are proposed
+    num_drafts: np.ndarray
+    # int64 [num_trees], nodes that a tree may have, whatever was drawn
+    node_limits: np.ndarray
+    # int64 [num_trees, max_nodes - 1], see ``TreeBatch.parts``
+    parts: np.ndarray | None = None
+    # float64 [num_trees], see ``TreeBatch.promised``; 0 where not all is proposed
+    promised: np.ndarray | None = None
+    # float64 [num_trees], see ``TreeBatch.second_promised``; the same
+    second_promised: np.ndarray | None = None
+    # that draft models read for the trees
+    num_levels: int = 0
+    # int64 [num_trees], see ``TreeBatch.guesses``
+    guesses: np.ndarray | None = None
+    # tokens of earlier steps that draft models read for the trees
+    num_caught_up: int = 0
+
+    @classmethod
+    def from_tree(
+        cls,
+        tree: TreeBatch,
+        tree_index: int,
+        step: int,
+        slots: np.ndarray,
+        reqs: np.ndarray,
+        node_limits: np.ndarray | None = None,
+        num_caught_up: int = 0,
+    ) -> Proposal:
+        """Bring the drafts of new trees to the host, waiting for the device once.
+
+        ``node_limits`` int64 [num_trees] must not depend on what was drawn; None: the
+        trees are whole.
+        """
+        if node_limits is None:
+            node_limits = np.full(tree.num_reqs, tree.max_nodes)
+        host = on_host(
+            {
+                "token_ids": tree.token_ids[:, 1:],
+                "parents": tree.parents[:, 1:],
+                "num_nodes": tree.num_nodes,
+                "parts": None if tree.parts is None else tree.parts[:, 1:],
+                "promised": tree.promised,
+                "second_promised": tree.second_promised,
+                "guesses": tree.guesses,
+            }
+        )
+        drawn = host.pop("num_nodes")
+        num_nodes = np.minimum(drawn, node_limits)
+        for name in host.keys() & {"promised", "second_promised"}:
+            host[name] = np.where(num_nodes == drawn, host[name], 0.0)
+        return cls(
+            tree,
+            tree_index,
+            step,
+            slots,
+            reqs,
+            num_drafts=num_nodes - 1,
+            node_limits=node_limits,
+            num_levels=tree.num_levels,
+            num_caught_up=num_caught_up,
+            **host,
+        )
+
+    def without(self, slots: np.ndarray) -> Proposal:
+        """Leave out the trees of the requests in these slots, int64 [n]."""
+        lost = np.isin(self.slots, slots)
+        return replace(self, slots=np.where(lost, NO_SLOT, self.slots))
+
+    def rows_of(self, slots: np.ndarray) -> np.ndarray:
+        """Find the trees of the requests in these slots, int64 [n].
+
+        Returns:
+            int64 [n], rows of the trees; -1 where a request has none.
+
+        """
+        row_of = np.full(1 + max(slots.max(), self.slots.max()), -1)
+        kept = np.flatnonzero(self.slots != NO_SLOT)
+        row_of[self.slots[kept]] = kept
+        return row_of[slots]
+
+    def is_branching(self, rows: np.ndarray, num_nodes: np.ndarray) -> bool:
+        """Whether a node of these trees has two children.
+
+        Args:
+            rows: int64 [n], of the trees.
+            num_nodes: int64 [n], nodes that they are cut to.
+
+        """
+        drafts = np.arange(self.parents.shape[1])
+        is_draft = drafts < num_nodes[:, None] - 1
+        return bool(((self.parents[rows] != drafts) & is_draft).any())
+
+    def path(self, row: int, token_ids: np.ndarray) -> list[int]:
+        """Draft nodes, from 0, that hold these tokens one below the other.
+
+        Args:
+            row: of the tree.
+            token_ids: int64 [n], from the root's child on.
+
+        """
+        path: list[int] = []
+        for token in token_ids:
+            above = path[-1] + 1 if path else 0
+            is_child = (self.parents[row] == above) & (self.token_ids[row] == token)
+            path.append(int(is_child.argmax()))
+        return path
+
+    def nodes(self, row: int, num_nodes: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a tree's draft nodes, of its first ``num_nodes``."""
+        drafts = slice(num_nodes - 1)
+        return self.token_ids[row, drafts].tolist(), self.parents[row, drafts].tolist()
+
+    def drafts(self) -> list[list[int]]:
+        """Tokens of every tree's draft nodes."""
+        return cut_rows(self.token_ids, self.num_drafts.tolist())
+
+    def draft_parents(self) -> list[list[int]]:
+        """Parents of every tree's draft nodes."""
+        return cut_rows(self.parents, self.num_drafts.tolist())
+
+
+def on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, np.ndarray]:
+    """Bring tensors to the host, waiting for the device once; leave out None.
+
+    Args:
+        tensors: int64 or float64, all on one device, [n] or [n, width].
+
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if all(tensor.device.type == "cpu" for tensor in given.values()):
+        return {name: tensor.numpy() for name, tensor in given.items()}
+    return in_one_copy(given)
+
+
+def in_one_copy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Do the same by one copy of all of them."""
+    columns = [t.view(torch.int64).reshape(len(t), -1) for t in tensors.values()]
+    ends = np.cumsum([column.shape[1] for column in columns])
+    together = torch.cat(columns, dim=1).cpu().numpy()
+    found = {}
+    for (name, tensor), part in zip(
+        tensors.items(), np.split(together, ends[:-1], axis=1), strict=True
+    ):
+        numbers = np.ascontiguousarray(part).reshape(tuple(tensor.shape))
+        found[name] = (
+            numbers.view(np.float64) if tensor.is_floating_point() else numbers
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class RunningTrees:
+    """The trees that the target scores in the running step."""
+
+    tree: TreeBatch
+    # which tree of the schedule they were drawn as
+    tree_index: int
+    # int64 [num_trees], places in the batch of the trees' requests, ascending
+    reqs: Tensor
+    # int64 [num_trees], row of each tree's root among the logits
+    root_rows: Tensor
+    # The rest is on the host: reading it from the device would make the host wait.
+    # int64 [num_trees], as ``reqs``
+    host_reqs: np.ndarray
+    # int64 [num_trees], first query row of each tree's request
+    query_starts: np.ndarray
+    # int64 [num_trees], as the trees' ``num_nodes``
+    num_nodes: np.ndarray
+    # int64 [num_trees], positions of the roots
+    root_positions: np.ndarray
+    # int64 [num_trees]
+    slots: np.ndarray
+    # int64 [num_trees], rows of the proposal
+    proposal_rows: np.ndarray
+    # whether any of them has a node with two children
+    branching: bool
+
+
+@dataclass(frozen=True)
+class Match:
+    """The proposed trees that come back in a step."""
+
+    # int64 [num_trees], places in the batch, ascending
+    reqs: np.ndarray
+    # int64 [num_trees], rows of the proposal
+    proposal_rows: np.ndarray
+    # int64 [num_trees], nodes that each tree is cut to
+    node_limits: np.ndarray
+    # int64 [n], slots whose drafts are not those that were proposed
+    differing_slots: np.ndarray
+
+
+def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
+    """Find the trees of the step before among a batch's drafts.
+
+    A request's drafts are (the first ones of) the tree that was proposed for its slot
+    in the step before. The drafts' tokens are compared as a check. Where it is not
+    known what there was room for, no tree comes back.
+
+    Args:
+        proposal: the trees that were drawn last.
+        batch: of the running step.
+        step: number of the running step.
+
+    """
+    row = proposal.rows_of(batch.slots)
+    returned = (row >= 0) & (batch.num_drafts > 0) & (proposal.step == step - 1)
+    returned &= batch.num_drafts < batch.room
+    width = max(batch.num_drafts.max(), proposal.token_ids.shape[1])
+    found = ragged_rows(batch.draft_token_ids, batch.num_drafts, width)
+    proposed = np.full((len(row), width), PADDING_TOKEN_ID)
+    proposed[:, : proposal.token_ids.shape[1]] = proposal.token_ids[row]
+    is_draft = np.arange(width) < batch.num_drafts[:, None]
+    fits = batch.num_drafts <= proposal.num_drafts[row]
+    same = fits & ((found == proposed) | ~is_draft).all(axis=1)
+    padded = ((found == PADDING_TOKEN_ID) & is_draft).any(axis=1)
+    reqs = np.flatnonzero(returned & same)
+    rows, num_drafts = row[reqs], batch.num_drafts[reqs]
+    whole = num_drafts == proposal.num_drafts[rows]
+    room = np.minimum(batch.room[reqs], proposal.node_limits[rows])
+    return Match(
+        reqs=reqs,
+        proposal_rows=rows,
+        node_limits=np.where(whole, room, num_drafts + 1),
+        differing_slots=batch.slots[returned & ~same & ~padded],
+    )
+
+
+def running_trees(
+    proposal: Proposal, matched: Match, batch: ScheduledBatch, device: torch.device
+) -> RunningTrees | None:
+    """Cut the trees that come back to what was scheduled; None without any."""
+    if not len(matched.reqs):
+        return None
+    reqs, root_rows = matched.reqs, batch.root_rows[matched.reqs]
+    host = np.stack([reqs, matched.proposal_rows, matched.node_limits, root_rows])
+    on_device = torch.from_numpy(host).to(device)
+    tree, rows = proposal.tree, matched.proposal_rows
+    if not np.array_equal(rows, np.arange(tree.num_reqs)):
+        tree = tree.select(on_device[1])
+    num_nodes = np.minimum(matched.node_limits, 1 + proposal.num_drafts[rows])
+    # Draws that add no node are cut, too.
+    if tree.draws is not None or (matched.node_limits == num_nodes).any():
+        tree = tree.cut(on_device[2])
+    query_starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
+    return RunningTrees(
+        tree=tree,
+        tree_index=proposal.tree_index,
+        reqs=on_device[0],
+        root_rows=on_device[3],
+        host_reqs=reqs,
+        query_starts=query_starts[reqs],
+        num_nodes=num_nodes,
+        root_positions=batch.root_positions[reqs],
+        slots=batch.slots[reqs],
+        proposal_rows=rows,
+        branching=proposal.is_branching(rows, num_nodes),
+    )
+
+
+def scored_parts(
+    trees: RunningTrees, proposal: Proposal | None, batch: EmittedBatch
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Which part drafted the nodes of each tree, if trees have parts.
+
+    Args:
+        trees: of the step.
+        proposal: they were cut from; None: it was discarded.
+        batch: after the step.
+
+    Yields:
+        the place of the tree's request; parts of its draft nodes that were scored,
+        int64 [n], and of those that were accepted, int64 [num_accepted].
+
+    """
+    if proposal is None or proposal.parts is None:
+        return
+    for tree, row in enumerate(trees.proposal_rows.tolist()):
+        req = int(trees.host_reqs[tree])
+        end = batch.num_tokens[req] - 1
+        first = end + 1 - batch.num_emitted[req]
+        path = proposal.path(row, batch.token_ids[req, first:end])
+        parts = proposal.parts[row]
+        yield req, parts[: trees.num_nodes[tree] - 1], parts[path]

@@ -1,1 +1,0 @@
-"""The algorithm without an engine: trees, sampling, schedules; torch only."""

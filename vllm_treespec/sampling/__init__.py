@@ -1,0 +1,1 @@
+"""From logits to distributions, draws and noise; torch only."""

@@ -1,0 +1,1 @@
+"""When a tree is faster than a plain step, and which one."""

@@ -1,0 +1,1 @@
+"""A step with draft trees, from the scheduled batch to the next drafts."""

@@ -1,0 +1,431 @@
+"""A step with draft trees, in order: match, lay out, score, commit, draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.batch.forbidden import leaving_out, limited_rows
+from vllm_treespec.batch.matching import (
+    Proposal,
+    RunningTrees,
+    match,
+    running_trees,
+    scored_parts,
+)
+from vllm_treespec.batch.requests import RequestSlots
+from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.batch.views import (
+    EmittedBatch,
+    SamplingView,
+    ScheduledBatch,
+    TargetInputs,
+)
+from vllm_treespec.layouts.base import TreeLayout
+from vllm_treespec.sampling.penalties import PenalisedTexts, Penalties, no_drafts
+from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
+from vllm_treespec.schedule.choosing import Chooser
+from vllm_treespec.schedule.shares import count_parts
+from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
+from vllm_treespec.sources.base import DraftSource, TextSource
+from vllm_treespec.step.committed import CommittedReader, committed_rows
+from vllm_treespec.step.drafting import StepEnd, TreeDrafter
+from vllm_treespec.step.method import EngineLimits, Method
+from vllm_treespec.step.plain_draw import PlainDraw, draw_plainly
+from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.tree import SECOND_PART, TreeBatch, ancestor_bits
+
+
+class RanksDiffer(SystemExit):
+    """A rank drew other drafts than rank 0, or would, so that its text would differ.
+
+    vLLM takes the answers of rank 0 alone, but it stops the engine when the process
+    of any rank ends.
+    """
+
+
+class TreeDecoder:
+    """Decides everything of a step that has to do with draft trees.
+
+    An engine's adapter calls ``begin_step`` before the target's forward, ``score``
+    with its logits, ``commit`` when tokens are emitted, and at the end ``draft``, if it
+    does not ``rest``. It reports requests through ``slots``, ``discard_trees`` and
+    ``finish_requests``.
+
+    A *tree* comes back when the scheduler sends the drafts that were proposed for its
+    request in the step before, or the first ones of them. Other drafts are read as a
+    chain of which nothing is accepted: that costs speed, never correctness.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        sources: Sequence[DraftSource],
+        layout: TreeLayout,
+        limits: EngineLimits,
+        stats: StepStats,
+    ) -> None:
+        """Begin without requests."""
+        self.method = method
+        self.sources = sources
+        self.layout = layout
+        self.limits = limits
+        self.stats = stats
+        self.slots = RequestSlots(limits.seed)
+        self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
+        self.penalised_texts = PenalisedTexts()
+        self.drafter = TreeDrafter(method, sources, self.slots, limits, stats)
+        self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
+        self.step = 0
+        self.proposal: Proposal | None = None
+        self.chooser = Chooser(method.schedule, stats)
+        self.trees: RunningTrees | None = None
+        self.scored: ScorerOutput | None = None
+        # int64 [num_reqs], row of each request's root among the logits of the step
+        self.root_rows: Tensor
+        # int64 [num_trees, max_nodes], query row of every node of ``trees``
+        self.node_rows: Tensor | None = None
+
+    def discard_trees(self, slots: np.ndarray) -> None:
+        """Forget the proposed trees of preempted requests, int64 [n]."""
+        if self.proposal is not None and len(slots):
+            self.proposal = self.proposal.without(slots)
+
+    def finish_requests(self, slots: np.ndarray) -> None:
+        """Forget the requests that ended, by their released slots, int64 [n]."""
+        self.discard_trees(slots)
+        self.chooser.forget(slots)
+        self.penalised_texts.finish_requests(slots)
+        for source in self.sources:
+            source.finish_requests(slots)
+        if self.method.shares is not None:
+            self.method.shares.finish_requests(slots)
+
+    def begin_step(
+        self, batch: ScheduledBatch, inputs: Callable[[], TargetInputs]
+    ) -> None:
+        """Match the trees that come back, and lay out their nodes.
+
+        Args:
+            batch: the step.
+            inputs: gives the target's inputs, which trees that branch change.
+
+        Raises:
+            RanksDiffer: this rank drew other drafts than those that came back.
+
+        """
+        with self.stats.stage("tree_build"):
+            self.step += 1
+            self.layout.clear()
+            self.batch = batch
+            self.root_rows = torch.from_numpy(batch.root_rows).to(self.limits.device)
+            self.scored = None
+            self.trees = self._match(batch)
+            # Chains are laid out by the engine.
+            if self.trees is not None and self.trees.branching:
+                self.layout.prepare_inputs(self.trees, inputs())
+
+    def _match(self, batch: ScheduledBatch) -> RunningTrees | None:
+        """Find the trees that come back, cut to what was scheduled."""
+        if self.proposal is None or not batch.num_drafts.any():
+            return None
+        matched = match(self.proposal, batch, self.step)
+        if self.limits.rank and len(matched.differing_slots):
+            request = self.slots.name(int(matched.differing_slots[0]))
+            raise RanksDiffer(
+                f"tensor-parallel rank {self.limits.rank} drew other drafts than rank "
+                f"0 for request {request}; give every rank the same kind of device "
+                f"and, on CPU, as many cores (VLLM_CPU_OMP_THREADS_BIND), or remove "
+                f"speculative_config"
+            )
+        return running_trees(self.proposal, matched, batch, self.limits.device)
+
+    def score(self, logits: Tensor, sampling: SamplingView) -> ScorerOutput | None:
+        """Verify the step's trees; None when there are none.
+
+        Args:
+            logits: [num_rows, vocab_size]; row i of a request is node i.
+            sampling: of the requests of the batch.
+
+        """
+        trees = self.trees
+        if trees is None:
+            return None
+        of_trees = sampling.select(trees.host_reqs, trees.reqs)
+        penalties = self._penalties(trees, sampling)
+        target = TargetLogits(logits, trees.root_rows, of_trees, penalties)
+        numbers = torch.empty((len(trees.slots), 0))
+        if not of_trees.all_greedy:
+            numbers = self.numbers(self.slots.keys(trees.slots), trees.root_positions)
+        with self._leaving_out(logits, sampling, trees.host_reqs, trees):
+            self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
+        return self.scored
+
+    def numbers(self, keys: np.ndarray, root_positions: np.ndarray) -> Tensor:
+        """Random numbers of the method's rule for trees, on the device.
+
+        Args:
+            keys: int64 [num_trees], of the requests.
+            root_positions: int64 [num_trees].
+
+        """
+        if self.method.rule.follows_noise:
+            numbers = noise_keys(keys, root_positions, 1 + self.sizes.max_depth)
+        else:
+            count = 1 + self.sizes.max_draws
+            numbers = keyed_uniforms(keys, root_positions, SCORING, count)
+        return numbers.to(self.limits.device)
+
+    def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
+        """Draw the tokens of requests without a tree; None if there are none.
+
+        They are drawn by the noise of their positions, as the tokens of trees are. The
+        engine's sampler must draw for requests whose parameters trees cannot follow. It
+        also serves where all requests are greedy without penalties.
+
+        Args:
+            logits: [num_rows, vocab_size].
+            sampling: of the requests of the batch.
+
+        """
+        if self.trees is None and sampling.likeliest_only:
+            return None
+        batch = self.batch
+        drawn_for = self.slots.supported(batch.slots)
+        if self.trees is not None:
+            drawn_for[self.trees.host_reqs] = False
+        host_reqs = np.flatnonzero(drawn_for)
+        if not len(host_reqs):
+            return None
+        reqs, slots = torch.from_numpy(host_reqs), batch.slots[host_reqs]
+        reqs = reqs.to(self.limits.device)
+        target = TargetLogits(
+            logits,
+            self.root_rows[reqs],
+            sampling.select(host_reqs, reqs),
+            self.penalised_texts.penalties(
+                sampling.penalties, host_reqs, slots, *no_drafts(reqs)
+            ),
+        )
+        keys = noise_keys(self.slots.keys(slots), batch.root_positions[host_reqs], 1)
+        keys = keys.to(self.limits.device)
+        with self._leaving_out(logits, sampling, host_reqs):
+            tokens = draw_plainly(target, keys, self.method.batched)
+        return PlainDraw(host_reqs, reqs, tokens)
+
+    def _leaving_out(
+        self,
+        logits: Tensor,
+        sampling: SamplingView,
+        reqs: np.ndarray,
+        trees: RunningTrees | None = None,
+    ) -> AbstractContextManager[None]:
+        """Leave out what these requests must not emit; see ``leaving_out``.
+
+        Args:
+            logits: [num_rows, vocab_size].
+            sampling: of the requests of the batch.
+            reqs: int64 [n], places in the batch.
+            trees: of these requests; None: they have none.
+
+        """
+        forbidden = self.slots.forbidden(self.batch.slots[reqs])
+        if not any(forbidden):
+            return nullcontext()
+        limited = limited_rows(
+            forbidden,
+            reqs,
+            self.batch.root_rows[reqs],
+            sampling.texts,
+            trees,
+            self.proposal,
+        )
+        return leaving_out(logits, limited, sampling.texts)
+
+    def _penalties(
+        self, trees: RunningTrees, sampling: SamplingView
+    ) -> Penalties | None:
+        """Penalties after every node of the trees; None if no request has any."""
+        if sampling.penalties is None:
+            return None
+        assert self.proposal is not None
+        drafts = self.proposal.token_ids[trees.proposal_rows]
+        max_depth = self.method.proposers[trees.tree_index].sizes.max_depth
+        return self.penalised_texts.penalties(
+            sampling.penalties,
+            trees.host_reqs,
+            trees.slots,
+            drafts[:, : trees.tree.max_nodes - 1],
+            ancestor_bits(trees.tree, max_depth),
+        )
+
+    def verify(
+        self, index: int, tree: TreeBatch, target: TargetLogits, numbers: Tensor
+    ) -> ScorerOutput:
+        """Verify trees that were drawn as the schedule's tree of this index.
+
+        Args:
+            index: in the schedule.
+            tree: the trees.
+            target: the target's logits at the nodes.
+            numbers: random numbers of the method's rule.
+
+        """
+        sizes = self.method.proposers[index].sizes if self.method.batched else None
+        return score(tree, target, numbers, self.method.rule, sizes)
+
+    def commit(self) -> None:
+        """Bring the accepted paths' KV into the requests' own slots."""
+        if self.trees is not None:
+            assert self.scored is not None
+            with self.stats.stage("commit"):
+                if self.trees.branching:
+                    self.layout.commit(self.trees, self.scored)
+                if self.committed_reader.features:
+                    self.node_rows = self.layout.query_rows(self.trees)
+        self.layout.clear()
+
+    def rests(self, num_emitted: Iterable[int]) -> bool:
+        """Whether the step needs no ``draft``: the next one is as plain as it.
+
+        So it is for some steps where trees do not pay. Draft models note later what the
+        target wrote in them, an index what was emitted: of an output that ends in a
+        rest it misses the last tokens. Heads that read every step's hidden states never
+        rest.
+
+        Args:
+            num_emitted: tokens of each request.
+
+        """
+        if self.trees is not None or self.committed_reader.reads_every_step:
+            return False
+        return all(num_emitted) and self.chooser.rests(self.batch)
+
+    def draft(self, batch: EmittedBatch) -> Proposal | None:
+        """Draw the next trees; None when no request drafts."""
+        with self.stats.stage("draft"):
+            accepted = self._accepted(batch)
+            by_part = self.chooser.aid.run(
+                np.zeros((batch.num_reqs, 2), dtype=np.int64),
+                self._count,
+                batch,
+                accepted,
+            )
+            has_branches = self.trees is not None and self.trees.branching
+            self.chooser.observe(
+                self.batch, batch, self.proposal, accepted, by_part, has_branches
+            )
+            reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
+            self._note_texts(batch, reqs)
+            rows = self._committed_rows(batch)
+            self.committed_reader.note(batch, rows, self.chooser.rest.num_steps)
+            index, drawn_for = self.chooser.choose(
+                batch,
+                reqs,
+                self.slots.max_drafts(batch.slots[reqs]),
+                self.committed_reader.num_behind(batch, reqs),
+            )
+            may_draft = self._has_room(batch, index)[reqs] & drawn_for
+            hidden = None if index is None else self._last_hidden(batch)
+            end = StepEnd(batch, self.step, accepted, hidden)
+            candidates = self.drafter.look_up(index, end, reqs[may_draft])
+            models_draft = self.drafter.models_draft(candidates)
+            drafting = self.committed_reader.read(
+                batch,
+                rows,
+                reqs,
+                may_draft,
+                accepted[reqs],
+                self.method.max_trees,
+                models_draft,
+            )
+            self.proposal = self.drafter.draw(
+                end,
+                candidates,
+                drafting,
+                models_draft,
+                self.committed_reader.num_caught_up,
+            )
+            self.chooser.drafted()
+            return self.proposal
+
+    def _note_texts(self, batch: EmittedBatch, reqs: np.ndarray) -> None:
+        """Let sources note what the requests that may draft, int64 [n], put out."""
+        for source in self.sources:
+            if source.reads.token_ids:
+                emitted = reqs[batch.emitted[reqs]]
+                ends = 1 + batch.end[emitted]
+                texts = [
+                    batch.token_ids[req, :end]
+                    for req, end in zip(emitted.tolist(), ends.tolist(), strict=True)
+                ]
+                cast(TextSource, source).note_texts(batch.slots[emitted], texts)
+
+    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray:
+        """Count the trees that were scored in this step.
+
+        Returns:
+            accepted drafts of each request by part, if trees are shared out; int64
+            [num_reqs, 2].
+
+        """
+        by_part = np.zeros((batch.num_reqs, 2), dtype=np.int64)
+        if self.trees is None:
+            return by_part
+        of_trees = accepted[self.trees.host_reqs].tolist()
+        self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
+        shares, stats = self.method.shares, self.stats
+        for req, *parts in scored_parts(self.trees, self.proposal, batch):
+            if shares is None:
+                stats.count_leftovers(*(int((p == SECOND_PART).sum()) for p in parts))
+            else:
+                num_scored, num_accepted = map(count_parts, parts)
+                by_part[req] = num_accepted
+                shares.observe(int(batch.slots[req]), num_scored, num_accepted)
+                stats.count_sources(num_scored, num_accepted)
+        return by_part
+
+    def _accepted(self, batch: EmittedBatch) -> np.ndarray:
+        """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
+        accepted = np.full(batch.num_reqs, -1)
+        if self.trees is not None:
+            reqs = self.trees.host_reqs
+            accepted[reqs] = batch.num_emitted[reqs] - 1
+        return accepted
+
+    def _has_room(self, batch: EmittedBatch, index: int | None) -> np.ndarray:
+        """Which requests have a root, and room for a tree below it, bool [num_reqs]."""
+        if index is None:
+            return np.zeros(batch.num_reqs, dtype=bool)
+        depth = self.method.proposers[index].sizes.max_depth
+        return batch.emitted & (batch.end + depth + 1 < self.limits.max_model_len)
+
+    def _last_hidden(self, batch: EmittedBatch) -> Tensor | None:
+        """Hidden states from which the last tokens were emitted, if a source asks.
+
+        They are those of the last accepted node, of the root without a tree;
+        [num_reqs, hidden_size].
+        """
+        if not any(source.reads.root_hidden for source in self.sources):
+            return None
+        rows = self.root_rows
+        if self.trees is not None:
+            assert self.scored is not None
+            rows = rows.index_add(0, self.trees.reqs, self.scored.last_node())
+        return batch.hidden.sampled[rows]
+
+    def _committed_rows(self, batch: EmittedBatch) -> Tensor | slice | None:
+        """Query rows of all tokens that were committed in this step, in order.
+
+        None when no source asks for hidden states of every token.
+        """
+        if not self.committed_reader.features:
+            return None
+        if self.trees is None or self.scored is None:
+            return committed_rows(batch)
+        return committed_rows(batch, self.trees, self.scored, self.node_rows)

@@ -1,0 +1,216 @@
+"""Draws the trees of a step: an index is asked first, and models where they pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.batch.requests import RequestSlots
+from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch
+from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.proposers.hybrid import Hybrid
+from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms, noise_keys
+from vllm_treespec.schedule.prices import Prices
+from vllm_treespec.sources.base import DraftModel, DraftSource, Roots
+from vllm_treespec.sources.continuations import Continuations
+from vllm_treespec.step.method import EngineLimits, Method
+from vllm_treespec.trees.tree import TreeBatch
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """A step whose tokens were emitted: what its next trees begin with."""
+
+    batch: EmittedBatch
+    # its number
+    step: int
+    # int64 [num_reqs], drafts accepted of each request's tree, -1 without one
+    accepted: np.ndarray
+    # [num_reqs, hidden_size], the target's hidden states from which the last tokens
+    # were emitted; None: no source asks
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Requests that may draft, with what is known of them before models draft."""
+
+    # the schedule's tree; None: none is drawn
+    index: int | None
+    # int64 [n], their places in the batch, ascending
+    reqs: np.ndarray
+    # of these requests; None: there are none, or no tree is drawn
+    roots: Roots | None = None
+    # what an index found; None: the method has none
+    found: Continuations | None = None
+    # float64 [n], see ``Shares.first``; None: no model drafts beside an index
+    first_shares: np.ndarray | None = None
+    # what drafts must promise; None: nothing
+    prices: Prices | None = None
+
+
+class TreeDrafter:
+    """Lets the chosen tree's proposer draft from the method's sources.
+
+    ``look_up`` comes first, then ``models_draft``. Then the sources read, and ``draw``
+    comes last. So an index is looked up once a step, unless some of the requests cannot
+    draft yet.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        sources: Sequence[DraftSource],
+        slots: RequestSlots,
+        limits: EngineLimits,
+        stats: StepStats,
+    ) -> None:
+        """Take what a decoder has."""
+        self.method = method
+        self.models = [s for s in sources if not s.reads.token_ids]
+        self.text_sources = [s for s in sources if s.reads.token_ids]
+        self.slots = slots
+        self.limits = limits
+        self.stats = stats
+
+    def look_up(self, index: int | None, end: StepEnd, reqs: np.ndarray) -> Candidates:
+        """Look up the requests that may draft in an index, if the method has one.
+
+        Args:
+            index: of the tree; None: none is drawn.
+            end: of the step.
+            reqs: int64 [n], ascending. No more are looked up than may carry trees.
+
+        """
+        reqs = reqs[: self.method.max_trees]
+        if index is None or not len(reqs):
+            return Candidates(index, reqs)
+        found: Continuations | None = None
+        shares: np.ndarray | None = None
+        roots = self._roots(end, reqs, self.method.proposers[index].sizes.draft_depth)
+        if self.text_sources:
+            (source,) = self.text_sources
+            found = cast(Continuations, source.begin(roots))
+            if self.method.shares is not None:
+                shares = self.method.shares.first(roots.slots, found.matches())
+        schedule = self.method.schedule
+        prices = schedule.aid.run(None, schedule.prices, roots.slots.tolist())
+        return Candidates(index, reqs, roots, found, shares, prices)
+
+    def models_draft(self, candidates: Candidates) -> bool:
+        """Whether draft models or heads draft: not where an index does as well."""
+        if candidates.index is None:
+            return False
+        proposer = self.method.proposers[candidates.index]
+        if not proposer.num_draft_models:
+            return False
+        if candidates.found is None or candidates.first_shares is None:
+            return True
+        return cast(Hybrid, proposer).needs_model(
+            candidates.found, candidates.first_shares, candidates.prices
+        )
+
+    def draw(
+        self,
+        end: StepEnd,
+        candidates: Candidates,
+        reqs: np.ndarray,
+        models_draft: bool,
+        num_caught_up: int,
+    ) -> Proposal | None:
+        """Draw one tree for each of these requests; None where there are none.
+
+        Args:
+            end: of the step.
+            candidates: what ``look_up`` found.
+            reqs: int64 [n] ascending, the requests. The sources have read their tokens.
+            models_draft: if not, sources that need no forward draft alone.
+            num_caught_up: tokens of earlier steps that sources read for the trees.
+
+        """
+        index = candidates.index
+        if index is None or not len(reqs):
+            return None
+        if not np.array_equal(reqs, candidates.reqs):
+            # Some must still be read, and others draft.
+            candidates = self.look_up(index, end, reqs)
+        proposer, roots = self.method.proposers[index], candidates.roots
+        assert roots is not None
+        models = [
+            cast(DraftModel, source.begin(roots))
+            for source in self.models
+            if models_draft
+        ]
+        device = self.limits.device
+        sampling = end.batch.sampling.select(reqs, torch.from_numpy(reqs).to(device))
+        keys, sizes = self.slots.keys(roots.slots), proposer.sizes
+        uniforms = keyed_uniforms(keys, roots.positions, DRAFTING, sizes.num_uniforms)
+        noise: Tensor | None = None
+        if models and self.method.rule.follows_noise and not sampling.all_greedy:
+            noise = noise_keys(keys, roots.positions, sizes.max_depth).to(device)
+        tree = proposer.propose(
+            ProposerInputs(
+                root_token_ids=roots.root_token_ids,
+                sampling=sampling,
+                uniforms=uniforms.to(device),
+                draft_models=models,
+                noise_keys=noise,
+                continuations=[] if candidates.found is None else [candidates.found],
+                first_shares=candidates.first_shares,
+                prices=candidates.prices,
+                host_may_wait=not self.method.batched,
+            )
+        )
+        proposal = Proposal.from_tree(
+            tree,
+            index,
+            end.step,
+            roots.slots,
+            reqs,
+            self._node_limits(end.batch, reqs, tree),
+            num_caught_up,
+        )
+        if proposer.num_beam_tokens is not None:
+            num_beam_tokens = proposer.num_beam_tokens * len(reqs)
+            self.stats.count_beams(num_beam_tokens, int((proposal.parents >= 0).sum()))
+        return proposal
+
+    def _node_limits(
+        self, batch: EmittedBatch, drafting: np.ndarray, tree: TreeBatch
+    ) -> np.ndarray:
+        """Nodes that each request's tree may have, int64 [num_trees].
+
+        A sampled request gets no draft of a tree that would keep no draws when cut.
+        """
+        limits = 1 + self.slots.max_drafts(batch.slots[drafting])
+        if tree.draws is not None:
+            sampled = batch.sampling.host_temperature[drafting] >= GREEDY_BELOW
+            limits[sampled & (limits < tree.draws.min_nodes)] = 1
+        return limits
+
+    def _roots(self, end: StepEnd, drafting: np.ndarray, depth: int) -> Roots:
+        """Requests that draft, with what the sources read of them."""
+        batch, device = end.batch, self.limits.device
+        positions = batch.end[drafting]
+        root_token_ids = torch.from_numpy(batch.token_ids[drafting, positions])
+        token_ids, hidden = None, end.hidden
+        if self.text_sources:
+            token_ids = batch.token_ids[drafting, : 1 + int(positions.max())]
+        if hidden is not None:
+            hidden = hidden[torch.from_numpy(drafting).to(device)]
+        return Roots(
+            slots=batch.slots[drafting],
+            positions=positions,
+            root_token_ids=root_token_ids.long().to(device),
+            accepted=end.accepted[drafting],
+            depth=depth,
+            hidden=hidden,
+            token_ids=token_ids,
+        )

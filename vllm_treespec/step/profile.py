@@ -1,0 +1,126 @@
+"""Draws and scores trees once before requests come, so that their memory is measured.
+
+An engine gives to the KV cache what its own profiling run leaves over. Distributions
+over a large vocabulary, one a node, would not fit any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.sources.base import DraftModel, DraftSource, Roots
+from vllm_treespec.sources.chain import ChainDraft
+from vllm_treespec.sources.continuations import Continuations
+from vllm_treespec.step.decoder import TreeDecoder
+
+
+@dataclass(frozen=True)
+class UniformDraftModel:
+    """A draft model with equal logits for all tokens; implements ``DraftModel``."""
+
+    num_reqs: int
+    vocab_size: int
+    device: torch.device
+    vocabulary: None = None
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots, [num_reqs, vocab_size]."""
+        return torch.zeros((self.num_reqs, self.vocab_size), device=self.device)
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Logits below a level, [num_reqs, width, vocab_size]."""
+        shape = (*token_ids.shape, self.vocab_size)
+        return torch.zeros(shape, device=self.device)
+
+
+@torch.inference_mode()
+def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None:
+    """Draw and score every tree of the schedule for as many requests as may draft.
+
+    Trees of a suffix index take no memory of the device: it finds nothing, and where
+    nothing else drafts, nothing is done.
+
+    Args:
+        decoder: with its heads loaded.
+        vocab_size: the target's.
+        hidden: [num_reqs, hidden_size], what a head would draft from.
+
+    """
+    models = [s for s in decoder.sources if not s.reads.token_ids]
+    if not models:
+        return
+    num_reqs, device = len(hidden), hidden.device
+    nothing = Continuations([[] for _ in range(num_reqs)])
+    shares = decoder.method.shares
+    # top-p sorts, which takes the most memory
+    sampling = SamplingTensors(
+        torch.ones(num_reqs, device=device),
+        top_p=torch.full((num_reqs,), 0.9, device=device),
+        all_random=True,
+    )
+    for index, proposer in enumerate(decoder.method.proposers):
+        roots = Roots(
+            slots=np.arange(num_reqs),
+            positions=np.zeros(num_reqs, dtype=np.int64),
+            root_token_ids=torch.zeros(num_reqs, dtype=torch.int64, device=device),
+            accepted=np.full(num_reqs, -1),
+            depth=proposer.sizes.draft_depth,
+            hidden=hidden,
+        )
+        uniforms = torch.rand(
+            (num_reqs, proposer.sizes.num_uniforms), dtype=torch.float64, device=device
+        )
+        numbers = decoder.numbers(roots.slots, roots.positions)
+        inputs = ProposerInputs(
+            roots.root_token_ids,
+            sampling,
+            uniforms,
+            [draft_model_of(source, roots, vocab_size) for source in models],
+            noise_keys=numbers if decoder.method.rule.follows_noise else None,
+            continuations=[nothing] if len(models) < len(decoder.sources) else (),
+            first_shares=None
+            if shares is None
+            else shares.first(roots.slots, nothing.matches()),
+        )
+        tree = proposer.propose(inputs)
+        logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)
+        root_rows = torch.arange(num_reqs, device=device) * tree.max_nodes
+        target = TargetLogits(logits, root_rows, sampling)
+        decoder.verify(index, tree, target, numbers)
+
+
+def draft_model_of(source: DraftSource, roots: Roots, vocab_size: int) -> DraftModel:
+    """What a source drafts with; a replacement where that needs a KV cache, or a past.
+
+    Chains come with those of a step before, of which nothing was used.
+    """
+    if source.reads.reuses:
+        leftover = uniform_chain(roots, vocab_size)
+        return uniform_chain(roots, vocab_size, leftover)
+    if source.reads.own_kv:
+        return UniformDraftModel(
+            len(roots.slots), vocab_size, roots.root_token_ids.device
+        )
+    draft = source.begin(roots)
+    assert not isinstance(draft, Continuations)
+    return draft
+
+
+def uniform_chain(
+    roots: Roots, vocab_size: int, leftover: ChainDraft | None = None
+) -> ChainDraft:
+    """Chains with equal logits for all tokens."""
+    zero = torch.zeros((), device=roots.root_token_ids.device)
+
+    def info(token_ids: Tensor) -> Tensor:
+        return zero.expand(*token_ids.shape, vocab_size)
+
+    logits = zero.expand(len(roots.slots), roots.depth, vocab_size)
+    return ChainDraft(logits, info, roots.root_token_ids, leftover=leftover)

@@ -1,0 +1,1 @@
+"""Draft trees: type, builders, sizes; torch only."""
