@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-DRAFTER = "vllm_treespec.engine.v1.drafter.TreeDrafter"
+DRAFTER = "vllm_treespec.engine.drafter.TreeDrafter"
 # Fork blocks are copies of partly filled blocks; small blocks keep them small.
 CPU_BLOCK_SIZE = 32
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_treespec.engine.v1.drafter import TreeDrafter
+from vllm_treespec.engine.drafter import TreeDrafter
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.step.decoder import TreeDecoder

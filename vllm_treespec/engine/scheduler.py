@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+    StockScheduler = Scheduler
+else:
+    StockScheduler = object
+
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
 
@@ -42,10 +46,51 @@ class TreeDraftTokenIds(DraftTokenIds):
     # request id -> parent of every node but the root, in the order of the drafts
     parents: dict[str, list[int]]
     # what the worker counted since its last drafts went to the scheduler
-    counts: StepCounts
+    counts: StepCounts = field(default_factory=StepCounts)
 
 
-class TreeScheduler(Scheduler):
+class TreeSchedulerMixin(StockScheduler):
+    """Counts draft trees for the metrics, and warns of a drafter that never helps.
+
+    What a worker counted is added to the counters that the front-end shows
+    (:mod:`vllm_treespec.metrics`), if the engine keeps statistics.
+    """
+
+    def __init__(self, *args: object, **options: object) -> None:
+        """Make the stock scheduler."""
+        super().__init__(*args, **options)
+        self.counting = Aid("Counting draft trees", "their metrics stand still")
+        self.counters = (
+            self.counting.run(None, open_counters, self.vllm_config)
+            if self.log_stats
+            else None
+        )
+        self._acceptance = Acceptance()
+        self._drafter = drafter_of(self.vllm_config.additional_config["treespec"])
+
+    def take_counts(self, counts: StepCounts) -> None:
+        """Take in what a worker counted."""
+        if self.counters is not None:
+            self.counting.run(None, self.counters.add, counts)
+        self.counting.run(None, self._watch_acceptance, counts)
+
+    def _watch_acceptance(self, counts: StepCounts) -> None:
+        """Warn once of a drafter of which nothing is accepted."""
+        self._acceptance.add(counts)
+        if self._drafter is not None and self._acceptance.is_missing:
+            logger.warning(
+                "None of %d draft tokens of %s was accepted. Answers are right, but "
+                "drafting only slows them down. Likely reasons: it was made for "
+                "another target, or for another version of this one; its tokenizer is "
+                "another; its weights are damaged. Name another one as "
+                "speculative_config 'model', or remove speculative_config",
+                self._acceptance.drafts,
+                self._drafter,
+            )
+            self._drafter = None
+
+
+class TreeScheduler(TreeSchedulerMixin, Scheduler):
     """vLLM's scheduler, for which a structured output's drafts are a tree.
 
     The stock one reads drafts as a chain: it cuts them where they leave the grammar,
@@ -57,38 +102,26 @@ class TreeScheduler(Scheduler):
     A session, whose prompt comes in parts, goes on where plain vLLM's goes on: drafts
     that were accepted behind the end of a turn are computed, but no part of the text.
 
-    With the drafts comes what the worker counted. It is added to the counters that the
-    front-end shows (:mod:`vllm_treespec.metrics`), if the engine keeps statistics.
-    Both counts are of the same trees: ours leaves out those of requests that ended
-    while their step ran, vLLM's the padding in place of drafts.
+    With the drafts comes what the worker counted. vLLM's counts are of the same trees:
+    ours leaves out those of requests that ended while their step ran, vLLM's the
+    padding in place of drafts.
     """
 
     def __init__(self, *args: object, **options: object) -> None:
         """Make the stock scheduler."""
         super().__init__(*args, **options)
         self._parents: dict[str, list[int]] = {}
-        self._counting = Aid("Counting draft trees", "their metrics stand still")
-        self._counters = (
-            self._counting.run(None, open_counters, self.vllm_config)
-            if self.log_stats
-            else None
-        )
         # nodes and accepted tokens of trees that vLLM does not count
         self._left_out: list[tuple[int, int]] = []
         # requests whose drafts of the step are padding
         self._padded: set[str] = set()
-        self._acceptance = Acceptance()
-        self._drafter = drafter_of(self.vllm_config.additional_config["treespec"])
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take in the next drafts; those of the step before were sent, and are gone."""
         if isinstance(draft_token_ids, TreeDraftTokenIds):
             self._parents |= draft_token_ids.parents
-            counts = draft_token_ids.counts.without(self._left_out)
+            self.take_counts(draft_token_ids.counts.without(self._left_out))
             self._left_out = []
-            if self._counters is not None:
-                self._counting.run(None, self._counters.add, counts)
-            self._counting.run(None, self._watch_acceptance, counts)
         if not any(draft_token_ids.draft_token_ids):
             return
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
@@ -111,27 +144,12 @@ class TreeScheduler(Scheduler):
                 stock.draft_token_ids.append(drafts)
         super().update_draft_token_ids(stock)
 
-    def _watch_acceptance(self, counts: StepCounts) -> None:
-        """Warn once of a drafter of which nothing is accepted."""
-        self._acceptance.add(counts)
-        if self._drafter is not None and self._acceptance.is_missing:
-            logger.warning(
-                "None of %d draft tokens of %s was accepted. Answers are right, but "
-                "drafting only slows them down. Likely reasons: it was made for "
-                "another target, or for another version of this one; its tokenizer is "
-                "another; its weights are damaged. Name another one as "
-                "speculative_config 'model', or remove speculative_config",
-                self._acceptance.drafts,
-                self._drafter,
-            )
-            self._drafter = None
-
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Take in a step, and note which of its drafts only one side counts."""
-        if self._counters is not None:
-            self._counting.run(
+        if self.counters is not None:
+            self.counting.run(
                 None, self._note_drafts, scheduler_output, model_runner_output
             )
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -32,6 +33,8 @@ from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.choosing import Chooser
 from vllm_treespec.schedule.shares import count_parts
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
+from vllm_treespec.scorers.batched import node_numbers
+from vllm_treespec.scorers.follow_path import follow_path_batched
 from vllm_treespec.sources.base import DraftSource, TextSource
 from vllm_treespec.step.committed import CommittedReader, committed_rows
 from vllm_treespec.step.drafting import StepEnd, TreeDrafter
@@ -165,6 +168,31 @@ class TreeDecoder:
         with self._leaving_out(logits, sampling, trees.host_reqs, trees):
             self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
         return self.scored
+
+    def follow(self, tokens: Tensor) -> ScorerOutput | None:
+        """Accept of the step's trees what the engine drew; None without trees.
+
+        Args:
+            tokens: int64 [num_rows], drawn after every node by noise that belongs to
+                its position.
+
+        """
+        trees = self.trees
+        if trees is not None:
+            rows = trees.root_rows[:, None] + node_numbers(trees.tree)
+            self.scored = follow_path_batched(trees.tree, tokens[rows], self.sizes)
+        return self.scored
+
+    def cut_trees(self, num_nodes: Tensor) -> None:
+        """Cut the step's trees to their first nodes, whatever these are.
+
+        Args:
+            num_nodes: int64 [num_reqs], of every request of the batch.
+
+        """
+        if self.trees is not None:
+            limits = num_nodes[self.trees.reqs]
+            self.trees = replace(self.trees, tree=self.trees.tree.cut(limits))
 
     def numbers(self, keys: np.ndarray, root_positions: np.ndarray) -> Tensor:
         """Random numbers of the method's rule for trees, on the device.

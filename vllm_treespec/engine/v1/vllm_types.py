@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import AttentionGroup
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_treespec.engine.v1.drafter import TreeDrafter
+from vllm_treespec.engine.drafter import TreeDrafter
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 
 

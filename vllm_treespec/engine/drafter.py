@@ -1,4 +1,4 @@
-"""The object behind vLLM's ``custom_class`` method: from a spec-config to a decoder."""
+"""From a spec-config to a decoder: the object that vLLM's runners make once."""
 
 from __future__ import annotations
 

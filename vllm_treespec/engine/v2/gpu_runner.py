@@ -1,0 +1,41 @@
+"""vLLM's V2 GPU model runner with draft trees."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
+from vllm_treespec.engine.tree_attention import TreeAttentionImpl
+from vllm_treespec.engine.v1.attention_check import check_attention
+from vllm_treespec.engine.v2.runner import TreeRunnerMixin
+from vllm_treespec.layouts.base import LayoutLimits
+from vllm_treespec.layouts.masks import MaskLayout
+from vllm_treespec.layouts.node_masks import NodeMasks
+from vllm_treespec.trees.tree import MAX_NODES
+
+
+class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
+    """vLLM's V2 GPU model runner with draft trees under masks."""
+
+    draft_model_class = GraphedDraftModel
+
+    def make_layout(self, limits: LayoutLimits) -> MaskLayout:
+        """Trees under masks, for our kernel; allocates what graphs keep."""
+        self.masks = NodeMasks(
+            max(self.max_num_tokens, limits.max_trees * MAX_NODES),
+            max(self.max_num_reqs, limits.max_trees),
+            self.device,
+        )
+        return MaskLayout(limits, self.masks)
+
+    def connect_attention(self) -> None:
+        """Let every metadata builder see the masks."""
+        layers = self.compilation_config.static_forward_context
+        groups = self.kv_cache_config.kv_cache_groups
+        names = chain.from_iterable(group.layer_names for group in groups)
+        check_attention(layers, names, TreeAttentionImpl)
+        for group in chain.from_iterable(self.attn_groups):
+            for builder in group.metadata_builders:
+                builder.masks = self.masks

@@ -1,0 +1,100 @@
+"""Late binding: from the placeholders of a step to the trees that it really has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.batch.requests import RequestSlots
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_treespec.batch.views import ScheduledBatch
+    from vllm_treespec.engine.v2.vllm_types import AsyncOutput, InputBatch
+
+
+@dataclass
+class StepInFlight:
+    """A step whose tokens are on their way to the host."""
+
+    output: AsyncOutput
+    batch: InputBatch
+    scheduled: ScheduledBatch
+    # the target's, [num_tokens, hidden_size]: behind its final norm, and before the
+    # layers that drafters read
+    hidden: Tensor
+    aux_hidden: Sequence[Tensor]
+    # whether the next step is as plain as this one, so that nobody waits for it
+    rested: bool = False
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The runner's rows of the requests, int [num_reqs]."""
+        return self.batch.idx_mapping_np
+
+    @property
+    def completes(self) -> np.ndarray:
+        """Which requests emit a token: their prompt is complete, bool [num_reqs]."""
+        end = self.scheduled.num_computed + self.scheduled.num_scheduled
+        return end >= self.batch.prefill_len_np
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the tokens.
+
+        Returns:
+            int64 [num_reqs, width], and how many each request emitted, int64 [num_reqs].
+
+        """
+        self.output.copy_event.synchronize()
+        counts = self.output.num_sampled_tokens_np.astype(np.int64)
+        return self.output.sampled_token_ids, counts
+
+
+def drafts_by_request(
+    proposal: Proposal | None, slots: RequestSlots
+) -> dict[str, list[int]]:
+    """The draft tokens of every proposed tree that was not discarded."""
+    if proposal is None:
+        return {}
+    return {
+        slots.name(slot): drafts
+        for slot, drafts in zip(proposal.slots.tolist(), proposal.drafts(), strict=True)
+        if slot >= 0
+    }
+
+
+def trim(
+    scheduled: SchedulerOutput, drafts: Mapping[str, Sequence[int]]
+) -> SchedulerOutput:
+    """Leave of each request's placeholders as many as its tree has drafts.
+
+    The scheduler subtracts its placeholders less the accepted drafts, the device the
+    remaining rows less the accepted ones: both come to the same number.
+
+    Args:
+        scheduled: with placeholders for the largest trees.
+        drafts: of each request, at most as many as it has placeholders.
+
+    """
+    reserved = scheduled.scheduled_spec_decode_tokens
+    if not reserved:
+        return scheduled
+    num_tokens = dict(scheduled.num_scheduled_tokens)
+    for req_id, placeholders in reserved.items():
+        num_tokens[req_id] -= len(placeholders) - len(drafts.get(req_id, ()))
+    return replace(
+        scheduled,
+        scheduled_spec_decode_tokens={
+            req_id: reserved[req_id][: len(tree)]
+            for req_id, tree in drafts.items()
+            if tree
+        },
+        num_scheduled_tokens=num_tokens,
+        total_num_scheduled_tokens=sum(num_tokens.values()),
+    )

@@ -1,0 +1,328 @@
+"""The V2 model runner with draft trees: it asks the decoder, and translates."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.config.request_options import request_options
+from vllm_treespec.engine.drafter import TreeDrafter
+from vllm_treespec.engine.kv_cache import (
+    check_groups,
+    own_group_first,
+    with_fork_blocks,
+)
+from vllm_treespec.engine.scheduler import TreeDraftTokenIds
+from vllm_treespec.engine.v2.blocks import HostBlocks
+from vllm_treespec.engine.v2.late import StepInFlight, drafts_by_request, trim
+from vllm_treespec.engine.v2.scheduler import TreeCounts
+from vllm_treespec.engine.v2.speculator import LateDrafts
+from vllm_treespec.engine.v2.texts import HostTexts
+from vllm_treespec.engine.v2.verify import TreeSampler
+from vllm_treespec.engine.v2.views import (
+    emitted_batch,
+    may_draft_trees,
+    scheduled_batch,
+    target_inputs,
+)
+from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
+from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.step.method import EngineLimits
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import DraftTokenIds
+
+    from vllm_treespec.engine.draft_model import PagedDraftModel
+    from vllm_treespec.engine.v2.vllm_types import AsyncOutput, InputBatch, V2Runner
+else:
+    V2Runner = object
+
+
+class TreeRunnerMixin(V2Runner):
+    """Overrides the steps of vLLM's V2 runner in which a tree is not a chain.
+
+    A step begins by drawing its trees (``bind``): there the tokens of the step before
+    are awaited, once. The scheduler has reserved placeholders for the largest trees;
+    those that a request does not need are trimmed. Everything else is stock.
+    """
+
+    decoder: TreeDecoder
+    # vLLM's numbers of the KV cache groups in our order: that of draft sources first
+    group_order: list[int]
+    draft_model_class: type[PagedDraftModel]
+
+    @abstractmethod
+    def make_layout(self, limits: LayoutLimits) -> TreeLayout:
+        """Make this device's layout of trees."""
+
+    @abstractmethod
+    def connect_attention(self) -> None:
+        """Let metadata builders see the layout's trees."""
+
+    def init_trees(self) -> None:
+        """Set up our state; called once, when the stock runner is made."""
+        self.drafter = TreeDrafter(self.vllm_config)
+        limits = EngineLimits(
+            device=self.device,
+            rank=self.parallel_config.rank,
+            # Engines of a data-parallel launch must not draw alike.
+            seed=self.model_config.seed + self.parallel_config.data_parallel_index,
+            max_model_len=self.max_model_len,
+            max_num_tokens=self.max_num_tokens,
+        )
+        self.decoder = self.drafter.make_decoder(
+            self.make_layout, self.draft_model_class, True, limits
+        )
+        layers = self.decoder.committed_reader.features - {FINAL_LAYER}
+        # ascending, as vLLM hands their hidden states out
+        self.aux_layers = tuple(sorted(layers))
+        self.speculator = LateDrafts(
+            self.max_num_reqs, self.num_speculative_steps, self.device
+        )
+        self.texts = HostTexts(self.max_num_reqs, self.max_model_len)
+        # steps whose tokens are not in ``texts`` yet; several while the schedule rests
+        self.in_flight: list[StepInFlight] = []
+        # of the step that begins: the scheduler's placeholders, and drafts in them
+        self.reserved: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[int]] = {}
+        # requests that were preempted and keep their slots
+        self.preempted: set[str] = set()
+
+    def load_model(self, *args: object, **options: object) -> None:
+        """Load the target, then draft models or a head."""
+        super().load_model(*args, **options)
+        self.drafter.load_model(self.model)
+        self.rejection_sampler = TreeSampler(self)
+        if self.aux_layers:
+            self.model.set_aux_hidden_state_layers(self.aux_layers)
+            self.use_aux_hidden_state_outputs = True
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, *args: object, **options: object
+    ) -> None:
+        """Allocate the KV cache with fork blocks behind the scheduler's blocks.
+
+        vLLM calls it twice where it measures graphs before.
+        """
+        groups, layout = kv_cache_config.kv_cache_groups, self.decoder.layout
+        check_groups(groups)
+        block_size = groups[0].kv_cache_spec.block_size
+        num_fork_blocks = layout.num_fork_blocks(block_size, len(groups))
+        super().initialize_kv_cache(
+            with_fork_blocks(kv_cache_config, num_fork_blocks), *args, **options
+        )
+        # block tables count blocks of the scheduler's size
+        assert set(self.kernel_block_sizes) == {block_size}
+        ours = {n for source in self.drafter.paged for n in source.layer_names}
+        self.group_order = own_group_first(groups, ours)
+        first = self.group_order[0]
+        layers = self.compilation_config.static_forward_context
+        names = [set(groups[number].layer_names) for number in self.group_order]
+        layout.bind(
+            [[layers[name].kv_cache for name in sorted(g - ours)] for g in names],
+            kv_cache_config.num_blocks,
+            block_size,
+        )
+        self.decoder.committed_reader.bind(kv_cache_config.num_blocks, block_size)
+        kv_caches = {name: layers[name].kv_cache for name in set().union(*names)}
+        for source in self.drafter.paged:
+            source.bind(kv_caches, self.attn_groups[first], layout)
+        width = self.block_tables.block_tables[first].gpu.shape[1]
+        self.host_blocks = HostBlocks(self.max_num_reqs, width)
+        self.connect_attention()
+
+    def profile_run(self, *args: object, **options: object) -> None:
+        """Run all models and heads once before the KV cache is made."""
+        super().profile_run(*args, **options)
+        for source in self.drafter.paged:
+            source.warm_up()
+
+    @torch.inference_mode()
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        *args: object,
+        dummy_run: bool = False,
+        **options: object,
+    ) -> object:
+        """Bind the step's trees, then run the target."""
+        if not dummy_run:
+            scheduler_output = self.bind(scheduler_output)
+        return super().execute_model(
+            scheduler_output, *args, dummy_run=dummy_run, **options
+        )
+
+    def bind(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Draw the trees of the step that begins, and trim its placeholders."""
+        proposal = self._draw()
+        self.reserved = dict(scheduler_output.scheduled_spec_decode_tokens)
+        drawn = drafts_by_request(proposal, self.decoder.slots)
+        self.drafts = {
+            req_id: drawn[req_id][: len(placeholders)]
+            for req_id, placeholders in self.reserved.items()
+            if drawn.get(req_id)
+        }
+        if self.drafts:
+            self._put_drafts()
+        return trim(scheduler_output, self.drafts)
+
+    def _draw(self) -> Proposal | None:
+        """Draw the trees that follow the last step; None without any."""
+        decoder = self.decoder
+        if not self.in_flight or self.in_flight[-1].rested:
+            # no step since the last trees were drawn
+            return decoder.proposal
+        last = self.in_flight[-1]
+        if decoder.rests(last.completes):
+            last.rested = True
+            return None
+        num_emitted = self._settle()
+        return self.drafter.propose(emitted_batch(self, last, num_emitted))
+
+    def _settle(self) -> np.ndarray:
+        """Note the tokens of all steps in flight, and wait for the last.
+
+        Returns:
+            int64 [num_reqs], tokens that each request emitted in the last step.
+
+        """
+        num_emitted = np.zeros(0, dtype=np.int64)
+        for step in self.in_flight:
+            tokens, num_emitted = step.wait()
+            self.texts.append(step.rows, tokens, num_emitted)
+        self.in_flight = []
+        return num_emitted
+
+    def _put_drafts(self) -> None:
+        """Bring the drafts to the device, where vLLM takes the step's inputs from."""
+        rows = [self.req_states.req_id_to_index[req_id] for req_id in self.drafts]
+        tokens = np.zeros((len(rows), self.num_speculative_steps), dtype=np.int64)
+        for line, drafts in zip(tokens, self.drafts.values(), strict=True):
+            line[: len(drafts)] = drafts
+        index = torch.tensor(rows).to(self.device, non_blocking=True)
+        on_device = torch.from_numpy(tokens).to(self.device, non_blocking=True)
+        self.req_states.draft_tokens[index] = on_device
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget the requests that ended, and discard trees of preempted ones."""
+        decoder = self.decoder
+        ended = scheduler_output.finished_req_ids
+        preempted = scheduler_output.preempted_req_ids or set()
+        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        # The next turn of a session is scheduled as a new request: it is one here, too.
+        turns = new - self.preempted
+        if self.in_flight and (ended or preempted or new):
+            # their rows may become those of others
+            self._settle()
+        decoder.finish_requests(decoder.slots.release(ended | turns))
+        self.preempted = (self.preempted | preempted) - ended - new
+        known = sorted(preempted - ended)
+        decoder.discard_trees(decoder.slots.lookup(known))
+        super().finish_requests(scheduler_output)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Note the prompts of new requests, and all tokens of resumed ones."""
+        super().add_requests(scheduler_output)
+        known = set(self.decoder.slots.names())
+        for new in scheduler_output.scheduled_new_reqs:
+            row = self.req_states.req_id_to_index[new.req_id]
+            self.texts.start(row, new.prefill_token_ids, new.prompt_len)
+            self.host_blocks.start(row, new.block_ids[self.group_order[0]])
+            if new.req_id not in known:
+                params = new.sampling_params
+                limit = request_options(params.extra_args).limit
+                self.decoder.slots.add(
+                    new.req_id, may_draft_trees(params), params.seed, limit
+                )
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Note the new blocks of running requests."""
+        super().update_requests(scheduler_output)
+        cached, group = scheduler_output.scheduled_cached_reqs, self.group_order[0]
+        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is not None:
+                row = self.req_states.req_id_to_index[req_id]
+                self.host_blocks.append(row, blocks[group])
+
+    def prepare_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Prepare the stock inputs, then lay out the trees."""
+        tables, slots = super().prepare_attn(input_batch)
+        self.decoder.begin_step(
+            scheduled_batch(
+                input_batch,
+                self.decoder.slots,
+                self._num_computed(input_batch),
+                self.drafts,
+                self.reserved,
+            ),
+            partial(target_inputs, self, input_batch, tables, slots),
+        )
+        return tables, slots
+
+    def _num_computed(self, batch: InputBatch) -> np.ndarray:
+        """Tokens whose KV is in the cache, int64 [num_reqs].
+
+        vLLM's own count on the host assumes that all placeholders are accepted. Steps
+        in flight are plain: each of their requests emits one token.
+        """
+        rows = batch.idx_mapping_np
+        decoded = self.texts.num_tokens[rows] + len(self.in_flight) - 1
+        computed = np.where(
+            batch.is_prefilling_np, batch.num_computed_tokens_np, decoded
+        )
+        return computed.astype(np.int64)
+
+    def prepare_dummy_attn(self, *args: object, **options: object) -> object:
+        """Prepare a run without requests, and without trees."""
+        self.decoder.layout.clear()
+        return super().prepare_dummy_attn(*args, **options)
+
+    def postprocess_sampled(self, *args: object, **options: object) -> None:
+        """Commit: bring the accepted paths' KV into the requests' own slots."""
+        super().postprocess_sampled(*args, **options)
+        self.decoder.commit()
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncOutput | None:
+        """Sample, and note the step whose tokens are then on their way to the host."""
+        state = self.execute_model_state
+        output = super().sample_tokens(grammar_output)
+        if state is None or output is None:
+            return output
+        self.in_flight.append(
+            StepInFlight(
+                output,
+                state.input_batch,
+                self.decoder.batch,
+                state.hidden_states,
+                state.aux_hidden_states or (),
+            )
+        )
+        output.model_runner_output.trees = TreeCounts(
+            {req_id: len(drafts) for req_id, drafts in self.drafts.items()},
+            self.decoder.stats.hand_over(),
+        )
+        return output
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Hand the trees of the step that began to the scheduler, for its grammars."""
+        proposal = self.decoder.proposal
+        parents: dict[str, list[int]] = {}
+        if proposal is not None:
+            names = [self.decoder.slots.name(slot) for slot in proposal.slots]
+            parents = dict(zip(names, proposal.draft_parents(), strict=True))
+        return TreeDraftTokenIds(
+            list(self.drafts),
+            list(self.drafts.values()),
+            {req_id: parents[req_id] for req_id in self.drafts},
+        )

@@ -1,0 +1,186 @@
+"""Verifies the trees of a step with vLLM's V2 sampler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+from vllm_treespec.engine.v2.views import final_sampling, sampling_view
+from vllm_treespec.scorers import ScorerOutput
+
+if TYPE_CHECKING:
+    from vllm_treespec.engine.v2.runner import TreeRunnerMixin
+    from vllm_treespec.engine.v2.vllm_types import InputBatch
+
+
+class TreeSampler:
+    """Stands in the place of vLLM's rejection sampler, for steps with trees.
+
+    vLLM's own sampler draws a token after every node, by the noise of the request's
+    seed and the node's position. A tree that is not drawn at random is then followed:
+    the text is the one that vLLM draws without drafts. Of drawn trees the method's rule
+    verifies the drafts, on the sampler's final logits.
+    """
+
+    enable_adaptive_verification = False
+
+    def __init__(self, runner: TreeRunnerMixin) -> None:
+        """Take the runner, whose sampler and decoder are used."""
+        self.runner = runner
+
+    def __call__(
+        self,
+        logits: Tensor,
+        batch: InputBatch,
+        draft_logits: None = None,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Draw, verify, and put both together.
+
+        Args:
+            logits: [num_rows, vocab_size].
+            batch: of the step.
+            draft_logits: trees have none.
+            invalid_drafts: bool [num_rows], drafts whose grammar masks are unknown.
+
+        """
+        runner, decoder = self.runner, self.runner.decoder
+        sampler, first_rows = runner.sampler, batch.cu_num_logits.long()
+        roots = first_rows[:-1]
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        dims = sampler.get_logprobs_dims(batch.idx_mapping_np, include_token_ids=False)
+        if invalid_drafts is not None:
+            decoder.cut_trees(valid_nodes(invalid_drafts, first_rows))
+        sampled, processed = sampler.sample(
+            logits, *_rows_of(batch), return_logprobs=dims is not None
+        )
+        sampled = sampled.view(-1)
+        if decoder.method.rule.follows_noise:
+            scored = decoder.follow(sampled)
+        else:
+            final = sampler.apply_sampling_params(logits, *_rows_of(batch))
+            view = sampling_view(
+                runner, batch.idx_mapping_np, batch.idx_mapping, runner.texts
+            )
+            scored = decoder.score(final, final_sampling(view))
+        tokens, num_emitted, nodes = self._emitted(sampled[roots], scored)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_emitted,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            runner.req_states.prefill_len.gpu,
+        )
+        logprobs = None
+        if dims is not None and dims[0] != NO_LOGPROBS:
+            raw = sampler.logprobs_mode.startswith("raw")
+            used = logits if raw else processed
+            logprobs = self._logprobs(batch, used, tokens, num_emitted, nodes, dims[0])
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _emitted(
+        self, at_roots: Tensor, scored: ScorerOutput | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Put trees and requests without one together.
+
+        Args:
+            at_roots: int64 [num_reqs], tokens drawn after the roots.
+            scored: of the trees.
+
+        Returns:
+            emitted tokens, padded with -1, int64 [num_reqs, width]; how many, int32
+            [num_reqs]; the node after which each was drawn, int64 [num_reqs, width].
+
+        """
+        trees = self.runner.decoder.trees
+        num_emitted = torch.ones_like(at_roots, dtype=torch.int32)
+        if scored is None or trees is None:
+            return at_roots[:, None], num_emitted, torch.zeros_like(at_roots[:, None])
+        width = 1 + scored.path.shape[1]
+        tokens = at_roots.new_full((len(at_roots), width), -1)
+        tokens[:, 0] = at_roots
+        tokens[trees.reqs] = scored.emitted(trees.tree)
+        num_emitted[trees.reqs] = (scored.num_accepted + 1).int()
+        nodes = torch.zeros_like(tokens)
+        nodes[trees.reqs, 1:] = scored.path.clamp(min=0)
+        return tokens, num_emitted, nodes
+
+    def _logprobs(
+        self,
+        batch: InputBatch,
+        logits: Tensor,
+        tokens: Tensor,
+        num_emitted: Tensor,
+        nodes: Tensor,
+        num_logprobs: int,
+    ) -> LogprobsTensors:
+        """Log probabilities of emitted tokens, as vLLM lays them out.
+
+        Row i of a request's rows is for its i-th token; those behind are not read.
+        """
+        first_rows = batch.cu_num_logits.long()
+        reqs = torch.repeat_interleave(
+            torch.arange(batch.num_reqs, device=logits.device),
+            first_rows.diff(),
+            output_size=len(logits),
+        )
+        place = batch.expanded_local_pos.long()
+        emitted = place < num_emitted[reqs]
+        column = place.clamp(max=tokens.shape[1] - 1)
+        rows = first_rows[reqs] + torch.where(emitted, nodes[reqs, column], place)
+        return compute_topk_scores(
+            logits[rows],
+            num_logprobs,
+            torch.where(emitted, tokens[reqs, column], 0),
+            batch.cu_num_logits_np.tolist(),
+            logits_mode=self.runner.sampler.logprobs_mode.endswith("logits"),
+        )
+
+
+def valid_nodes(invalid_drafts: Tensor, first_rows: Tensor) -> Tensor:
+    """How many nodes of each request come before the first invalid one.
+
+    Args:
+        invalid_drafts: bool [num_rows].
+        first_rows: int64 [num_reqs + 1], first row of each request.
+
+    Returns:
+        int64 [num_reqs].
+
+    """
+    num_rows = first_rows.diff()
+    reqs = torch.repeat_interleave(
+        torch.arange(len(num_rows), device=num_rows.device),
+        num_rows,
+        output_size=len(invalid_drafts),
+    )
+    node = torch.arange(len(invalid_drafts), device=reqs.device) - first_rows[reqs]
+    node = torch.where(invalid_drafts, node, num_rows[reqs])
+    return num_rows.scatter_reduce(0, reqs, node, "amin")
+
+
+def _rows_of(batch: InputBatch) -> tuple[object, ...]:
+    """What vLLM's sampler is told of the rows of logits."""
+    return (
+        batch.expanded_idx_mapping,
+        batch.idx_mapping,
+        batch.idx_mapping_np,
+        batch.positions[batch.logits_indices],
+        batch.input_ids[batch.logits_indices],
+        batch.expanded_local_pos,
+        batch.seq_lens_cpu_upper_bound.numpy(),
+    )
