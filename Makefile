@@ -3,21 +3,29 @@ PYTHON ?= $(firstword $(foreach v,3.11 3.12 3.13,$(shell command -v python$(v)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treespec-setup
+V2 := .venv-v2
+V2_STAMP := $(V2)/.treespec-setup
 DOCS_STAMP := $(VENV)/.treespec-docs
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup assets demo test test-fast test-rest test-all \
+.PHONY: help setup setup-v2 assets demo test test-fast test-rest test-v2 test-all \
         deploy-check docs quality style
 
 help:  ## print this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## virtual environment, locked packages, this project
 
 $(STAMP): requirements/cpu.lock requirements/install.sh \
           requirements/vllm-cpu-shim/pyproject.toml setup.py
 	@requirements/install.sh $(VENV) $(PYTHON)
+	@touch $@
+
+setup-v2: $(V2_STAMP)  ## another environment, for tests of vLLM's V2 model runner
+
+$(V2_STAMP): requirements/v2.lock requirements/v2.sh $(STAMP)
+	@requirements/v2.sh $(V2) $(VENV)
 	@touch $@
 
 assets: $(STAMP)  ## get the demo's target model, say where the models lie
@@ -40,7 +48,11 @@ test-rest: $(STAMP)  ## the thorough tests of both tiers, which make test leaves
 	@$(PYTEST) tests/fast -m thorough --dist worksteal
 	@$(PYTEST) tests/engine -m thorough
 
-test-all: test test-rest  ## all tests
+test-v2: $(V2_STAMP)  ## the GPU's V2 model runner on a CPU, Triton interpreted
+	@echo "V2 tier"
+	@$(V2)/bin/python -m pytest tests/v2
+
+test-all: test test-rest test-v2  ## all tests
 
 deploy-check: $(STAMP)  ## charts, manifests, images, alerts; what needs a missing tool is skipped
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/deploy.txt
