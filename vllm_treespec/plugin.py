@@ -37,8 +37,6 @@ from vllm_treespec.config.reading import read_config
 from vllm_treespec.config.vocabularies import check_vocabularies
 from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
-    SCHEDULER,
-    WORKERS,
     below_traceback,
     choose_groups,
     refuse_arguments,
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-DRAFTER = "vllm_treespec.engine.drafter.TreeDrafter"
 # Fork blocks are copies of partly filled blocks; small blocks keep them small.
 CPU_BLOCK_SIZE = 32
 
@@ -103,11 +100,11 @@ def with_trees(
     vllm_config = make(expanded)
     refuse_models(config, vllm_config, device)
     choose_groups(args.disable_hybrid_kv_cache_manager, config, vllm_config)
-    from vllm_treespec.engine.request_check import REQUEST_CHECK, warn_of_min_p
+    from vllm_treespec.engine.request_check import request_check, warn_of_min_p
 
     warn_of_min_p(vllm_config.model_config)
     custom = vllm_config.model_config.logits_processors or []
-    vllm_config.model_config.logits_processors = [*custom, REQUEST_CHECK]
+    vllm_config.model_config.logits_processors = [*custom, request_check(device)]
     # A target that hands out other hidden states is compiled to another graph: vLLM's
     # compile cache tells them apart by this.
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -175,17 +172,19 @@ def stock_arguments(
         device: ``"cpu"`` or ``"cuda"``.
 
     """
+    from vllm_treespec.engine.adapters import choose_adapter
+
+    adapter = choose_adapter(device)
     arguments: dict[str, Any] = {
         "speculative_config": {
-            "method": "custom_class",
-            "model": DRAFTER,
+            **adapter.carrier,
             "num_speculative_tokens": max(
                 tree.config.proposer().sizes.max_nodes - 1
                 for tree in config.scheduled_trees()
             ),
         },
-        "worker_cls": WORKERS[device],
-        "scheduler_cls": SCHEDULER,
+        "worker_cls": adapter.worker,
+        "scheduler_cls": adapter.scheduler,
         "additional_config": {
             "treespec": {
                 **config.model_dump(mode="json"),

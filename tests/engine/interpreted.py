@@ -25,7 +25,7 @@ from vllm_treespec.engine.tree_attention import (
 )
 from vllm_treespec.engine.v1.cpu_worker import TreeCPUWorker
 from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
-from vllm_treespec.engine.v1.warm_up import warm_up_attention, warm_up_commit
+from vllm_treespec.engine.warm_up import warm_up_attention, warm_up_commit
 from vllm_treespec.kernels.tree_attention import Workspace
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from vllm_treespec.engine.v1.attention_check import check_attention
+from vllm_treespec.engine.attention_check import check_attention
 
 
 class Ours:

@@ -30,7 +30,7 @@ from tests.heads import write_head
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.drafter import TreeDrafter
 from vllm_treespec.engine.paged_head import PagedHead
-from vllm_treespec.engine.v1.worker import TreeWorkerMixin
+from vllm_treespec.engine.worker import TreeWorkerMixin
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout

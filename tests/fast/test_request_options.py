@@ -125,7 +125,7 @@ def test_configs_name_our_check(tmp_path: Any) -> None:
 def test_workers_keep_processors_from_the_stock_runner() -> None:
     """Red when vLLM's runner sees any: it takes none together with drafts."""
     pytest.importorskip("vllm", reason="needs vLLM")
-    from vllm_treespec.engine.v1.worker import TreeWorkerMixin
+    from vllm_treespec.engine.worker import TreeWorkerMixin
 
     class Worker(TreeWorkerMixin):
         """Has a config, and no more."""

@@ -14,7 +14,7 @@ from vllm_treespec.engine.tree_attention import (
     TreeAttentionMetadata,
     TreeAttentionMetadataBuilder,
 )
-from vllm_treespec.engine.v1.warm_up import batches, form
+from vllm_treespec.engine.warm_up import batches, form
 from vllm_treespec.layouts.node_masks import NodeMasks
 
 NOTHING: Any = None

@@ -24,7 +24,7 @@ from vllm_treespec.engine.kv_cache import (
     own_group_first,
     with_fork_blocks,
 )
-from vllm_treespec.engine.v1.worker import TreeWorkerMixin
+from vllm_treespec.engine.worker import TreeWorkerMixin
 
 AVAILABLE = 1_000_000
 PAGE_BYTES, NUM_LAYERS = 1024, 3

@@ -29,13 +29,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-WORKERS = {
-    "cpu": "vllm_treespec.engine.v1.cpu_worker.TreeCPUWorker",
-    "cuda": "vllm_treespec.engine.v1.gpu_worker.TreeGPUWorker",
-}
-SCHEDULER = "vllm_treespec.engine.scheduler.TreeScheduler"
-# Our GPU worker puts tree attention in its place.
+# Our GPU workers put tree attention in its place.
 GPU_ATTENTION = "TRITON_ATTN"
+TREE_ATTENTION = "vllm_treespec.engine.tree_attention.TreeAttentionBackend"
 KV_CACHE_DTYPES = {
     "cpu": ("auto", "bfloat16", "float16"),
     "cuda": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
@@ -69,7 +65,10 @@ def refuse_arguments(args: EngineArgs) -> str:
     from vllm.config import AttentionConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    from vllm_treespec.engine.adapters import choose_adapter
+
     device = check_platform()
+    adapter = choose_adapter(device)
     untested = {
         "pipeline_parallel_size": args.pipeline_parallel_size > 1,
         "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
@@ -78,11 +77,11 @@ def refuse_arguments(args: EngineArgs) -> str:
         "kv_transfer_config": args.kv_transfer_config is not None,
         "ec_transfer_config": args.ec_transfer_config is not None,
         "kv_offloading_size": args.kv_offloading_size is not None,
-        "async_scheduling": bool(args.async_scheduling),
+        "async_scheduling": args.async_scheduling not in (None, adapter.asynchronous),
         "kv_cache_dtype": args.kv_cache_dtype not in KV_CACHE_DTYPES[device],
         "return_sampling_mask": args.return_sampling_mask,
-        "worker_cls": args.worker_cls not in ("auto", WORKERS[device]),
-        "scheduler_cls": args.scheduler_cls not in (None, SCHEDULER),
+        "worker_cls": args.worker_cls not in ("auto", adapter.worker),
+        "scheduler_cls": args.scheduler_cls not in (None, adapter.scheduler),
         "attention_backend": device == "cuda"
         and AttentionConfig.validate_backend_before(args.attention_backend)
         not in (None, AttentionBackendEnum[GPU_ATTENTION]),
@@ -143,7 +142,7 @@ def platform_device() -> str:
     from vllm.platforms import current_platform
 
     device = current_platform.device_name
-    if device not in WORKERS:
+    if device not in ("cpu", "cuda"):
         raise SpecConfigError(
             f"draft trees run on vLLM's CPU and CUDA platforms, this is "
             f"{device or 'none'}; remove speculative_config"

@@ -9,6 +9,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from vllm_treespec.config.request_options import request_options
+from vllm_treespec.engine.adapters import choose_adapter
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
@@ -40,5 +41,15 @@ def warn_of_min_p(model_config: ModelConfig) -> None:
         )
 
 
-# as vLLM names such a class
-REQUEST_CHECK = f"{RequestCheck.__module__}:{RequestCheck.__name__}"
+def request_check(device: str) -> str:
+    """The class that checks requests, as vLLM names it.
+
+    vLLM's V2 runner has an interface of its own for such classes.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+
+    """
+    if choose_adapter(device).asynchronous:
+        return "vllm_treespec.engine.v2.request_check:RequestCheck"
+    return f"{RequestCheck.__module__}:{RequestCheck.__name__}"

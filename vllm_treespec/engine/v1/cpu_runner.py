@@ -10,8 +10,8 @@ from vllm.model_executor.layers.attention import ChunkedLocalAttention
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_treespec.engine.attention import BranchingImpl
+from vllm_treespec.engine.attention_check import check_attention
 from vllm_treespec.engine.draft_model import PagedDraftModel
-from vllm_treespec.engine.v1.attention_check import check_attention
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.branches import BranchLayout

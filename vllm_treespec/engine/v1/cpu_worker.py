@@ -8,7 +8,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_treespec.engine.v1.cpu_runner import TreeCPUModelRunner
-from vllm_treespec.engine.v1.worker import TreeWorkerMixin
+from vllm_treespec.engine.v1.stock_runner import without_processors
+from vllm_treespec.engine.worker import TreeWorkerMixin
 from vllm_treespec.schedule.processor import slow_arithmetic
 
 # vLLM prints the lines of loggers below "vllm".
@@ -27,7 +28,7 @@ class TreeCPUWorker(TreeWorkerMixin, CPUWorker):
             AttentionBackendEnum.CPU_ATTN,
             "vllm_treespec.engine.attention.BranchingCPUBackend",
         )
-        with self.stock_runner():
+        with without_processors(self.vllm_config):
             super().init_device()
         self.model_runner.__class__ = TreeCPUModelRunner
         self.model_runner.init_trees()

@@ -6,11 +6,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_treespec.engine.refusals import TREE_ATTENTION
 from vllm_treespec.engine.v1.gpu_runner import TreeGPUModelRunner
-from vllm_treespec.engine.v1.warm_up import warm_up_attention, warm_up_commit
-from vllm_treespec.engine.v1.worker import TreeWorkerMixin
-
-TREE_ATTENTION = "vllm_treespec.engine.tree_attention.TreeAttentionBackend"
+from vllm_treespec.engine.v1.stock_runner import without_processors
+from vllm_treespec.engine.warm_up import warm_up_attention, warm_up_commit
+from vllm_treespec.engine.worker import TreeWorkerMixin
 
 
 class TreeGPUWorker(TreeWorkerMixin, Worker):
@@ -19,7 +19,7 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
     def _make_model_runner(self) -> TreeGPUModelRunner:
         """Make our runner, with tree attention in the place of Triton attention."""
         register_backend(AttentionBackendEnum.TRITON_ATTN, TREE_ATTENTION)
-        with self.stock_runner():
+        with without_processors(self.vllm_config):
             runner = TreeGPUModelRunner(self.vllm_config, self.device)
         runner.init_trees()
         return runner

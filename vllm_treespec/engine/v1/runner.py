@@ -148,6 +148,15 @@ class TreeRunnerMixin(V1Runner):
         self.connect_attention(kv_caches)
         return kv_caches
 
+    def wait_for_device(self) -> None:
+        """Wait until the device is done."""
+        self._sync_device()
+
+    def group_tables(self, number: int) -> tuple[Tensor, Tensor]:
+        """Block table and slot mapping of a KV cache group, for the largest batch."""
+        table = self.input_batch.block_table[number]
+        return table.get_device_tensor(self.max_num_reqs), table.slot_mapping.gpu
+
     def profile_run(self, *args: object, **options: object) -> None:
         """Run all models and heads once before the KV cache is made."""
         super().profile_run(*args, **options)

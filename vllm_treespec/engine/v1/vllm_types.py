@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import (
-    CacheConfig,
     CompilationConfig,
     ModelConfig,
     ParallelConfig,
@@ -29,10 +28,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import AttentionGroup
-from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_treespec.engine.drafter import TreeDrafter
-from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 
 
 class Buffer:
@@ -156,20 +153,4 @@ class V1Runner:
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand the drafts to the scheduler."""
-        raise NotImplementedError
-
-
-class V1Worker:
-    """vLLM's workers on CPU and GPU."""
-
-    vllm_config: VllmConfig
-    cache_config: CacheConfig
-    model_runner: TreeRunnerMixin
-
-    def determine_available_memory(self) -> int:
-        """Bytes that the KV cache may have."""
-        raise NotImplementedError
-
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Compile and warm up what was not yet."""
         raise NotImplementedError

@@ -6,9 +6,9 @@ from itertools import chain
 
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_treespec.engine.attention_check import check_attention
 from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
-from vllm_treespec.engine.v1.attention_check import check_attention
 from vllm_treespec.engine.v2.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout

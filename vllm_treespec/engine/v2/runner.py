@@ -140,6 +140,15 @@ class TreeRunnerMixin(V2Runner):
         self.host_blocks = HostBlocks(self.max_num_reqs, width)
         self.connect_attention()
 
+    def wait_for_device(self) -> None:
+        """Wait until the device is done."""
+        torch.accelerator.synchronize()
+
+    def group_tables(self, number: int) -> tuple[Tensor, Tensor]:
+        """Block table and slot mapping of a KV cache group, for the largest batch."""
+        tables = self.block_tables
+        return tables.input_block_tables[number], tables.slot_mappings[number]
+
     def profile_run(self, *args: object, **options: object) -> None:
         """Run all models and heads once before the KV cache is made."""
         super().profile_run(*args, **options)

@@ -42,12 +42,12 @@ def time_forwards(runner: TreeRunnerMixin) -> None:
     def run_target(num_rows: int) -> None:
         hidden, _ = runner._dummy_run(num_rows, skip_eplb=True)
         runner.model.compute_logits(hidden[:num_rows])
-        runner._sync_device()
+        runner.wait_for_device()
 
     def run_level(num_rows: int) -> None:
         for model in models:
             model.run_level(num_rows)
-        runner._sync_device()
+        runner.wait_for_device()
 
     start = time.perf_counter()
     share, most_rows = schedule.times.share, runner.max_num_tokens

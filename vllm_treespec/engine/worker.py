@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_treespec.aids import Aid
 from vllm_treespec.engine.kv_cache import bytes_by_group, cost_of_one_group
-from vllm_treespec.engine.v1.start_up import time_forwards
+from vllm_treespec.engine.start_up import time_forwards
 from vllm_treespec.layouts.kv_budget import BlockBytes
 
 if TYPE_CHECKING:
     from vllm.v1.worker.worker_base import CompilationTimes
 
-    from vllm_treespec.engine.v1.vllm_types import V1Worker
+    from vllm_treespec.engine.vllm_types import StockWorker
 else:
-    V1Worker = object
+    StockWorker = object
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
 
 
-class TreeWorkerMixin(V1Worker):
+class TreeWorkerMixin(StockWorker):
     """What CPU and GPU workers share."""
-
-    @contextmanager
-    def stock_runner(self) -> Iterator[None]:
-        """Keep custom logits processors from the stock runner, while it is made.
-
-        It takes none together with drafts; our runner adds them afterwards.
-        """
-        config = self.vllm_config.model_config
-        custom, config.logits_processors = config.logits_processors, None
-        try:
-            yield
-        finally:
-            config.logits_processors = custom
 
     def determine_available_memory(self) -> int:
         """Memory for the scheduler's KV blocks.

@@ -16,14 +16,14 @@ from vllm_treespec.layouts.masks import MaskLayout
 
 if TYPE_CHECKING:
     from vllm_treespec.engine.tree_attention import TreeAttentionImpl
-    from vllm_treespec.engine.v1.vllm_types import V1Runner
+    from vllm_treespec.engine.v1.runner import TreeRunnerMixin
     from vllm_treespec.layouts.base import TreeLayout
 
 # Rows of a prompt's chunk, more than one block of the kernel holds.
 PROMPT_ROWS = 256
 
 
-def warm_up_attention(runner: V1Runner) -> None:
+def warm_up_attention(runner: TreeRunnerMixin) -> None:
     """Call the kernel with empty contexts, which reads and writes no KV.
 
     ``runner`` has its KV cache.
@@ -77,13 +77,13 @@ def batches(
 
 
 def empty_batch(
-    runner: V1Runner, number: int, num_reqs: int, query_len: int
+    runner: TreeRunnerMixin, number: int, num_reqs: int, query_len: int
 ) -> CommonAttentionMetadata:
     """A batch of requests without any key, for the KV cache group of this number."""
     num_tokens = num_reqs * query_len
     starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32)
     seq_lens = torch.zeros(num_reqs, dtype=torch.int32)
-    table = runner.input_batch.block_table[number]
+    block_table, slot_mapping = runner.group_tables(number)
     return CommonAttentionMetadata(
         query_start_loc=starts.to(runner.device),
         query_start_loc_cpu=starts,
@@ -93,6 +93,6 @@ def empty_batch(
         num_actual_tokens=num_tokens,
         max_query_len=query_len,
         max_seq_len=0,
-        block_table_tensor=table.get_device_tensor(num_reqs),
-        slot_mapping=table.slot_mapping.gpu[:num_tokens],
+        block_table_tensor=block_table[:num_reqs],
+        slot_mapping=slot_mapping[:num_tokens],
     )

@@ -1,0 +1,29 @@
+"""vLLM's GPU worker with draft trees on the V2 runner."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_treespec.engine.refusals import TREE_ATTENTION
+from vllm_treespec.engine.v2.gpu_runner import TreeGPUModelRunner
+from vllm_treespec.engine.warm_up import warm_up_attention, warm_up_commit
+from vllm_treespec.engine.worker import TreeWorkerMixin
+
+
+class TreeGPUWorker(TreeWorkerMixin, Worker):
+    """vLLM's GPU worker with draft trees on the V2 runner."""
+
+    def _make_model_runner(self) -> TreeGPUModelRunner:
+        """Make our runner, with tree attention in the place of Triton attention."""
+        register_backend(AttentionBackendEnum.TRITON_ATTN, TREE_ATTENTION)
+        runner = TreeGPUModelRunner(self.vllm_config, self.device)
+        runner.init_trees()
+        return runner
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Compile tree attention and commit, then what vLLM compiles and captures."""
+        warm_up_attention(self.model_runner)
+        warm_up_commit(self.model_runner.decoder.layout)
+        return super().compile_or_warm_up_model()
