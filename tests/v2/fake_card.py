@@ -17,6 +17,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+    # by which users choose the V2 runner for draft trees
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
-import vllm
 from packaging.version import Version
 
 # The first vLLM whose V2 runner the adapter is written for.
@@ -50,6 +49,8 @@ def choose_adapter(device: str) -> Adapter:
     """
     if device == "cpu":
         return CPU
+    import vllm
+
     wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     if wanted and Version(vllm.__version__) >= V2_SINCE:
         return GPU_V2

@@ -23,6 +23,7 @@ from vllm_treespec.config.checks import (
 )
 from vllm_treespec.config.reading import A_MODEL, read_config
 from vllm_treespec.config.vocabularies import check_vocabularies
+from vllm_treespec.engine.adapters import choose_adapter
 from vllm_treespec.heads.names import no_such_model
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ def refuse_arguments(args: EngineArgs) -> str:
     """
     from vllm.config import AttentionConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_treespec.engine.adapters import choose_adapter
 
     device = check_platform()
     adapter = choose_adapter(device)
@@ -204,10 +203,11 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
         SpecConfigError: naming what is in the way and the remedy.
 
     """
-    if vllm_config.use_v2_model_runner:
+    runner = "V2" if choose_adapter(device).asynchronous else "V1"
+    if vllm_config.use_v2_model_runner != (runner == "V2"):
         raise SpecConfigError(
-            "draft trees run on vLLM's V1 model runner; unset "
-            "VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
+            f"draft trees run on vLLM's {runner} model runner here, and vLLM chose "
+            "another; unset VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
         )
     target = vllm_config.model_config
     if target.is_moe and vllm_config.parallel_config.data_parallel_size > 1:

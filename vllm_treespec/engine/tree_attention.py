@@ -57,14 +57,17 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TreeAttentionMetadata:
+    ) -> TritonAttentionMetadata:
         """Build the stock metadata, with masks where the batch may have trees."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.masks is None:
+            # another engine of this process, without trees
+            return stock
         metadata = TreeAttentionMetadata(
             **{field.name: getattr(stock, field.name) for field in fields(stock)}
         )
         largest_trees = common_attn_metadata.max_query_len == self.max_tree_nodes
-        if self.masks is not None and (self.masks.has_masks or largest_trees):
+        if self.masks.has_masks or largest_trees:
             self.add_masks(metadata)
         return metadata
 
@@ -124,13 +127,15 @@ class TreeAttentionImpl(TritonAttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: TreeAttentionMetadata,
+        attn_metadata: TritonAttentionMetadata,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attend, under masks where the batch has trees; see the stock method."""
-        if attn_metadata is None or attn_metadata.masks is None:
+        if not isinstance(attn_metadata, TreeAttentionMetadata) or (
+            attn_metadata.masks is None
+        ):
             return super().forward(
                 layer,
                 query,

@@ -1,4 +1,4 @@
-"""The blocks of running requests in the KV cache group of draft sources, on the host."""
+"""The blocks of running requests on the host, in the group of draft sources."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class StepInFlight:
         """Wait for the tokens.
 
         Returns:
-            int64 [num_reqs, width], and how many each request emitted, int64 [num_reqs].
+            int64 [num_reqs, width]; how many each request emitted, int64 [num_reqs].
 
         """
         self.output.copy_event.synchronize()
