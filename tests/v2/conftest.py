@@ -19,6 +19,13 @@ from tests.engine.tiny_models import write_pair  # noqa: E402 (it imports Triton
 SIZES = {"vocab_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ignore what numpy says of rows that a kernel masks afterwards."""
+    config.addinivalue_line(
+        "filterwarnings", "ignore:invalid value encountered:RuntimeWarning"
+    )
+
+
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Folders of a small target and of a draft model that often agrees."""

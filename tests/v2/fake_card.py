@@ -28,8 +28,9 @@ def install() -> None:
     let_vllm_find_triton()
     set_platform()
     stand_in_for_cuda()
-    from tests.v2 import torch_kernels, workers
+    from tests.v2 import interpreter, torch_kernels, workers
 
+    interpreter.install()
     workers.install()
     torch_kernels.install()
 

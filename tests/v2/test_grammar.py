@@ -1,0 +1,42 @@
+"""Structured output on the V2 runner: masks of grammars, in torch here."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.v2.engines import GREEDY, engine
+from tests.v2.prompts import PROMPTS, greedy_answers
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+PATTERN = "[a-f]{3}-(cat|dog)-[0-9]{2}"
+
+
+@pytest.fixture
+def spelling_target(target: str, tmp_path: Path) -> str:
+    """Folder of the target with a tokenizer: every token is a byte."""
+    folder = tmp_path / "target"
+    shutil.copytree(target, folder)
+    vocabulary = {byte: token for token, byte in enumerate(BYTES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=BYTES[-1])
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def test_answers_obey_a_grammar(spelling_target: str) -> None:
+    """Red when masks reach other rows than those of their request."""
+    structured = StructuredOutputsParams(regex=PATTERN)
+    obeys = {**GREEDY, "structured_outputs": structured, "ignore_eos": False}
+    with engine(spelling_target, skip_tokenizer_init=False) as running:
+        free, bound = running.generate(PROMPTS[:2], [GREEDY, obeys])
+    assert [free] == greedy_answers(spelling_target, PROMPTS[:1])
+    *word, end = (BYTES[token] for token in bound)
+    assert end == BYTES[-1]
+    assert re.fullmatch(PATTERN, "".join(word))
