@@ -10,6 +10,8 @@ import torch
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker import gpu_worker
 
+from vllm_treespec.kernels import workspace
+
 
 def install() -> None:
     """Replace what the stock worker does with a card's memory and its driver."""
@@ -17,6 +19,8 @@ def install() -> None:
     worker.init_device = init_device
     worker._maybe_get_memory_pool_context = no_memory_pool
     gpu_worker.kernel_warmup = warm_up_nothing
+    # a small card: fewer programs to interpret
+    workspace.DEFAULT_MULTIPROCESSORS = 1
 
 
 def init_device(self: Any) -> None:
