@@ -10,7 +10,9 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.metrics.reader import Counter
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 # Pages are small, so that requests cross them; so is a step, so that prompts come in
 # chunks. ``mode`` and ``custom_ops`` leave everything but attention to torch.
@@ -98,6 +100,11 @@ class Engine:
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
+    def warm_up(self) -> None:
+        """Run vLLM's warm-up batches, which a card gets before it serves."""
+        worker = self.worker
+        warmup_kernels(self.runner, worker.execute_model, worker.sample_tokens)
+
     def count(self, name: str) -> int:
         """Read one of vLLM's counters, such as ``num_preemptions``."""
         (counter,) = [m for m in self.llm.get_metrics() if m.name == f"vllm:{name}"]
@@ -128,6 +135,8 @@ def engine(
 ) -> Iterator[Engine]:
     """Start an engine in this process, and end it.
 
+    Attention that a worker has registered in the place of Triton's ends with it.
+
     Args:
         model: folder of the target.
         spec: ``speculative_config``, of vLLM or of ours; None for plain decoding.
@@ -138,7 +147,9 @@ def engine(
     running = Engine(llm)
     running.watch_steps()
     try:
+        assert running.config.use_v2_model_runner, "this engine runs on V1"
         yield running
     finally:
+        AttentionBackendEnum.TRITON_ATTN.clear_override()
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
