@@ -13,7 +13,10 @@ if not version("vllm").startswith("0.33"):
     )
 fake_card.install()
 
-from tests.engine.tiny_models import write_pair  # noqa: E402 (it imports Triton)
+# These import vLLM or Triton.
+from tests.engine.tiny_models import write_pair  # noqa: E402
+from tests.v2.engines import engine  # noqa: E402
+from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS  # noqa: E402
 
 # One head of the KV cache: the interpreter runs a program for each.
 SIZES = {"vocab_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -36,3 +39,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def target(pair: tuple[str, str]) -> str:
     """Folder of a small target."""
     return pair[0]
+
+
+@pytest.fixture(scope="session")
+def expected(target: str) -> dict[str, list[list[int]]]:
+    """What stock vLLM answers to ``PROMPTS``, by kind of request."""
+    with engine(target) as plain:
+        return {
+            kind: plain.generate(PROMPTS, params, NUM_TOKENS)
+            for kind, params in PARAMS.items()
+        }

@@ -10,6 +10,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.metrics.reader import Counter
 from vllm.v1.worker.gpu.warmup import warmup_kernels
@@ -91,14 +92,23 @@ class Engine:
             token ids of the answers.
 
         """
+        outputs = self.outputs(prompts, params, max_tokens)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def outputs(
+        self,
+        prompts: list[list[int]],
+        params: dict[str, Any] | list[dict[str, Any]],
+        max_tokens: int,
+    ) -> list[RequestOutput]:
+        """Do the same, and return all that vLLM says of the answers."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         common = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
-        outputs = self.llm.generate(
+        return self.llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
             [SamplingParams(**{**common, **one}) for one in each],
             use_tqdm=False,
         )
-        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def warm_up(self) -> None:
         """Run vLLM's warm-up batches, which a card gets before it serves."""

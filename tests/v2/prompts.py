@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaForCausalLM
 
@@ -10,6 +12,14 @@ PROMPTS = [
     [(37 * i + 11 * j) % 250 + 3 for j in range(length)]
     for i, length in enumerate((5, 23, 60, 11))
 ]
+
+NUM_TOKENS = 16
+# Kinds of requests.
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 11},
+    "narrow": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5},
+}
 
 
 def greedy_answers(

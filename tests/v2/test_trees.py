@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.heads import write_head
 from tests.v2.engines import Engine, engine
+from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS
 
-# More than run at once, and one that is read in chunks.
-PROMPTS = [
-    [(37 * i + 11 * j) % 250 + 3 for j in range(length)]
-    for i, length in enumerate((5, 23, 60, 11))
-]
-NUM_TOKENS = 24
-PARAMS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0, "seed": 11},
-    "narrow": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5},
-}
-INDEX = {
+INDEX: dict[str, Any] = {
     "method": "suffix_tree",
     "num_drafts": 11,
     "depth": 8,
     "min_probability": 0.0,
     "schedule": "fixed",
 }
-
-
-@pytest.fixture(scope="module")
-def expected(target: str) -> dict[str, list[list[int]]]:
-    """What stock vLLM answers, by kind of request."""
-    with engine(target) as plain:
-        return {
-            kind: plain.generate(PROMPTS, params, NUM_TOKENS)
-            for kind, params in PARAMS.items()
-        }
+HYBRID = {"num_drafts": 7, "depth": 4, "min_probability": 0.0}
+# method, what it needs beside the target, further keys; trees that are not drawn
+RANKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "hybrid": ("draft model", HYBRID),
+    "redrafter": ("redrafter", {"beam_width": 3, "length": 3, "num_drafts": 7}),
+    "medusa_tree": ("medusa", {"num_drafts": 7}),
+    "eagle_tree": ("eagle", {"num_drafts": 7, "depth": 3}),
+    "lyanna": ("lyanna", {"num_drafts": 7}),
+}
+DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "sd": ("draft model", {"depth": 3}),
+    "rsd_s": ("draft model", {"beam_width": 3, "depth": 2}),
+    "spectr": ("draft model", {"num_paths": 2, "depth": 2}),
+}
 
 
 @pytest.fixture(scope="module")
 def index(target: str, expected: object) -> Iterator[Engine]:
-    """An engine with a suffix index."""
+    """An engine with a suffix index; the one without drafts has ended."""
     with engine(target, INDEX) as running:
         yield running
 
@@ -56,7 +52,6 @@ def accepted(running: Engine) -> int:
 
 def test_runs_on_the_v2_runner(index: Engine) -> None:
     """Red when draft trees turn vLLM's defaults off: its runner, or async scheduling."""
-    assert index.config.use_v2_model_runner
     assert index.config.scheduler_config.async_scheduling
     assert type(index.scheduler).__name__ == "TreeAsyncScheduler"
     assert index.core.batch_queue_size == 2
@@ -68,7 +63,54 @@ def test_text_equals_plain(
     index: Engine, expected: dict[str, list[list[int]]], kind: str, turn: str
 ) -> None:
     """Red when positions, masks, commit, noise or the host's texts are off."""
-    answers = index.generate(PROMPTS, PARAMS[kind], NUM_TOKENS)
-    assert answers == expected[kind]
+    assert index.generate(PROMPTS, PARAMS[kind], NUM_TOKENS) == expected[kind]
     if turn != "first":
         assert accepted(index) > NUM_TOKENS
+
+
+def spec_of(
+    method: str, needs: str, keys: dict[str, Any], pair: tuple[str, str], folder: Path
+) -> dict[str, Any]:
+    """A spec-config with a draft model, or with a head of random weights."""
+    model = pair[1]
+    if needs != "draft model":
+        model = write_head(folder / "head", needs, hidden_size=128, vocab_size=256)
+    return {"method": method, "model": model, "schedule": "fixed", **keys}
+
+
+@pytest.mark.parametrize("method", RANKED)
+def test_ranked_trees(
+    method: str,
+    pair: tuple[str, str],
+    expected: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Red when drafts change a text, or what drafts reads another request's state."""
+    spec = spec_of(method, *RANKED[method], pair, tmp_path)
+    with engine(pair[0], spec) as running:
+        for kind in ("greedy", "sampled"):
+            answers = running.generate(PROMPTS, PARAMS[kind], NUM_TOKENS)
+            assert answers == expected[kind]
+        found = running.runner.decoder.stats.as_dict()
+        assert found["trees"] > NUM_TOKENS
+        if method == "hybrid":
+            assert accepted(running) > NUM_TOKENS
+
+
+@pytest.mark.parametrize("method", DRAWN)
+def test_drawn_trees(
+    method: str,
+    pair: tuple[str, str],
+    expected: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Red when greedy text changes, or a seed gives another text in the same batch."""
+    spec = spec_of(method, *DRAWN[method], pair, tmp_path)
+    with engine(pair[0], spec) as running:
+        answers = running.generate(PROMPTS, PARAMS["greedy"], NUM_TOKENS)
+        assert answers == expected["greedy"]
+        assert accepted(running) > NUM_TOKENS // 2
+        sampled = [{**PARAMS["sampled"], "seed": seed} for seed in range(3)]
+        answers = running.generate(PROMPTS[:3], sampled, NUM_TOKENS)
+        assert accepted(running) > NUM_TOKENS // 4
+        assert running.generate(PROMPTS[:3], sampled, NUM_TOKENS) == answers

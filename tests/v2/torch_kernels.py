@@ -1,4 +1,4 @@
-"""Torch forms of the two stock kernels that Triton's interpreter cannot run."""
+"""Torch forms of stock kernels: two do not interpret, one is CUDA's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import _custom_ops
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu.sample import sampler, states
@@ -23,6 +24,7 @@ def install() -> None:
     """
     states.apply_top_k_top_p = sampler.apply_top_k_top_p = top_k_top_p
     StructuredOutputsWorker.apply_grammar_bitmask = apply_grammar_bitmask
+    _custom_ops.rms_norm = rms_norm
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0
 
 
@@ -33,6 +35,11 @@ def top_k_top_p(
     if k is None and p is None:
         return logits
     return apply_top_k_top_p_pytorch(logits, k, p)
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> None:
+    """Write the norm of ``x`` to ``out``."""
+    out.copy_(torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon))
 
 
 def apply_grammar_bitmask(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +65,30 @@ class TreeSchedulerMixin(StockScheduler):
             if self.log_stats
             else None
         )
+        # nodes and accepted tokens of trees that vLLM does not count
+        self._left_out: list[tuple[int, int]] = []
         self._acceptance = Acceptance()
         self._drafter = drafter_of(self.vllm_config.additional_config["treespec"])
 
+    def leave_out_ended(
+        self, num_drafts: Mapping[str, int], output: ModelRunnerOutput
+    ) -> None:
+        """Note the trees of requests that have ended, which vLLM does not count.
+
+        Args:
+            num_drafts: by request, of the trees of a step.
+            output: of the step.
+
+        """
+        for req_id, count in num_drafts.items():
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished():
+                emitted = output.sampled_token_ids[output.req_id_to_index[req_id]]
+                self._left_out.append((1 + count, len(emitted) - 1))
+
     def take_counts(self, counts: StepCounts) -> None:
-        """Take in what a worker counted."""
+        """Take in what a worker counted up to the step before."""
+        counts, self._left_out = counts.without(self._left_out), []
         if self.counters is not None:
             self.counting.run(None, self.counters.add, counts)
         self.counting.run(None, self._watch_acceptance, counts)
@@ -111,8 +130,6 @@ class TreeScheduler(TreeSchedulerMixin, Scheduler):
         """Make the stock scheduler."""
         super().__init__(*args, **options)
         self._parents: dict[str, list[int]] = {}
-        # nodes and accepted tokens of trees that vLLM does not count
-        self._left_out: list[tuple[int, int]] = []
         # requests whose drafts of the step are padding
         self._padded: set[str] = set()
 
@@ -120,8 +137,7 @@ class TreeScheduler(TreeSchedulerMixin, Scheduler):
         """Take in the next drafts; those of the step before were sent, and are gone."""
         if isinstance(draft_token_ids, TreeDraftTokenIds):
             self._parents |= draft_token_ids.parents
-            self.take_counts(draft_token_ids.counts.without(self._left_out))
-            self._left_out = []
+            self.take_counts(draft_token_ids.counts)
         if not any(draft_token_ids.draft_token_ids):
             return
         self._parents = {r: p for r, p in self._parents.items() if r in self.requests}
@@ -160,11 +176,8 @@ class TreeScheduler(TreeSchedulerMixin, Scheduler):
         """Note padding, which vLLM would count, and trees that it does not count."""
         drafts = scheduled.scheduled_spec_decode_tokens
         self._padded = {r for r, d in drafts.items() if d[0] == PADDING_TOKEN_ID}
-        for req_id in drafts.keys() - self._padded:
-            request = self.requests.get(req_id)
-            if request is None or request.is_finished():
-                emitted = output.sampled_token_ids[output.req_id_to_index[req_id]]
-                self._left_out.append((1 + len(drafts[req_id]), len(emitted) - 1))
+        trees = {r: len(d) for r, d in drafts.items() if r not in self._padded}
+        self.leave_out_ended(trees, output)
 
     def make_spec_decoding_stats(
         self,

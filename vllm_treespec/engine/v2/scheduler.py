@@ -70,6 +70,7 @@ class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):
         self._num_drafts = {} if trees is None else trees.num_drafts
         if trees is not None:
             self.take_counts(trees.counts)
+            self.leave_out_ended(trees.num_drafts, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_spec_decoding_stats(
