@@ -1,9 +1,11 @@
 """The demo with engines that are functions."""
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from vllm_treespec.tools import demo
 from vllm_treespec.tools.launch import LAUNCHED, READY, EngineError, Event
@@ -97,6 +99,20 @@ def test_all_parts_are_shown(
     assert not list(tmp_path.glob("treespec-demo-*"))
 
 
+def test_a_long_answer_shows_its_end_while_it_grows() -> None:
+    """Red when the live view is cut where an answer grows, or the final one is cut."""
+    text = "\n".join(f"line {i}" for i in range(30)) + " wide" * 20
+    piece = {"text": text, "num_tokens": 9, "seconds": 1.0, "ended": False}
+    screen = Console(width=80, height=24, record=True, file=io.StringIO())
+    screen.print(demo.side_by_side({PLAIN: [piece], SUFFIX: [piece]}, screen))
+    live = screen.export_text()
+    assert len(live.splitlines()) == screen.height - 1
+    assert "line 29" in live
+    assert "line 2 " not in live
+    screen.print(demo.side_by_side({PLAIN: [piece], SUFFIX: [piece]}))
+    assert "line 2 " in screen.export_text()
+
+
 def test_engines_take_turns_in_rotating_order(engines: Engines, tmp_path: Path) -> None:
     """Red when a side answers a prompt long before the others, or always first."""
     demo.main(str(tmp_path))
@@ -128,7 +144,7 @@ def test_a_machine_that_is_slow_all_the_time_is_named(
     engines.on_cpu = 0.5
     demo.main(str(tmp_path))
     text = capsys.readouterr().out
-    assert "busy: the engines had a processor for 50% of their time. The" in text
+    assert "busy: the engines had a processor for only 50% of their time. The" in text
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,16 @@ def test_command_can_be_pasted(
     [
         ([10, 30, 12, 25], 0.9, None),
         ([10, 30, 13, 30], 0.9, "plain vLLM's speed for one prompt differs 1.3x"),
-        ([10, 30, 10, 30], 0.6, "the engines had a processor for 60% of their time"),
-        ([10, 30, 13, 30], 0.6, "1.3x, and the engines had a processor for 60% of"),
+        (
+            [10, 30, 10, 30],
+            0.6,
+            "the engines had a processor for only 60% of their time",
+        ),
+        (
+            [10, 30, 13, 30],
+            0.6,
+            "1.3x, and the engines had a processor for only 60% of",
+        ),
     ],
 )
 def test_busy_machine_is_named_with_its_signs(

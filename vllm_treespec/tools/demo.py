@@ -59,7 +59,10 @@ MEASURED_WITHOUT = (
 TEMPERATURES = (0.0, 1.0)
 # Prompts of each kind of work; how often each is answered at each temperature.
 NUM_PROMPTS, ROUNDS = 3, 2
-STREAM_TOKENS, SPEED_TOKENS, EXACT_TOKENS = 160, 40, 16
+STREAM_TOKENS, SPEED_TOKENS, EXACT_TOKENS = 160, 32, 16
+# Of the screen, beside the answers: of each column; below, and above with the cursor's.
+BORDER_COLUMNS, BORDER_LINES = 4, 5
+
 # Events of the engines, by the names of their sides.
 Engines = dict[str, Iterator[Event]]
 
@@ -236,19 +239,28 @@ def race(console: Console, prompt: str, engines: Engines) -> None:
         ]:
             for name in running:
                 pieces[name].append(turn(engines[name])[0])
-            live.update(side_by_side(pieces), refresh=True)
+            live.update(side_by_side(pieces, console), refresh=True)
     console.print(side_by_side(pieces))
 
 
-def side_by_side(pieces: Mapping[str, Sequence[Event]]) -> Table:
-    """Put answers into columns, each below its speed in the time of its own engine."""
+def side_by_side(
+    pieces: Mapping[str, Sequence[Event]], screen: Console | None = None
+) -> Table:
+    """Put answers into columns, each below its speed in the time of its own engine.
+
+    With a screen of their own: the last lines, as many as it has room for.
+    """
     table = Table(expand=True)
+    texts = [Text("".join(p["text"] for p in own)) for own in pieces.values()]
     for name, own in pieces.items():
         seconds = sum(piece["seconds"] for piece in own)
         speed = sum(piece["num_tokens"] for piece in own) / seconds
         table.add_column(f"{name}: {speed:.0f} tokens/s, {seconds:.1f} s", ratio=1)
-    texts = ("".join(piece["text"] for piece in own) for own in pieces.values())
-    table.add_row(*map(Text, texts))
+    if screen is not None:
+        width = screen.width // len(texts) - BORDER_COLUMNS
+        lines = screen.height - BORDER_LINES
+        texts = [Text("\n").join(t.wrap(screen, width)[-lines:]) for t in texts]
+    table.add_row(*texts)
     return table
 
 

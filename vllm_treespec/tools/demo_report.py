@@ -63,7 +63,7 @@ def busy(pairs: Sequence[Pair], rounds: int) -> str | None:
     if spread > QUIET:
         signs.append(f"plain vLLM's speed for one prompt differs {spread:.1f}x")
     if on_cpu < ON_CPU:
-        signs.append(f"the engines had a processor for {on_cpu:.0%} of their time")
+        signs.append(f"the engines had a processor for only {on_cpu:.0%} of their time")
     if not signs:
         return None
     return (
