@@ -132,7 +132,7 @@ def test_a_machine_whose_speed_changes_is_named(
     that all sides meet changes a ratio."""
     engines.slower_each_time = 1.05
     demo.main(str(tmp_path))
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "The machine was busy: plain vLLM's speed for one prompt differs 2." in text
     assert "3.00 (3.00-3.00)" in text
 
@@ -143,7 +143,7 @@ def test_a_machine_that_is_slow_all_the_time_is_named(
     """Red when other programs that slow all answers alike go unnoticed."""
     engines.on_cpu = 0.5
     demo.main(str(tmp_path))
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "busy: the engines had a processor for only 50% of their time. The" in text
 
 

@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from vllm_treespec.tools import demo_report
-from vllm_treespec.tools.demo_report import Pair, advice, busy, serve_command
-from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, Side, plain_side
+from vllm_treespec.tools.demo_report import (
+    Pair,
+    advice,
+    best_overall,
+    busy,
+    serve_command,
+)
+from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, Side
 
 SUFFIX, HYBRID = "suffix_tree", "hybrid"
 CHAT = Cell(batch_size=1, temperature=0.0, label="chat")
@@ -19,10 +25,8 @@ HOT_CHAT = CHAT.model_copy(update={"temperature": 1.0})
 def side(name: str) -> Side:
     """A side of ours with keys that only serve the measurement."""
     spec = {"method": name, "model": "a head", "max_cached_tokens": 0}
-    return Side(name=name, family=name, engine={"speculative_config": spec})
-
-
-SIDES = [plain_side(PLAIN, eager=True), side(SUFFIX), side(HYBRID)]
+    engine = {"speculative_config": spec, "gpu_memory_utilization": 0.25}
+    return Side(name=name, family=name, engine=engine)
 
 
 def pair(cell: Cell, hybrid: float, on_cpu: float = 1.0, plain: float = 10.0) -> Pair:
@@ -35,33 +39,41 @@ def pair(cell: Cell, hybrid: float, on_cpu: float = 1.0, plain: float = 10.0) ->
 def test_advice_names_the_gain_at_each_temperature() -> None:
     """Red when a mean hides that a method gains at one temperature only."""
     pairs = [pair(CHAT, 3.06), pair(HOT_CHAT, 1.07)]
-    [line, _] = advice(pairs, SIDES, "target", shipped=True)
+    [line] = advice(pairs, shipped=True)
     assert line == "chat: use hybrid, 3.06x at T = 0, 1.07x at T = 1"
 
 
 def test_small_target_says_why_chat_gains_nothing() -> None:
     """Red when trees that gain nothing are advised, or nothing says why."""
     pairs = [pair(CHAT, 0.9), pair(HOT_CHAT, 0.9)]
-    lines = advice(pairs, SIDES, "target", shipped=True)
+    lines = advice(pairs, shipped=True)
     figures = "1.02x at T = 0, 1.02x at T = 1"
     assert lines[0] == f"chat: use plain vLLM; {SUFFIX}, the best, {figures}"
     assert lines[1] == demo_report.SMALL_TARGET
-    assert demo_report.SMALL_TARGET not in advice(pairs, SIDES, "own", shipped=False)
+    assert demo_report.SMALL_TARGET not in advice(pairs, shipped=False)
+
+
+def test_best_method_is_that_of_all_kinds_of_work() -> None:
+    """Red when the command serves what one kind of work gains most from."""
+    code = CHAT.model_copy(update={"label": "code"})
+    assert best_overall([pair(CHAT, 0.9), pair(code, 3.0)]) == HYBRID
+    assert best_overall([pair(CHAT, 0.5), pair(code, 1.4)]) == SUFFIX
 
 
 @pytest.mark.parametrize("openmp", [None, Path("/an env/lib/libiomp5.so")])
 def test_command_can_be_pasted(
     monkeypatch: pytest.MonkeyPatch, openmp: Path | None
 ) -> None:
-    """Red when vllm must be on the path, Intel's OpenMP is left out, or a key that only
-    serves the measurement is typed."""
+    """Red when vllm must be on the path, Intel's OpenMP is left out, all
+    memory must be free, or a key that only serves the measurement is typed."""
     monkeypatch.setattr(demo_report, "intel_openmp", lambda: openmp)
     words = shlex.split(serve_command(side(HYBRID), "a target"))
     if openmp:
         assert words.pop(0) == f"LD_PRELOAD={openmp}"
     *command, spec = words
     vllm = str(Path(sys.executable).parent / "vllm")
-    assert command == [vllm, "serve", "a target", "--speculative-config"]
+    memory = ["--gpu-memory-utilization", "0.25"]
+    assert command == [vllm, "serve", "a target", *memory, "--speculative-config"]
     assert json.loads(spec) == {"method": HYBRID, "model": "a head"}
 
 

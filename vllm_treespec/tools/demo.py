@@ -31,7 +31,14 @@ from vllm_treespec.tools.assets import (
     ensure_target,
     shipped_drafter,
 )
-from vllm_treespec.tools.demo_report import Pair, advice, busy, speed_table
+from vllm_treespec.tools.demo_report import (
+    Pair,
+    advice,
+    best_overall,
+    busy,
+    serve_command,
+    speed_table,
+)
 from vllm_treespec.tools.launch import READY, EngineError, Event
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
 from vllm_treespec.tools.sides import (
@@ -98,8 +105,12 @@ def main(
         pairs = show_speeds(console, sides, model, cells)
     except (AssetError, EngineError, PromptError, SpecConfigError) as error:
         raise SystemExit(f"treespec demo: {error}") from None
-    for line in advice(pairs, sides, model, shipped=target is None):
-        console.print(line, markup=False, soft_wrap=True)
+    for line in advice(pairs, shipped=target is None):
+        console.print(line, markup=False)
+    best = best_overall(pairs)
+    console.print(f"To serve with {best}:", markup=False)
+    [side] = [side for side in sides if side.name == best]
+    console.print(serve_command(side, model), markup=False, soft_wrap=True)
 
 
 def cells_of(workloads: Mapping[str, Sequence[str]]) -> list[Cell]:
@@ -278,7 +289,7 @@ def show_speeds(
             pairs.append(Pair.of(cell, results))
             order.rotate()
     console.print(speed_table(pairs, list(engines), TEMPERATURES))
-    console.print(MEASURED_WITHOUT, soft_wrap=True)
+    console.print(MEASURED_WITHOUT)
     if reason := busy(pairs, rounds=ROUNDS):
-        console.print(reason, style="bold red", soft_wrap=True)
+        console.print(reason, style="bold red")
     return pairs

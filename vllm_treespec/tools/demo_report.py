@@ -109,42 +109,53 @@ def kinds(pairs: Sequence[Pair]) -> list[str]:
     return list(dict.fromkeys(pair.cell.label for pair in pairs))
 
 
-def gains(pairs: Sequence[Pair], name: str, work: str) -> dict[float, float]:
-    """Median speed-up of a side by temperature."""
+def gains(pairs: Sequence[Pair], work: str) -> dict[str, dict[float, float]]:
+    """Median speed-ups by method and temperature, methods with most gain first."""
     temperatures = dict.fromkeys(pair.cell.temperature for pair in pairs)
-    return {t: median(ratios(pairs, name, work, t)) for t in temperatures}
+    found = {
+        name: {t: median(ratios(pairs, name, work, t)) for t in temperatures}
+        for name in pairs[0].speeds
+        if name != PLAIN
+    }
+    best_first = sorted(found, key=lambda name: -fmean(found[name].values()))
+    return {name: found[name] for name in best_first}
 
 
-def advice(
-    pairs: Sequence[Pair], sides: Sequence[Side], target: str, shipped: bool
-) -> list[str]:
-    """Say what to use for each kind of work, and what to type."""
+def advice(pairs: Sequence[Pair], shipped: bool) -> list[str]:
+    """Say what to use for each kind of work; of the shipped target also why."""
     lines = []
-    mean: dict[tuple[str, str], float] = {}
     for work in kinds(pairs):
-        found = {side.name: gains(pairs, side.name, work) for side in sides[1:]}
-        mean |= {(name, work): fmean(own.values()) for name, own in found.items()}
-        best = max(found, key=lambda name: mean[name, work])
-        figures = ", ".join(f"{x:.2f}x at T = {t:g}" for t, x in found[best].items())
-        if mean[best, work] >= MIN_SPEEDUP:
-            lines.append(f"{work}: use {best}, {figures}")
+        name, best = next(iter(gains(pairs, work).items()))
+        figures = ", ".join(f"{x:.2f}x at T = {t:g}" for t, x in best.items())
+        if fmean(best.values()) >= MIN_SPEEDUP:
+            lines.append(f"{work}: use {name}, {figures}")
             continue
-        lines.append(f"{work}: use plain vLLM; {best}, the best, {figures}")
+        lines.append(f"{work}: use plain vLLM; {name}, the best, {figures}")
         if shipped and work == "chat":
             lines.append(SMALL_TARGET)
-    overall = max(
-        sides[1:],
-        key=lambda side: fmean(mean[side.name, work] for work in kinds(pairs)),
+    return lines
+
+
+def best_overall(pairs: Sequence[Pair]) -> str:
+    """Name the method with the highest mean speed-up over all kinds of work."""
+    by_work = [gains(pairs, work) for work in kinds(pairs)]
+    return max(
+        by_work[0], key=lambda name: fmean(fmean(own[name].values()) for own in by_work)
     )
-    return [*lines, serve_command(overall, target)]
 
 
 def serve_command(side: Side, target: str) -> str:
-    """Make the command that serves a side's method, to be pasted into any shell."""
+    """Make the command that serves a side's method, to be pasted into any shell.
+
+    The share of the memory is that of the measurement: on a CPU vLLM's own default
+    refuses to start where other programs hold some gigabytes.
+    """
     given = side.engine["speculative_config"].items()
     spec = {k: v for k, v in given if k in ("method", "model", "drafter")}
     vllm = Path(sys.executable).with_name("vllm")
-    words = [str(vllm), "serve", target, "--speculative-config", json.dumps(spec)]
+    words = [str(vllm), "serve", target]
+    words += ["--gpu-memory-utilization", str(side.engine["gpu_memory_utilization"])]
+    words += ["--speculative-config", json.dumps(spec)]
     openmp = intel_openmp()
     preload = "" if openmp is None else f"LD_PRELOAD={shlex.quote(str(openmp))} "
     return preload + shlex.join(words)
