@@ -1,11 +1,11 @@
 """The demo with engines that are functions."""
 
-import json
-import shlex
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from vllm_treespec.tools import demo
 from vllm_treespec.tools.launch import LAUNCHED, READY, EngineError, Event
@@ -24,6 +24,7 @@ class Engines:
         self.turns: list[tuple[str, str]] = []
         self.closed: list[str] = []
         self.slower_each_time = 1.0
+        self.on_cpu = 0.95
         self.failing = ""
         self.other_answer: tuple[str, bool | None] | None = None
 
@@ -57,9 +58,11 @@ class Engines:
         """Answer a prompt, ever more slowly if asked to."""
         drafts = cell.params.get("extra_args", {}).get("treespec", {}).get("enabled")
         token = 9 if (name, drafts) == self.other_answer else 3
+        seconds = self.slower_each_time**number / SPEEDS[name]
         result = CellResult(
             cell=cell,
-            seconds=self.slower_each_time**number / SPEEDS[name],
+            seconds=seconds,
+            cpu_seconds=self.on_cpu * seconds,
             num_tokens=[1],
             tpot_ms=[],
             token_ids=[[token]],
@@ -91,11 +94,23 @@ def test_all_parts_are_shown(
     assert text.count("3.00 (3.00-3.00)") == 2 * len(load_workloads(SHIPPED_WORKLOADS))
     assert "busy" not in text
     assert f"{SUFFIX}: 9 of 9 greedy" in text
-    assert "chat: use hybrid, 3.0x" in text
-    *_, command, option, spec = shlex.split(text.splitlines()[-1])
-    assert (command, option) == (str(tmp_path), "--speculative-config")
-    assert set(json.loads(spec)) == {"method", "model", "drafter"}
+    assert "chat: use hybrid, 3.00x at T = 0, 3.00x at T = 1" in text
+    assert str(tmp_path) in text.splitlines()[-1]
     assert not list(tmp_path.glob("treespec-demo-*"))
+
+
+def test_a_long_answer_shows_its_end_while_it_grows() -> None:
+    """Red when the live view is cut where an answer grows, or the final one is cut."""
+    text = "\n".join(f"line {i}" for i in range(30)) + " wide" * 20
+    piece = {"text": text, "num_tokens": 9, "seconds": 1.0, "ended": False}
+    screen = Console(width=80, height=24, record=True, file=io.StringIO())
+    screen.print(demo.side_by_side({PLAIN: [piece], SUFFIX: [piece]}, screen))
+    live = screen.export_text()
+    assert len(live.splitlines()) == screen.height - 1
+    assert "line 29" in live
+    assert "line 2 " not in live
+    screen.print(demo.side_by_side({PLAIN: [piece], SUFFIX: [piece]}))
+    assert "line 2 " in screen.export_text()
 
 
 def test_engines_take_turns_in_rotating_order(engines: Engines, tmp_path: Path) -> None:
@@ -117,22 +132,19 @@ def test_a_machine_whose_speed_changes_is_named(
     that all sides meet changes a ratio."""
     engines.slower_each_time = 1.05
     demo.main(str(tmp_path))
-    text = capsys.readouterr().out
-    assert "The machine was busy" in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The machine was busy: plain vLLM's speed for one prompt differs 2." in text
     assert "3.00 (3.00-3.00)" in text
 
 
-def test_small_target_says_why_chat_gains_nothing() -> None:
-    """Red when trees that gain nothing are advised, or nothing says why."""
-    cell = Cell(batch_size=1, temperature=0.0, label="chat")
-    hot = cell.model_copy(update={"temperature": 1.0})
-    slow = {**SPEEDS, HYBRID: 9.0}
-    sides = demo.sides_of(demo.shipped_drafter(demo.REDRAFTER))
-    pairs = [demo.Pair(cell, slow), demo.Pair(hot, slow)]
-    lines = demo.advice(pairs, sides, "target", shipped=True)
-    assert lines[0] == f"chat: use plain vLLM; {SUFFIX}, the best, 1.0x"
-    assert lines[1] == demo.SMALL_TARGET
-    assert demo.SMALL_TARGET not in demo.advice(pairs, sides, "target", shipped=False)
+def test_a_machine_that_is_slow_all_the_time_is_named(
+    engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when other programs that slow all answers alike go unnoticed."""
+    engines.on_cpu = 0.5
+    demo.main(str(tmp_path))
+    text = " ".join(capsys.readouterr().out.split())
+    assert "busy: the engines had a processor for only 50% of their time. The" in text
 
 
 @pytest.mark.parametrize(
@@ -213,3 +225,24 @@ def test_speed_is_measured_in_a_dtype_that_the_processor_computes(
     assert demo.fast_dtype() == "float32"
     monkeypatch.setattr(demo, "slow_arithmetic", lambda dtype: None)
     assert demo.fast_dtype() == "bfloat16"
+
+
+def test_equal_answers_are_of_trees_and_speeds_of_the_default_schedule(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when plain steps are compared with plain steps, or when the advised command
+    serves another schedule than the measured one."""
+    schedules = []
+
+    def start(job: Job, log: Path) -> Iterator[Event]:
+        spec = job.side.engine.get("speculative_config", {})
+        schedules.append((job.dtype, spec.get("schedule")))
+        return engines(job, log)
+
+    monkeypatch.setattr(demo, "side_events", start)
+    monkeypatch.setattr(demo, "fast_dtype", lambda: "bfloat16")
+    demo.main(str(tmp_path))
+    assert schedules == [
+        *[("float32", name) for name in (None, "fixed", "fixed")],
+        *[("bfloat16", name) for name in (None, "measured", "measured")],
+    ]

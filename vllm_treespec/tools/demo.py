@@ -6,8 +6,6 @@ changes is then as fast for one side as for the others.
 
 from __future__ import annotations
 
-import json
-import shlex
 import shutil
 import tempfile
 from collections import deque
@@ -16,14 +14,13 @@ from contextlib import ExitStack, closing, contextmanager
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.progress import track
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from vllm_treespec.config import SpecConfigError
@@ -34,9 +31,16 @@ from vllm_treespec.tools.assets import (
     ensure_target,
     shipped_drafter,
 )
+from vllm_treespec.tools.demo_report import (
+    Pair,
+    advice,
+    best_overall,
+    busy,
+    serve_command,
+    speed_table,
+)
 from vllm_treespec.tools.launch import READY, EngineError, Event
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
-from vllm_treespec.tools.rows import MIN_SPEEDUP
 from vllm_treespec.tools.sides import (
     PLAIN,
     Cell,
@@ -52,30 +56,22 @@ from vllm_treespec.tools.sides import (
 
 SUFFIX: dict[str, Any] = {"method": "suffix_tree"}
 HEAD: dict[str, Any] = {"method": "hybrid", "drafter": "redrafter"}
-# Prompts repeat, and an answer is not to be drafted from an earlier one.
-MEASURED: dict[str, Any] = {"max_cached_tokens": 0}
+# Prompts repeat, and an answer is not to be drafted from an earlier one. Each run of
+# the demo starts the same.
+FRESH: dict[str, Any] = {"max_cached_tokens": 0, "schedule_cache": False}
+MEASURED_WITHOUT = (
+    "Measured with the default schedule, but without drafts from earlier answers "
+    "(prompts repeat) and without times of earlier runs. The command below uses both."
+)
 TEMPERATURES = (0.0, 1.0)
 # Prompts of each kind of work; how often each is answered at each temperature.
 NUM_PROMPTS, ROUNDS = 3, 2
-STREAM_TOKENS, SPEED_TOKENS, EXACT_TOKENS = 160, 40, 16
-# Highest over lowest speed of plain vLLM for one prompt when nothing else runs.
-QUIET = 1.25
-SMALL_TARGET = (
-    "A draft costs a third of a step of a target this small, so chat, which is hard to "
-    "draft, gains nothing. A 1.5B target with hybrid gains 1.6x on chat, 2.3x on code "
-    "and 4x on editing (README)."
-)
+STREAM_TOKENS, SPEED_TOKENS, EXACT_TOKENS = 160, 32, 16
+# Of the screen, beside the answers: of each column; below, and above with the cursor's.
+BORDER_COLUMNS, BORDER_LINES = 4, 5
 
 # Events of the engines, by the names of their sides.
 Engines = dict[str, Iterator[Event]]
-
-
-class Pair(NamedTuple):
-    """Speeds of all sides, which answered one prompt right after each other."""
-
-    cell: Cell
-    # side -> tokens per second
-    speeds: Mapping[str, float]
 
 
 def main(
@@ -96,7 +92,8 @@ def main(
     console = Console(highlight=False)
     try:
         # The head first: getting the target takes a download.
-        sides = sides_of(head or shipped_drafter(REDRAFTER))
+        head = head or shipped_drafter(REDRAFTER)
+        in_every_step, sides = sides_of(head, "fixed"), sides_of(head, "measured")
         cells = cells_of(load_workloads(prompts or SHIPPED_WORKLOADS))
         model = target or str(ensure_target())
         check_model("--target", model)
@@ -104,12 +101,16 @@ def main(
             f"{Path(model).name} on stock vLLM, one request at a time. Engines run "
             "eager here to start fast; published figures are of compiled ones."
         )
-        show_answers(console, sides, model, cells)
+        show_answers(console, in_every_step, model, cells)
         pairs = show_speeds(console, sides, model, cells)
     except (AssetError, EngineError, PromptError, SpecConfigError) as error:
         raise SystemExit(f"treespec demo: {error}") from None
-    for line in advice(pairs, sides, model, shipped=target is None):
-        console.print(line, markup=False, soft_wrap=True)
+    for line in advice(pairs, shipped=target is None):
+        console.print(line, markup=False)
+    best = best_overall(pairs)
+    console.print(f"To serve with {best}:", markup=False)
+    [side] = [side for side in sides if side.name == best]
+    console.print(serve_command(side, model), markup=False, soft_wrap=True)
 
 
 def cells_of(workloads: Mapping[str, Sequence[str]]) -> list[Cell]:
@@ -128,14 +129,17 @@ def cells_of(workloads: Mapping[str, Sequence[str]]) -> list[Cell]:
     ]
 
 
-def sides_of(head: str) -> list[Side]:
+def sides_of(head: str, schedule: str) -> list[Side]:
     """Make plain vLLM, trees that need no model, and trees with a head.
 
     Three engines share the memory.
     """
-    trees = [{**SUFFIX, **MEASURED}, {**HEAD, **MEASURED, "model": head}]
+    both = {**FRESH, "schedule": schedule}
     sides = [plain_side(PLAIN, eager=True)]
-    sides += [tree_side(spec, eager=True) for spec in trees]
+    sides += [
+        tree_side({**spec, **both}, eager=True)
+        for spec in (SUFFIX, {**HEAD, "model": head})
+    ]
     return [
         side.model_copy(
             update={
@@ -221,7 +225,10 @@ def show_answers(
         race(console, streamed, {side.name: engines[side.name] for side in sides[:2]})
         for name in track(turns, "comparing answers", console=console):
             answers[name] += answer(engines[name]).token_ids
-    console.print(f"Equal answers, token for token (float32, {EXACT_TOKENS} tokens):")
+    console.print(
+        f"Equal answers, token for token (float32, {EXACT_TOKENS} tokens, a tree in "
+        "every step):"
+    )
     count = len(greedy)
     for name in [side.name for side in trees]:
         own = answers[name]
@@ -243,19 +250,28 @@ def race(console: Console, prompt: str, engines: Engines) -> None:
         ]:
             for name in running:
                 pieces[name].append(turn(engines[name])[0])
-            live.update(side_by_side(pieces), refresh=True)
+            live.update(side_by_side(pieces, console), refresh=True)
     console.print(side_by_side(pieces))
 
 
-def side_by_side(pieces: Mapping[str, Sequence[Event]]) -> Table:
-    """Put answers into columns, each below its speed in the time of its own engine."""
+def side_by_side(
+    pieces: Mapping[str, Sequence[Event]], screen: Console | None = None
+) -> Table:
+    """Put answers into columns, each below its speed in the time of its own engine.
+
+    With a screen of their own: the last lines, as many as it has room for.
+    """
     table = Table(expand=True)
+    texts = [Text("".join(p["text"] for p in own)) for own in pieces.values()]
     for name, own in pieces.items():
         seconds = sum(piece["seconds"] for piece in own)
         speed = sum(piece["num_tokens"] for piece in own) / seconds
         table.add_column(f"{name}: {speed:.0f} tokens/s, {seconds:.1f} s", ratio=1)
-    texts = ("".join(piece["text"] for piece in own) for own in pieces.values())
-    table.add_row(*map(Text, texts))
+    if screen is not None:
+        width = screen.width // len(texts) - BORDER_COLUMNS
+        lines = screen.height - BORDER_LINES
+        texts = [Text("\n").join(t.wrap(screen, width)[-lines:]) for t in texts]
+    table.add_row(*texts)
     return table
 
 
@@ -270,79 +286,10 @@ def show_speeds(
         order = deque(engines)
         for cell in track(turns, "answering in turn", console=console):
             results = {name: answer(engines[name]) for name in order}
-            speeds = {n: sum(r.num_tokens) / r.seconds for n, r in results.items()}
-            pairs.append(Pair(cell, speeds))
+            pairs.append(Pair.of(cell, results))
             order.rotate()
-    console.print(speed_table(pairs, list(engines)))
-    plain = [pair.speeds[PLAIN] for pair in pairs]
-    same = [plain[i :: len(cells)] for i in range(len(cells))]
-    if (spread := max(max(own) / min(own) for own in same)) > QUIET:
-        console.print(
-            f"The machine was busy: plain vLLM's speed for one prompt differs "
-            f"{spread:.1f}x. The figures mean little; run this again when it is quiet.",
-            style="bold red",
-        )
+    console.print(speed_table(pairs, list(engines), TEMPERATURES))
+    console.print(MEASURED_WITHOUT)
+    if reason := busy(pairs, rounds=ROUNDS):
+        console.print(reason, style="bold red")
     return pairs
-
-
-def ratios(pairs: Sequence[Pair], name: str, work: str, t: float) -> list[float]:
-    """Speed-ups of a side over plain vLLM, from low to high; plain's tokens/s."""
-    return sorted(
-        pair.speeds[name] / (1.0 if name == PLAIN else pair.speeds[PLAIN])
-        for pair in pairs
-        if (pair.cell.label, pair.cell.temperature) == (work, t)
-    )
-
-
-def speed_table(pairs: Sequence[Pair], names: Sequence[str]) -> Table:
-    """Make the table: a line for each kind of work and side."""
-    columns = [
-        Column(f"T = {t:g}", justify="right", no_wrap=True) for t in TEMPERATURES
-    ]
-    title = "speed-up over plain vLLM in pairs: median (lowest-highest)"
-    table = Table("work", "method", *columns, title=title)
-    for work in kinds(pairs):
-        for name in names:
-            form = (
-                "{:.0f} ({:.0f}-{:.0f}) tok/s"
-                if name == PLAIN
-                else "{:.2f} ({:.2f}-{:.2f})"
-            )
-            found = [ratios(pairs, name, work, t) for t in TEMPERATURES]
-            texts = [form.format(median(r), r[0], r[-1]) for r in found]
-            table.add_row(work, name, *texts)
-        table.add_section()
-    return table
-
-
-def kinds(pairs: Sequence[Pair]) -> list[str]:
-    """Kinds of work, in the order of the prompts."""
-    return list(dict.fromkeys(pair.cell.label for pair in pairs))
-
-
-def advice(
-    pairs: Sequence[Pair], sides: Sequence[Side], target: str, shipped: bool
-) -> list[str]:
-    """Say what to use for each kind of work, and what to type."""
-
-    def gain(side: Side, works: Sequence[str]) -> float:
-        return fmean(
-            median(ratios(pairs, side.name, w, t)) for w in works for t in TEMPERATURES
-        )
-
-    lines = []
-    works = kinds(pairs)
-    for work in works:
-        best = max(sides[1:], key=lambda side: gain(side, [work]))
-        speedup = gain(best, [work])
-        if speedup >= MIN_SPEEDUP:
-            lines.append(f"{work}: use {best.name}, {speedup:.1f}x")
-            continue
-        lines.append(f"{work}: use plain vLLM; {best.name}, the best, {speedup:.1f}x")
-        if shipped and work == "chat":
-            lines.append(SMALL_TARGET)
-    best = max(sides[1:], key=lambda side: gain(side, works))
-    given = best.engine["speculative_config"].items()
-    spec = {k: v for k, v in given if k in ("method", "model", "drafter")}
-    serve = ["vllm", "serve", target, "--speculative-config", json.dumps(spec)]
-    return [*lines, shlex.join(serve)]

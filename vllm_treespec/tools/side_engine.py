@@ -143,12 +143,14 @@ class SideEngine:
         max_tokens = cell.max_tokens or self.job.max_tokens
         params = self.params(cell.temperature, max_tokens, **cell.params)
         before = self.read_counters()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.thread_time()
         outputs = self.generate(prompts, params, cell.batch_size)
         seconds = time.perf_counter() - start
+        cpu_seconds = time.thread_time() - cpu_start
         result = CellResult(
             cell=cell,
             seconds=seconds,
+            cpu_seconds=cpu_seconds,
             num_tokens=[len(output.outputs[0].token_ids) for output in outputs],
             tpot_ms=[tpot_ms(output) for output in outputs],
             token_ids=[list(output.outputs[0].token_ids) for output in outputs],

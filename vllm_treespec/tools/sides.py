@@ -180,6 +180,8 @@ class CellResult(BaseModel):
     cell: Cell
     # wall time from the first request to the last token, prefill included
     seconds: float
+    # CPU time of the engine's main thread within them
+    cpu_seconds: float = Field(default=0.0, exclude_if=_is_unset)
     # per request, in the order of the prompts
     num_tokens: list[int]
     # per request, (last token - first token) / (tokens - 1); None for one token
