@@ -51,7 +51,7 @@ def with_release(
     """
     table: dict[str, dict[str, dict[str, str]]] = {}
     for seam in SEAMS:
-        if not seam.replaced:
+        if not seam.replaced or not seam.needed_in(release):
             continue
         fingerprint = sources.fingerprint(seam.module, seam.attribute)
         if fingerprint is None:

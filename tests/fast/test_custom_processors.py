@@ -18,7 +18,7 @@ from vllm.v1.sample.logits_processor import (
     LogitsProcessor,
 )
 
-from vllm_treespec.engine.request_check import REQUEST_CHECK
+from vllm_treespec.engine.request_check import request_check
 from vllm_treespec.engine.v1.custom_processors import custom_processors, may_change
 
 CPU = torch.device("cpu")
@@ -56,8 +56,8 @@ def processors(*given: type[LogitsProcessor] | str) -> list[LogitsProcessor]:
 
 def test_our_check_is_not_made() -> None:
     """Red when the check of requests becomes a processor, which it is not."""
-    assert processors(REQUEST_CHECK) == []
-    assert [type(made) for made in processors(Asked, REQUEST_CHECK)] == [Asked]
+    assert processors(request_check("cpu")) == []
+    assert [type(made) for made in processors(Asked, request_check("cpu"))] == [Asked]
 
 
 def test_requests_that_ask_have_no_trees() -> None:

@@ -240,7 +240,7 @@ def test_timing_that_fails_ends_no_start(
     A device without memory ends it: other ranks would wait in their forwards.
     """
     pytest.importorskip("vllm", reason="needs vLLM")
-    from vllm_treespec.engine.v1 import worker
+    from vllm_treespec.engine import worker
 
     def fail(runner: object) -> None:
         raise error("as told")

@@ -84,13 +84,13 @@ def test_front_end_asks_our_check() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 
-    from vllm_treespec.engine.request_check import REQUEST_CHECK
+    from vllm_treespec.engine.request_check import request_check
 
-    validate_logits_processors_parameters([REQUEST_CHECK], SamplingParams())
+    validate_logits_processors_parameters([request_check("cpu")], SamplingParams())
     wrong = SamplingParams(extra_args=WRONG)
     validate_logits_processors_parameters(None, wrong)
     with pytest.raises(VLLMValidationError, match="max_draft"):
-        validate_logits_processors_parameters([REQUEST_CHECK], wrong)
+        validate_logits_processors_parameters([request_check("cpu")], wrong)
 
 
 def test_configs_name_our_check(tmp_path: Any) -> None:
@@ -99,15 +99,15 @@ def test_configs_name_our_check(tmp_path: Any) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from tests.fast.small_engine import model_config
-    from vllm_treespec.engine.request_check import REQUEST_CHECK
+    from vllm_treespec.engine.request_check import request_check
     from vllm_treespec.plugin import register
 
     register()
     model_config().save_pretrained(tmp_path)
     ours = {"method": "suffix_tree"}
     for spec, custom, found in (
-        (ours, None, [REQUEST_CHECK]),
-        (ours, ["some:Processor"], ["some:Processor", REQUEST_CHECK]),
+        (ours, None, [request_check("cpu")]),
+        (ours, ["some:Processor"], ["some:Processor", request_check("cpu")]),
         (None, None, None),
     ):
         config = EngineArgs(
@@ -125,21 +125,14 @@ def test_configs_name_our_check(tmp_path: Any) -> None:
 def test_workers_keep_processors_from_the_stock_runner() -> None:
     """Red when vLLM's runner sees any: it takes none together with drafts."""
     pytest.importorskip("vllm", reason="needs vLLM")
-    from vllm_treespec.engine.worker import TreeWorkerMixin
+    from vllm_treespec.engine.v1.stock_runner import without_processors
 
-    class Worker(TreeWorkerMixin):
-        """Has a config, and no more."""
-
-        def __init__(self) -> None:
-            model_config = SimpleNamespace(logits_processors=["check"])
-            self.vllm_config = SimpleNamespace(model_config=model_config)
-
-    worker = Worker()
-    model_config = worker.vllm_config.model_config
-    with worker.stock_runner():
+    model_config = SimpleNamespace(logits_processors=["check"])
+    config = SimpleNamespace(model_config=model_config)
+    with without_processors(config):
         assert model_config.logits_processors is None
     assert model_config.logits_processors == ["check"]
-    with pytest.raises(MemoryError), worker.stock_runner():
+    with pytest.raises(MemoryError), without_processors(config):
         raise MemoryError
     assert model_config.logits_processors == ["check"]
 

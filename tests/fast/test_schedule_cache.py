@@ -18,14 +18,13 @@ pytest.importorskip("vllm", reason="the file lies in vLLM's cache")
 
 from tests.fast.small_engine import engine_config
 from tests.fast.test_measured_schedule import HEAD, Machine, Run
-from vllm_treespec.engine import schedule_cache
+from vllm_treespec.engine import drafter, schedule_cache
 from vllm_treespec.engine.schedule_cache import (
     FIRST_SECONDS,
     MOST_SECONDS,
     ScheduleCache,
     origin_of,
 )
-from vllm_treespec.engine.v1 import drafter
 from vllm_treespec.schedule.experience import Experience, experience_of
 from vllm_treespec.schedule.measured import MeasuredSchedule
 from vllm_treespec.step.decoder import RanksDiffer

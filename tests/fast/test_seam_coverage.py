@@ -33,9 +33,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import vllm_treespec
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.engine import vllm_types as worker_types
 from vllm_treespec.engine.seams import SEAMS, Kind
 from vllm_treespec.engine.seams.source_files import SourceFiles, assigned_attributes
 from vllm_treespec.engine.v1 import vllm_types
+from vllm_treespec.engine.v2 import vllm_types as v2_types
 from vllm_treespec.plugin import stock_arguments
 
 ROOT = Path(vllm_treespec.__file__).parent
@@ -43,8 +45,8 @@ ROOT = Path(vllm_treespec.__file__).parent
 FILES = [*sorted(ROOT.glob("engine/**/*.py")), ROOT / "plugin.py", ROOT / "metrics.py"]
 # Where Ray is not installed it cannot be imported.
 RAY_SERVE = ROOT / "ray_serve.py"
-# only type checkers read it
-VLLM_TYPES = ROOT / "engine" / "v1" / "vllm_types.py"
+# only type checkers read them
+VLLM_TYPES = {*ROOT.glob("engine/**/vllm_types.py")}
 NAMES = {seam.name for seam in SEAMS}
 # vLLM's classes that vllm_types.py describes
 HOSTS: dict[type, tuple[str, ...]] = {
@@ -52,11 +54,15 @@ HOSTS: dict[type, tuple[str, ...]] = {
     vllm_types.BlockTable: ("vllm.v1.worker.block_table.BlockTable",),
     vllm_types.InputBatch: ("vllm.v1.worker.gpu_input_batch.InputBatch",),
     vllm_types.V1Runner: ("vllm.v1.worker.gpu_model_runner.GPUModelRunner",),
-    vllm_types.V1Worker: (
+    worker_types.StockWorker: (
         "vllm.v1.worker.worker_base.WorkerBase",
         "vllm.v1.worker.cpu_worker.CPUWorker",
         "vllm.v1.worker.gpu_worker.Worker",
     ),
+    v2_types.V2Runner: ("vllm.v1.worker.gpu.model_runner.GPUModelRunner",),
+    v2_types.InputBatch: ("vllm.v1.worker.gpu.input_batch.InputBatch",),
+    v2_types.AsyncOutput: ("vllm.v1.worker.gpu.async_utils.AsyncOutput",),
+    v2_types.ExecuteModelState: ("vllm.v1.worker.gpu.model_runner.ExecuteModelState",),
 }
 # Whose attributes our code uses besides vLLM's and our own.
 LIBRARIES = (
@@ -77,13 +83,28 @@ LIBRARIES = (
     ),
     *(BinaryIO, logging.Logger),
     *(int, str, dict, list, set, np, np.ndarray, torch, torch.Tensor, torch.nn),
-    *(torch.nn.functional, torch.nn.Module, BaseModel, AutoConfig, PretrainedConfig),
+    *(
+        torch.accelerator,
+        torch.nn.functional,
+        torch.nn.Module,
+        BaseModel,
+        AutoConfig,
+        PretrainedConfig,
+    ),
     *(prometheus_client, CounterMetricFamily, MmapedDict),
 )
 # Parameters of their functions, and a key of models' config files.
 FOREIGN = {
-    *("break_long_words", "break_on_hyphens", "exist_ok", "exitpriority", "missing_ok"),
+    *(
+        "break_long_words",
+        "break_on_hyphens",
+        "default_factory",
+        "exist_ok",
+        "exitpriority",
+        "missing_ok",
+    ),
     "strict",
+    "non_blocking",
     "max_position_embeddings",
 }
 
@@ -149,7 +170,7 @@ def missing_imports(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize(
     "file",
-    sorted({*FILES, RAY_SERVE} - {VLLM_TYPES}),
+    sorted({*FILES, RAY_SERVE} - VLLM_TYPES),
     ids=lambda f: str(f.relative_to(ROOT)),
 )
 def test_imports_are_in_the_table(file: Path) -> None:
@@ -307,7 +328,7 @@ def test_table_and_types_agree(cls: type) -> None:
 
 def test_types_are_complete() -> None:
     """Red when the table has what the typed listing of runner and batch has not."""
-    for cls in set(HOSTS) - {vllm_types.V1Worker}:
+    for cls in set(HOSTS) - {worker_types.StockWorker}:
         used = {
             seam.attribute.rpartition(".")[2]
             for seam in SEAMS
@@ -320,8 +341,9 @@ def test_every_typed_class_is_compared() -> None:
     """Red when vllm_types.py describes a class that the tests above leave out."""
     described = {
         cls
-        for _, cls in inspect.getmembers(vllm_types, inspect.isclass)
-        if cls.__module__ == vllm_types.__name__
+        for module in (vllm_types, v2_types, worker_types)
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if cls.__module__ == module.__name__
     }
     assert described == set(HOSTS)
 
@@ -360,8 +382,10 @@ def known_names() -> set[str]:
         place = installed().find(seam.module, seam.attribute)
         if place is not None:
             known |= {p.arg for p in ast.walk(place.node) if isinstance(p, ast.arg)}
-    for file in ROOT.rglob("*.py"):
-        if file != VLLM_TYPES:
+    # rglob follows no links
+    linked = (ROOT / name for name in ("proposers", "scorers"))
+    for file in itertools.chain(*(f.rglob("*.py") for f in (ROOT, *linked))):
+        if file not in VLLM_TYPES:
             known |= defined_names(tree_of(file))
     for library in LIBRARIES:
         known |= set(dir(library))

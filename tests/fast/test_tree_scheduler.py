@@ -217,7 +217,7 @@ def counted(kind: str) -> tuple[StepCounts, SpecDecodingStats]:
     output = made.schedule()
     assert output.scheduled_spec_decode_tokens == drafts
     added: list[StepCounts] = []
-    made._counters = SimpleNamespace(add=added.append)  # type: ignore[assignment]
+    made.counters = SimpleNamespace(add=added.append)  # type: ignore[assignment]
     if kind == "ended in the step":
         made.finish_requests("other", RequestStatus.FINISHED_ABORTED)
     elif kind == "padded":

@@ -47,7 +47,9 @@ def test_each_part_matters(
     assert index.generate(PROMPTS, SAMPLED, NUM_TOKENS) == expected["sampled"]
 
 
-def test_what_limits_tokens(index: Engine, expected: dict[str, list[list[int]]]) -> None:
+def test_what_limits_tokens(
+    index: Engine, expected: dict[str, list[list[int]]]
+) -> None:
     """Red when a stop token within a tree, or a limit on tokens, acts elsewhere."""
     answers = expected["sampled"]
     params = [

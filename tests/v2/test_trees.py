@@ -51,7 +51,7 @@ def accepted(running: Engine) -> int:
 
 
 def test_runs_on_the_v2_runner(index: Engine) -> None:
-    """Red when draft trees turn vLLM's defaults off: its runner, or async scheduling."""
+    """Red when draft trees turn off vLLM's V2 runner or its async scheduling."""
     assert index.config.scheduler_config.async_scheduling
     assert type(index.scheduler).__name__ == "TreeAsyncScheduler"
     assert index.core.batch_queue_size == 2

@@ -22,14 +22,11 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.metrics import open_counters
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
-
-    StockScheduler = Scheduler
-else:
-    StockScheduler = object
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
@@ -49,12 +46,17 @@ class TreeDraftTokenIds(DraftTokenIds):
     counts: StepCounts = field(default_factory=StepCounts)
 
 
-class TreeSchedulerMixin(StockScheduler):
+class TreeSchedulerMixin:
     """Counts draft trees for the metrics, and warns of a drafter that never helps.
 
     What a worker counted is added to the counters that the front-end shows
-    (:mod:`vllm_treespec.metrics`), if the engine keeps statistics.
+    (:mod:`vllm_treespec.metrics`), if the engine keeps statistics. It stands before
+    one of vLLM's schedulers among a class' parents.
     """
+
+    vllm_config: VllmConfig
+    log_stats: bool
+    requests: dict[str, Request]
 
     def __init__(self, *args: object, **options: object) -> None:
         """Make the stock scheduler."""

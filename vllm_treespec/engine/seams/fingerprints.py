@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "d15d1c56cffc692e", "0.33": "fe4231ca9e1863c7"}
+SEEN: dict[str, str] = {"0.32": "a240062e54ce538d", "0.33": "b3a2aff9fb5d20da"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -119,6 +119,84 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "Scheduler._handle_stopped_request": {
             "0.32": "3e301d6f6441e40e",
             "0.33": "a0a036a9b5cad08a",
+        },
+        "Scheduler.update_draft_token_ids_in_output": {
+            "0.32": "811067fd0875a4b6",
+            "0.33": "811067fd0875a4b6",
+        },
+    },
+    "vllm.v1.worker.gpu.model_runner": {
+        "GPUModelRunner.load_model": {
+            "0.32": "5fdaceafd08a6fe6",
+            "0.33": "5af00765daae4aef",
+        },
+        "GPUModelRunner.initialize_kv_cache": {
+            "0.32": "d911011a0f1e8a76",
+            "0.33": "694ec2f1df070ff0",
+        },
+        "GPUModelRunner.profile_run": {
+            "0.32": "fdfbf01832d1a97a",
+            "0.33": "fdfbf01832d1a97a",
+        },
+        "GPUModelRunner.execute_model": {
+            "0.32": "c46c4f74b7605519",
+            "0.33": "1c458d772a24d867",
+        },
+        "GPUModelRunner.finish_requests": {
+            "0.32": "5566bf08a253b424",
+            "0.33": "5566bf08a253b424",
+        },
+        "GPUModelRunner.add_requests": {
+            "0.32": "76d1040ddeff236b",
+            "0.33": "76d1040ddeff236b",
+        },
+        "GPUModelRunner.update_requests": {
+            "0.32": "85bc7b640d534b4a",
+            "0.33": "85bc7b640d534b4a",
+        },
+        "GPUModelRunner.prepare_attn": {
+            "0.32": "1c3c56b3245eb628",
+            "0.33": "eafc6ba7f7c1b83d",
+        },
+        "GPUModelRunner.prepare_dummy_attn": {
+            "0.32": "32af2554d4ae1fa5",
+            "0.33": "32af2554d4ae1fa5",
+        },
+        "GPUModelRunner.sample_tokens": {
+            "0.32": "f4f5af4536d94189",
+            "0.33": "78b000080fff61bb",
+        },
+        "GPUModelRunner.postprocess_sampled": {
+            "0.32": "2d9e5e7c2f021d57",
+            "0.33": "dfabf18058416360",
+        },
+        "GPUModelRunner.take_draft_token_ids": {
+            "0.32": "3beb9ecca4aa8ca4",
+            "0.33": "3beb9ecca4aa8ca4",
+        },
+    },
+    "vllm.v1.worker.gpu.sample.logits_processor.interface": {
+        "LogitsProcessor.validate_params": {
+            "0.32": "dc8e6800e9095d28",
+            "0.33": "dc8e6800e9095d28",
+        },
+        "LogitsProcessor.add_request": {
+            "0.32": "94161cfa13bdac03",
+            "0.33": "94161cfa13bdac03",
+        },
+        "LogitsProcessor.apply": {
+            "0.32": "2b21d37f9b411f83",
+            "0.33": "2b21d37f9b411f83",
+        },
+    },
+    "vllm.v1.core.sched.async_scheduler": {
+        "AsyncScheduler.__init__": {
+            "0.32": "e8b45c29ad353a95",
+            "0.33": "e8b45c29ad353a95",
+        },
+        "AsyncScheduler._update_after_schedule": {
+            "0.32": "00bffb3dab9634c9",
+            "0.33": "00bffb3dab9634c9",
         },
     },
     "vllm.v1.attention.backends.cpu_attn": {

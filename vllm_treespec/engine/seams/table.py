@@ -14,6 +14,12 @@ from vllm_treespec.engine.seams.runner_table import (
     STEP,
 )
 from vllm_treespec.engine.seams.seam import Owner, Seam
+from vllm_treespec.engine.seams.v2_table import (
+    V2_BATCH,
+    V2_RUNNER,
+    V2_SAMPLING,
+    V2_SCHEDULER,
+)
 
 _ENGINE_ARGS = Owner("vllm.engine.arg_utils:EngineArgs")
 _CONFIG = Owner("vllm.config")
@@ -66,7 +72,7 @@ ARGUMENTS = (
         "the parts of the config",
     ),
     *_VLLM_CONFIG.reads("additional_config", "our settings travel to every worker"),
-    *_VLLM_CONFIG.reads("use_v2_model_runner", "the V2 runner is refused"),
+    *_VLLM_CONFIG.reads("use_v2_model_runner", "which of vLLM's runners runs"),
     *_MODEL_CONFIG.reads(
         "is_hybrid has_inner_state use_mla is_encoder_decoder runner_type "
         "attention_chunk_size is_mm_prefix_lm multimodal_config",
@@ -505,6 +511,10 @@ TOPICS: dict[str, tuple[Seam, ...]] = {
     "Scheduler's output": STEP,
     "Sampling": SAMPLING,
     "Scheduler": SCHEDULER,
+    "V2 runner": V2_RUNNER,
+    "V2 runner's batch": V2_BATCH,
+    "V2 runner's sampling": V2_SAMPLING,
+    "V2 runner's scheduler": V2_SCHEDULER,
     "Attention": ATTENTION,
     "KV cache": KV_CACHE,
     "Loading": LOADING,

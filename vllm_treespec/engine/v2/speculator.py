@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm_treespec.engine.v2.vllm_types import InputBatch
 
 
 class LateDrafts:
@@ -34,7 +39,7 @@ class LateDrafts:
         """Nothing is captured."""
 
     def propose(
-        self, input_batch: object, *inputs: object, **options: object
+        self, input_batch: InputBatch, *inputs: object, **options: object
     ) -> Tensor:
         """Placeholders, int64 [num_reqs, num_drafts]."""
         return self.placeholders[: input_batch.num_reqs].zero_()
