@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
 
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import check_head, check_head_files, check_weights
 from vllm_treespec.plugin import expand, with_trees
 from vllm_treespec.proposers import DynamicTree, Medusa, ReDrafter, RsdS
 
@@ -25,14 +23,6 @@ def parse(tmp_path: Path) -> Callable[..., MethodConfig]:
         return parse_spec_config({"method": method, "model": head, **keys})
 
     return make
-
-
-def refusal(spec: dict[str, Any]) -> str:
-    """The one message with which a spec-config, or the head it names, is refused."""
-    with pytest.raises(SpecConfigError) as error:
-        check_head_files(parse_spec_config(spec))
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_defaults(parse: Callable[..., MethodConfig]) -> None:
@@ -98,82 +88,6 @@ def test_smaller_trees(method: str, parse: Callable[..., MethodConfig]) -> None:
     assert again == trees[1].config, "a spec-config travels to the workers as JSON"
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"length": 0}, "'length' is 0"),
-        ({"num_drafts": 64}, "'num_drafts' is 64"),
-        ({"num_drafts": 0}, "'num_drafts' is 0"),
-        ({"beams": 3}, "'beams' is not a key of this method; remove it"),
-        (
-            {"beam_search": "stochastic", "num_drafts": 8},
-            "'num_drafts' is 8: a stochastic beam keeps all beam_width x length draft "
-            "tokens; remove 'num_drafts'",
-        ),
-        (
-            {"beam_search": "stochastic", "tree": "dynamic"},
-            "'tree' is 'dynamic': a dynamic tree holds the likeliest tokens and a "
-            "stochastic beam drawn ones; remove 'tree', or write 'beam_search' 'deter",
-        ),
-        ({"tree": "static"}, "'tree' is 'static': Input should be 'beams' or 'dynami"),
-        (
-            {"beam_search": "stochastic", "beam_width": 32},
-            "64 draft tokens and at most 63 fit; lower beam_width, length",
-        ),
-        (
-            {"schedule": [{"batch_size": 2, "beam_search": "stochastic"}]},
-            "'beam_search', which does not shape a redrafter tree",
-        ),
-    ],
-)
-def test_wrong_keys_are_named(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """Red when a wrong key is accepted, ignored, or refused without its name."""
-    spec = {"method": "redrafter", "model": write_head(tmp_path, "redrafter"), **keys}
-    assert says in refusal(spec)
-
-
-def test_folders_without_head_are_refused(tmp_path: Path) -> None:
-    """Red when a folder that holds no such head gets as far as the worker."""
-    redrafter = write_head(tmp_path / "redrafter", "redrafter")
-    medusa = write_head(tmp_path / "medusa", "medusa")
-    (tmp_path / "empty").mkdir()
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    cases = {
-        "/nowhere/head": "there is no folder /nowhere/head; name the folder of a head",
-        str(tmp_path / "empty"): "empty holds no config.json",
-        str(draft): "is not the configuration of a head",
-        medusa: "holds a medusa head; write method 'medusa_tree', or name the",
-    }
-    for folder, says in cases.items():
-        message = refusal({"method": "redrafter", "model": folder})
-        assert says in message
-        assert message.startswith("speculative_config 'model': ")
-    other = refusal({"method": "medusa_tree", "model": redrafter})
-    assert "holds a redrafter head; write method 'redrafter'" in other
-    (tmp_path / "redrafter" / "model.safetensors").unlink()
-    says = "holds no model.safetensors; train it again"
-    assert says in refusal({"method": "redrafter", "model": redrafter})
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "says"),
-    [
-        ((), "rank_accuracies of the Medusa head are missing or all 0; train it again"),
-        (((0.5, 0.2),) * 4, "has 4 levels and there are 3 heads; remove the last"),
-    ],
-)
-def test_accuracies_without_tree_are_refused(
-    accuracies: tuple[tuple[float, ...], ...], says: str, tmp_path: Path
-) -> None:
-    """Red when a Medusa head starts whose accuracies do not fit its heads."""
-    head = write_head(tmp_path, "medusa", rank_accuracies=accuracies)
-    message = refusal({"method": "medusa_tree", "model": head})
-    assert "rank_accuracies" in message
-    assert says in message
-
-
 @pytest.mark.parametrize("method", list(HEADS))
 def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None:
     """Red when an engine, or `treespec expand`, goes on without the head's files."""
@@ -190,34 +104,3 @@ def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None
         expand(str(file))
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
         with_trees(args, spec, configure)
-
-
-def test_head_is_no_draft_model(tmp_path: Path) -> None:
-    """Red when a head given as a draft model is only found out by a crash."""
-    head = write_head(tmp_path, "redrafter")
-    config = parse_spec_config({"method": "sd", "model": head, "depth": 3})
-    with pytest.raises(SpecConfigError, match="holds a redrafter head, not a draft"):
-        check_weights(config)
-
-
-@pytest.mark.parametrize(
-    ("target", "says"),
-    [
-        ({}, None),
-        ({"hidden_size": 16}, "has hidden_size 8, the target 16"),
-        ({"vocab_size": 64}, "has vocab_size 32, the target 64"),
-        ({"word_embed_proj_dim": 4}, "embeddings (4) and hidden states (8) differ"),
-    ],
-)
-def test_other_targets_are_named(
-    target: dict[str, int], says: str | None, parse: Callable[..., MethodConfig]
-) -> None:
-    """Red when a head of another target is loaded, or one of this target is not."""
-    sizes = {"hidden_size": 8, "vocab_size": 32, **target}
-    like = PretrainedConfig(**sizes)
-    if says is None:
-        check_head(parse("redrafter"), like)
-        return
-    with pytest.raises(SpecConfigError) as error:
-        check_head(parse("redrafter"), like)
-    assert says in str(error.value)

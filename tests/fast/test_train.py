@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from vllm_treespec.train.batches import BatchDataset
-from vllm_treespec.train.cli import app
 from vllm_treespec.train.draft import DraftOptions, DraftTrainer, train_draft
 from vllm_treespec.train.loss import (
     TeacherTargets,
@@ -382,20 +380,6 @@ def test_wrong_rows_are_refused_by_line(tmp_path: Path, line: bytes) -> None:
         read_rows(path, 99)
 
 
-def test_wrong_text_ends_the_command_in_one_line(
-    tmp_path: Path, target: LlamaForCausalLM
-) -> None:
-    """Red when the target's vocabulary is not asked before its weights are loaded."""
-    target.config.save_pretrained(tmp_path / "target")
-    (tmp_path / "t.jsonl").write_text('{"token_ids": [1, 97], "prompt_len": 1}\n')
-    command = ["draft", "--target", str(tmp_path / "target")]
-    command += ["--text", str(tmp_path / "t.jsonl"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1
-    (line,) = done.output.strip().splitlines()
-    assert "t.jsonl:1: token_ids[1] is 97, the target's tokens are 0 to 96" in line
-
-
 class FakeTokenizer:
     """Letters are tokens; user turns stand in brackets."""
 
@@ -503,10 +487,3 @@ def test_prompts_are_read_from_the_usual_keys(tmp_path: Path) -> None:
     path.write_text('{"text": "g"}\n')
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: no key"):
         read_prompts(path)
-
-
-def test_command_names_the_missing_file() -> None:
-    command = ["draft", "--target", "t", "--out", "o", "--text", "absent.jsonl"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code != 0
-    assert "absent.jsonl" in result.output

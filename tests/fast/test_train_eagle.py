@@ -268,26 +268,6 @@ def test_commands_train_and_evaluate(tmp_path: Path, target: PreTrainedModel) ->
     assert done.exit_code == 0, done.output[-2000:]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--text", "absent"], "absent does not exist"),
-        (["--version", "2"], "pass --version 1"),
-        (["--version", "1", "--layers", "three"], "leave out --layers three"),
-        (["--version", "1", "--norm-layers"], "--norm-layers is for EAGLE-3"),
-        (["--feature-weight", "1"], "pass --layers one"),
-        (["--layers", "two"], "--layers"),
-        (["--text-share", "2"], "--text-share"),
-    ],
-)
-def test_command_names_what_is_wrong(options: list[str], words: str) -> None:
-    """Red when options that exclude each other pass."""
-    command = ["eagle", "--target", "t", "--out", "o", *options]
-    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert words in result.output
-
-
 def test_small_targets_have_no_three_layers() -> None:
     """Red when layers would be read twice."""
     config = LlamaConfig(

@@ -15,7 +15,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from typer.testing import CliRunner
 
 from tests.tiers import grid
 from vllm_treespec.heads import (
@@ -27,7 +26,6 @@ from vllm_treespec.heads import (
 )
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import split_rows
-from vllm_treespec.train.cli import app
 from vllm_treespec.train.head import (
     NUM_RANKS,
     HeadOptions,
@@ -241,27 +239,6 @@ def test_quality_counts_ranks_and_acceptance_of_the_draft_vocabulary(
     assert torch.equal(quality.rank, rank)
     expected = torch.minimum(probs.gather(1, targets.ids), targets.probs).sum(1)
     torch.testing.assert_close(quality.acceptance, expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["redrafter", "--target", "t", "--out", "o", "--text", "absent"], "absent"),
-        (
-            ["medusa", "--target", "t", "--out", "o", "--inner-size", "8"],
-            "inner-size",
-        ),
-        (
-            ["evaluate", "h", "--target", "t", "--text", "absent", "--work", "w"],
-            "absent",
-        ),
-    ],
-)
-def test_commands_name_what_is_wrong(command: list[str], words: str) -> None:
-    """Red when a missing file or a key of the other method passes."""
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code != 0
-    assert words in result.output
 
 
 def test_head_of_another_target_is_refused(

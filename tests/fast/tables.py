@@ -1,0 +1,25 @@
+"""Tables written as text: a line each for an input and the words that refuse it."""
+
+import pytest
+
+
+def rows(table: str) -> list:
+    """Parameters (input, words) of a table with lines ``input => words``.
+
+    A row may go on in indented lines.
+    """
+    lines: list[str] = []
+    for line in table.strip().splitlines():
+        if line.startswith(" "):
+            lines[-1] += " " + line.strip()
+        else:
+            lines.append(line)
+    found = [line.split(" => ", 1) for line in lines]
+    return [pytest.param(given, says, id=given[:60]) for given, says in found]
+
+
+def assert_says(message: object, says: str, limit: int = 600) -> None:
+    """Compare an error with its words: one line, and not the screen full."""
+    assert says in str(message)
+    assert "\n" not in str(message)
+    assert len(str(message)) < limit
