@@ -22,7 +22,7 @@ from tests.engine.conftest import MAX_MODEL_LEN, TINY
 from tests.engine.processes import call
 from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import SIZES, write_pair
-from tests.fast.pair_training import PlainAttention
+from tests.fast.tiny_training import PlainAttention
 from tests.heads import write_head
 from vllm_treespec.heads import load_lyanna_head
 from vllm_treespec.proposers import DynamicTree, Lyanna, ProposerInputs
