@@ -27,7 +27,8 @@ KINDS: dict[str, type[ReDrafterHeadConfig | MedusaHeadConfig]] = {
 HEADS = {method: kind for kind, method in HEAD_METHODS.items()}
 # By level and rank, as an evaluation would measure them.
 RANK_ACCURACIES = ((0.5, 0.2, 0.1), (0.3, 0.1, 0.05), (0.2, 0.1, 0.05))
-DRAFT_SIZES = {
+DRAFT_SIZES: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
     "hidden_size": 8,
     "intermediate_size": 8,
     "num_hidden_layers": 2,
@@ -36,7 +37,14 @@ DRAFT_SIZES = {
     "vocab_size": 32,
     "max_position_embeddings": 128,
 }
-DRAFT_CONFIG = LlamaConfig(architectures=["LlamaForCausalLM"], **DRAFT_SIZES).to_dict()
+
+
+def llama(**sizes: Any) -> LlamaConfig:
+    """Configuration of a small Llama, of these sizes where they are given."""
+    return LlamaConfig(**{**DRAFT_SIZES, **sizes})
+
+
+DRAFT_CONFIG = llama().to_dict()
 
 
 def write_head(folder: Path, kind: str, **config: Any) -> str:

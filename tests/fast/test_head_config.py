@@ -1,4 +1,4 @@
-"""Spec-configs of heads: what they make, what they refuse, and in which words."""
+"""Spec-configs of heads: their defaults, trees and rules."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,16 @@ from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.plugin import expand, with_trees
-from vllm_treespec.proposers import DynamicTree, Medusa, ReDrafter, RsdS
+from vllm_treespec.proposers import (
+    DynamicTree,
+    Lyanna,
+    Medusa,
+    Proposer,
+    ReDrafter,
+    RsdS,
+    StaticTree,
+    StochasticTree,
+)
 
 
 @pytest.fixture
@@ -38,6 +47,71 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     assert medusa.rule.name == "coupled_draw"
     assert medusa.proposer().sizes.max_nodes == 6
     assert medusa.proposer().sizes.max_depth <= 3
+
+
+def unread(method: str, **keys: Any) -> MethodConfig:
+    """A spec-config of a head that nothing is read of."""
+    return parse_spec_config({"method": method, "model": "head", **keys})
+
+
+@pytest.mark.parametrize(
+    ("method", "defaults", "names"),
+    [
+        ("eagle_tree", {"tree": "dynamic", "hot_tokens": None}, ["4x3x8", "4x1x4"]),
+        (
+            "lyanna",
+            {"resample": "off", "resample_drafts": 4, "resample_min_levels": 1},
+            ["4x3x12", "4x1x4"],
+        ),
+    ],
+)
+def test_defaults_of_heads_that_read_pairs(
+    method: str, defaults: dict[str, Any], names: list[str]
+) -> None:
+    """Red when a default changes: docs, benchmarks and users rely on them."""
+    config = unread(method)
+    assert config.model_dump().items() >= {"tree": "dynamic", **defaults}.items()
+    assert (config.head, config.models) == ("head", ())
+    assert config.rule.name == "coupled_draw"
+    found = [tree.name for tree in config.scheduled_trees()]
+    assert found == [f"{method} {name}" for name in names]
+
+
+DRAWN: dict[str, Any] = {"tree": "stochastic"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "rule"),
+    [
+        ({"tree": "dynamic"}, DynamicTree, "coupled_draw"),
+        ({"tree": "static"}, StaticTree, "coupled_draw"),
+        (DRAWN, StochasticTree, "recursive_rejection"),
+        ({**DRAWN, "num_drafts": None}, RsdS, "recursive_rejection"),
+    ],
+)
+@pytest.mark.parametrize("resample", [None, "off", "replace"])
+def test_a_kind_of_tree_has_one_rule(
+    keys: dict[str, Any],
+    kind: type[Proposer],
+    rule: str,
+    resample: str | None,
+    tmp_path: Path,
+) -> None:
+    """Red when likeliest tokens are judged like drawn ones, or the other way round."""
+    if resample and kind is StaticTree:
+        pytest.skip("Lyanna has no static trees")
+    if resample:
+        config = unread("lyanna", resample=resample, **keys)
+    else:
+        config = unread("eagle_tree", model=write_head(tmp_path, "eagle"), **keys)
+    for tree in config.scheduled_trees():
+        proposer = tree.config.proposer()
+        drawn = proposer.tree if isinstance(proposer, Lyanna) else proposer
+        assert isinstance(proposer, Lyanna) == bool(resample)
+        assert type(drawn) is kind
+        assert getattr(proposer, "leftover", None) is None
+        assert tree.config.rule.name == rule
+        assert (proposer.sizes.num_uniforms > 0) == (rule != "coupled_draw")
 
 
 def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
@@ -104,3 +178,46 @@ def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None
         expand(str(file))
     with pytest.raises(SpecConfigError, match="there is no folder /nowhere/head"):
         with_trees(args, spec, configure)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_nodes"),
+    [
+        ((9, 8, 60), 63),
+        # EAGLE-2's own: 60 nodes with the root, 10 of each of 7 levels.
+        ((10, 7, 59), 60),
+        # Of a tree of 5 drafts no more than 5 nodes of 5 levels are read.
+        ((60, 60, 5), 20),
+    ],
+)
+def test_largest_reading_fits(shape: tuple[int, ...], num_nodes: int) -> None:
+    """Red when a head may not read as many nodes as masks hold."""
+    keys = dict(zip(("top_k", "depth", "num_drafts"), shape, strict=True))
+    assert unread("eagle_tree", **keys).sizes.draft_nodes == num_nodes
+    wide = {"top_k": 20, "depth": 20, "num_drafts": 60, "tree": "static"}
+    assert unread("eagle_tree", **wide).sizes.max_nodes == 61
+
+
+def test_merged_trees() -> None:
+    """Red when the second part is lost, too deep, or drawn where nothing is left."""
+    config = unread("lyanna", resample="merge", num_drafts=8, resample_drafts=6)
+    proposer = config.proposer()
+    assert isinstance(proposer, Lyanna)
+    assert proposer.leftover is not None
+    assert config.rule.name == "coupled_draw", "its dynamic trees follow noise"
+    assert (proposer.leftover.depth, proposer.leftover.num_drafts) == (2, 6)
+    assert proposer.sizes.max_nodes == 1 + 8 + 6
+    names = [tree.name for tree in config.scheduled_trees()]
+    assert names[0] == "lyanna 4x3x8x6"
+    # Of one level nothing is left.
+    one = unread("lyanna", resample="merge", depth=1, num_drafts=4).proposer()
+    assert isinstance(one, Lyanna)
+    assert one.leftover is None
+    for tree in config.scheduled_trees():
+        assert tree.config.sizes == tree.config.proposer().sizes
+
+
+def test_a_chain_is_read_one_node_a_level() -> None:
+    """Red when the engine makes room for levels that no head reads."""
+    assert unread("lyanna", depth=5).sizes.draft_width == 1
+    assert unread("lyanna", depth=5).sizes.draft_nodes == 4

@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM")
 
 from pydantic import ValidationError
-from transformers import LlamaConfig
 from vllm.config import StructuredOutputsConfig, VllmConfig, speculative
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.heads import llama
 from vllm_treespec.config import METHODS, SpecConfigError, parse_spec_config
 from vllm_treespec.config.vllm_names import VLLM_METHODS
 from vllm_treespec.engine.scheduler import TreeScheduler
@@ -36,14 +36,7 @@ def literals(kind: Any) -> set[str]:
 @pytest.fixture
 def target(tmp_path: Path) -> str:
     """Folder of a small target: a configuration, no weights and no tokenizer."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        **sizes,
-        num_attention_heads=2,
-        vocab_size=128,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(tmp_path / "target")
+    llama(hidden_size=64).save_pretrained(tmp_path / "target")
     return str(tmp_path / "target")
 
 

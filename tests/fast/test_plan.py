@@ -20,7 +20,7 @@ from tests.fast.plan_models import (
     write_hollow,
     write_hollow_head,
 )
-from tests.heads import write_head
+from tests.heads import llama, write_head
 from vllm_treespec.cli import app
 from vllm_treespec.tools.plan import models
 from vllm_treespec.tools.plan.models import config_shapes, read_model
@@ -212,14 +212,7 @@ def test_eagle_head(target: str, tmp_path: Path) -> None:
 
 def test_head_without_context(tmp_path: Path) -> None:
     """Red when such a head gets KV, forks or features."""
-    config = LlamaConfig(
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=32,
-    )
-    target = write_config(tmp_path / "target", config)
+    target = write_config(tmp_path / "target", llama())
     head = write_head(tmp_path / "head", "redrafter", num_hot_tokens=10)
     parts = planned(target, {"method": "redrafter", "model": head}, 1)["bytes"]
     assert parts["drafter_0"] > 0
@@ -231,14 +224,7 @@ def test_head_without_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize("context", [True, False])
 def test_lyanna_head(tmp_path: Path, context: bool) -> None:
     """Red when a chain's own needs are forgotten, or given to one without context."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=32,
-    )
-    target = write_config(tmp_path / "target", config)
+    target = write_config(tmp_path / "target", llama(hidden_size=64))
     sizes = {"num_hot_tokens": 10, "context": context}
     bare = write_head(tmp_path / "bare", "lyanna", token_info_rank=0, **sizes)
     head = write_head(tmp_path / "head", "lyanna", token_info_rank=2, **sizes)

@@ -21,6 +21,7 @@ from tests.fast.tiny_training import (
     HIDDEN,
     OPTIONS,
     STEPS,
+    TARGET_SIZES,
     VOCAB,
     assert_trained_as_served,
     bigram_cache,
@@ -233,13 +234,7 @@ def test_share_of_the_text_keeps_the_evaluation(cache: TeacherCache) -> None:
 
 def test_small_targets_have_no_three_layers() -> None:
     """Red when layers would be read twice."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        intermediate_size=48,
-    )
+    config = LlamaConfig(**{**TARGET_SIZES, "num_hidden_layers": 6})
     with pytest.raises(ValueError, match="pass --layers one"):
         eagle_config(LlamaForCausalLM(config), "three", {})
 
