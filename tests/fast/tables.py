@@ -1,5 +1,7 @@
 """Tables written as text: a line each for an input and the words that refuse it."""
 
+import re
+
 import pytest
 
 
@@ -23,3 +25,10 @@ def assert_says(message: object, says: str, limit: int = 600) -> None:
     assert says in str(message)
     assert "\n" not in str(message)
     assert len(str(message)) < limit
+
+
+def written_out(words: list[str], places: dict[str, str]) -> list[str]:
+    """Words of a call; a name at the beginning of one stands for something longer."""
+    for name, value in places.items():
+        words = [re.sub(f"^{name}", lambda _, value=value: value, w) for w in words]
+    return words

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
-from tests.fast.tables import assert_says, rows
+from tests.fast.tables import assert_says, rows, written_out
 from tests.heads import DRAFT_CONFIG, write_draft
 from vllm_treespec import __version__
 from vllm_treespec.cli import app
@@ -116,8 +116,6 @@ def test_wrong_calls(
     monkeypatch.setattr(engine, "VllmAnswerer", None)
     before = sorted(inputs.rglob("*"))
     command, *arguments = shlex.split(given)
-    places = {"SUFFIX": json.dumps(SUFFIX), "DEEP": DEEP, "OUT": "IN/out.jsonl"}
-    places["TMP"] = str(tmp_path)
     shared = SHARED.get(command, "").split()
     first = arguments[:1] if command == "train" else []
     found = [command, *first, *shared, *arguments[len(first) :]]
@@ -125,8 +123,10 @@ def test_wrong_calls(
         found = [command, *arguments, *shared]
     if command == "here":
         found = arguments
-    found = [places.get(word, word).replace("IN/", f"{inputs}/") for word in found]
-    code, printed = call(found)
+    places = {"SUFFIX": json.dumps(SUFFIX), "DEEP": DEEP, "OUT": "IN/out.jsonl"}
+    code, printed = call(
+        written_out(found, {**places, "TMP": str(tmp_path), "IN": str(inputs)})
+    )
     assert code in (1, 2)
     assert says.replace("IN/", f"{inputs}/") in printed
     assert sorted(inputs.rglob("*")) == before
