@@ -68,12 +68,8 @@ def test_other_vocabulary_is_named(
 @pytest.mark.parametrize(
     ("method", "config", "says"),
     [
-        ("redrafter", {"hidden_size": 64}, "has hidden_size 64, the target 576"),
-        ("medusa_tree", {"vocab_size": 64}, "has vocab_size 64, the target 49152"),
-        ("eagle_tree", {"hidden_size": 64}, "the target 576"),
         ("eagle_tree", {"layer_ids": (2, 15, 31)}, "the target has 30"),
         ("lyanna", {"hidden_size": 64}, "has target_hidden_size 64, the target 576"),
-        ("sd", {}, "holds a redrafter head, not a draft model"),
     ],
 )
 def test_heads_of_others_are_named(
@@ -83,14 +79,11 @@ def test_heads_of_others_are_named(
     config: dict,
     says: str,
 ) -> None:
-    """Turns red when a head starts at a target or a method that it is not for."""
+    """Turns red when a head starts at a target that it is not for."""
     sizes = {"hidden_size": 576, "vocab_size": 49152, "num_hot_tokens": 16, **config}
-    kind = HEADS.get(method, "redrafter")
-    spec = {**CHAIN, "model": write_head(tmp_path, kind, **sizes)}
-    if method != "sd":
-        spec = {"method": method, "model": spec["model"]}
+    head = write_head(tmp_path, HEADS[method], **sizes)
     with pytest.raises(SpecConfigError) as error:
-        configure(spec)
+        configure({"method": method, "model": head})
     assert says in one_line(error.value)
 
 

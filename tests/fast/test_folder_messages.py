@@ -141,6 +141,7 @@ TARGETS: list[tuple[str, Any, dict[str, int], str | None]] = [
     ("redrafter", {}, {"hidden_size": 16}, "has hidden_size 8, the target 16"),
     ("redrafter", {}, {"vocab_size": 64}, "has vocab_size 32, the target 64"),
     ("redrafter", {}, {"word_embed_proj_dim": 4}, "(4) and hidden states (8) differ"),
+    ("medusa", {}, {"vocab_size": 64}, "has vocab_size 32, the target 64"),
     ("lyanna", {}, {}, None),
     ("lyanna", {}, {"hidden_size": 16}, "the target 16; use a head trained for this"),
     ("lyanna", {}, {"vocab_size": 64}, "has vocab_size 32, the target 64"),
@@ -172,6 +173,7 @@ TARGETS: list[tuple[str, Any, dict[str, int], str | None]] = [
 ]
 TARGET = {
     "redrafter": {"hidden_size": 8, "vocab_size": 32},
+    "medusa": {"hidden_size": 8, "vocab_size": 32},
     "lyanna": {"hidden_size": 64, "vocab_size": 32, "num_hidden_layers": 2},
     "eagle": {"hidden_size": 16, "vocab_size": 40, "num_hidden_layers": 8},
 }
