@@ -173,6 +173,26 @@ USED: dict[str, Callable[[Path], None]] = {
 }
 
 
+def check_use(kind: str, commands: Commands) -> None:
+    """The folder is one that a spec-config may name, and `evaluate` may measure."""
+    whole, figures = commands.folder / "whole", commands.folder / "figures.json"
+    method = HEAD_METHODS.get(kind, "sd")
+    config = parse_spec_config({"method": method, "model": str(whole)})
+    check_weights(config)
+    check_head_files(config)
+    check_hot_tokens(config, VOCAB)
+    if kind != "draft":
+        check_head(config, commands.target.config)
+        work = ["--work", str(whole / "work"), "--json", str(figures)]
+        done = commands.run(f"evaluate {whole}", *work)
+        assert done.exit_code == 0, done.output[-2000:]
+        assert "t+3" in done.output
+        found = json.loads(figures.read_text())
+        assert found["text"] == ["text.jsonl"]
+        assert [len(level) for level in found["accuracies"]] == [10, 10, 10]
+        assert len(found["acceptance"]) == 3
+
+
 QUICK = [
     ("draft", "llama", ""),
     ("redrafter", "llama", ""),
@@ -231,25 +251,8 @@ def test_from_text_to_a_drafter_in_use(
     curves = whole / ("work" if kind == "draft" else "") / "curves.png"
     assert curves.stat().st_size > 0
 
-    # The folder is one that a spec-config may name.
     USED[kind](whole)
-    method = HEAD_METHODS.get(kind, "sd")
-    config = parse_spec_config({"method": method, "model": str(whole)})
-    check_weights(config)
-    check_head_files(config)
-    check_hot_tokens(config, VOCAB)
-    if kind != "draft":
-        check_head(config, target.config)
-        figures = tmp_path / "figures.json"
-        work = ["--work", str(whole / "work"), "--json", str(figures)]
-        done = commands.run(f"evaluate {whole}", *work)
-        assert done.exit_code == 0, done.output[-2000:]
-        assert "t+3" in done.output
-        found = json.loads(figures.read_text())
-        assert found["text"] == ["text.jsonl"]
-        assert [len(level) for level in found["accuracies"]] == [10, 10, 10]
-        assert len(found["acceptance"]) == 3
-
+    check_use(kind, commands)
     # Other options do not go on from this run's checkpoints.
     done = commands.train(kind, "whole", f"{options} --lr 1")
     assert done.exit_code == 1
