@@ -1,9 +1,12 @@
-"""Heads with random weights, for tests of what does not depend on their weights."""
+"""Heads and draft models for tests of what does not depend on their weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from tests.published_heads import PublishedHead
 from vllm_treespec.config import HEAD_METHODS
@@ -24,6 +27,24 @@ KINDS: dict[str, type[ReDrafterHeadConfig | MedusaHeadConfig]] = {
 HEADS = {method: kind for kind, method in HEAD_METHODS.items()}
 # By level and rank, as an evaluation would measure them.
 RANK_ACCURACIES = ((0.5, 0.2, 0.1), (0.3, 0.1, 0.05), (0.2, 0.1, 0.05))
+DRAFT_SIZES: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 128,
+}
+
+
+def llama(**sizes: Any) -> LlamaConfig:
+    """Configuration of a small Llama, of these sizes where they are given."""
+    return LlamaConfig(**{**DRAFT_SIZES, **sizes})
+
+
+DRAFT_CONFIG = llama().to_dict()
 
 
 def write_head(folder: Path, kind: str, **config: Any) -> str:
@@ -75,3 +96,11 @@ def lyanna_head(seed: int = 0, **config: Any) -> LyannaHead:
         mean = float(name.endswith("norm.weight"))
         torch.nn.init.normal_(weight, mean=mean, std=weight.shape[-1] ** -0.5)
     return head.eval().requires_grad_(False)
+
+
+def write_draft(folder: Path) -> Path:
+    """Write a draft model whose weights are one matrix; its folder."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(DRAFT_CONFIG))
+    save_file({"weight": torch.zeros(64, 64)}, folder / "model.safetensors")
+    return folder

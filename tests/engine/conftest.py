@@ -92,6 +92,15 @@ SPECS: dict[str, dict[str, object]] = {
 }
 
 # An engine of a small target, for ``run_engine``.
+# What all engines have in common.
+ENGINE: dict[str, object] = {
+    "dtype": "float32",
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 192,
+    "enforce_eager": True,
+    "block_size": 32,
+}
 TINY: dict[str, object] = {
     "skip_tokenizer_init": True,
     "kv_cache_memory_bytes": 2**28,
@@ -260,12 +269,7 @@ def run_engine(
     def run(method: str | None, jobs: list[dict], **options: object) -> dict:
         llm: dict[str, object] = {
             "model": target,
-            "dtype": "float32",
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 192,
-            "enforce_eager": True,
-            "block_size": 32,
+            **ENGINE,
             "kv_cache_memory_bytes": 2**30,
             "max_logprobs": 64,
         }

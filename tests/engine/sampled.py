@@ -49,3 +49,8 @@ def assert_same_text(result: dict, first: int, min_accepted: int = 1) -> None:
     assert result["trees"][first] > 0
     assert result["trees"][first + 1] == 0
     assert result["accepted"][first] >= min_accepted, "no draft was accepted"
+
+
+def tokens_of(result: dict) -> list[list[list[int]]]:
+    """Tokens of the answers, by job."""
+    return [[answer["token_ids"] for answer in job] for job in result["jobs"]]

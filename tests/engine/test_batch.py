@@ -133,6 +133,32 @@ def input_lines(prompts: list[list[int]]) -> list[str]:
     return ["not JSON", *lines[:9], *map(json.dumps, bad), *lines[9:]]
 
 
+def batch_command(
+    folder: Path, worded: str, spec: str, prompts: list[list[int]]
+) -> list[str]:
+    """The command that answers the prompts, which are written."""
+    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    source.write_text("\n".join(input_lines(prompts)))
+    options = {"--model": worded, "--speculative-config": spec, **ENGINE}
+    command = ["treespec", "batch", str(source), str(output)]
+    command += [part for option in options.items() for part in option]
+    return [*command, "--sampling-params", json.dumps(GREEDY), "--enforce-eager"]
+
+
+def check_answers(
+    output: Path, prompts: list[list[int]], plain: list[list[int]]
+) -> dict[int, str]:
+    """Compare answers with those without trees; the reasons of bad rows, by line."""
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(prompts))]
+    assert [tokens_of(row["text"]) for row in rows] == plain
+    assert [row["prompt_tokens"] for row in rows] == [len(p) for p in prompts]
+    bad = Path(f"{output}.bad.jsonl").read_text().splitlines()
+    reasons = {row["line"]: row["reason"] for row in map(json.loads, bad)}
+    assert list(reasons) == [1, 11, 12, 13, 14]
+    return reasons
+
+
 def test_batch_equals_generate_and_survives_a_kill(
     worded: str,
     spec: str,
@@ -141,26 +167,15 @@ def test_batch_equals_generate_and_survives_a_kill(
     tmp_path: Path,
 ) -> None:
     """Red when rows get another row's answer or prompt, or a kill leaves an engine."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(input_lines(prompts)))
+    output, log = tmp_path / "out.jsonl", tmp_path / "log"
     journal = tmp_path / "out.jsonl.journal"
-    options = {"--model": worded, "--speculative-config": spec, **ENGINE}
-    command = ["treespec", "batch", str(source), str(output)]
-    command += [part for option in options.items() for part in option]
-    command += ["--sampling-params", json.dumps(GREEDY), "--enforce-eager"]
-    log = tmp_path / "log"
+    command = batch_command(tmp_path, worded, spec, prompts)
     killed(log, journal, 10, *command)
     assert "custom_class" in log.read_text()
     assert not output.exists()
     assert journal.read_bytes().count(b"\n") < len(prompts)
     assert run(log, *command) == 0, log.read_text()[-4000:]
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(prompts))]
-    assert [tokens_of(row["text"]) for row in rows] == plain
-    assert [row["prompt_tokens"] for row in rows] == [len(p) for p in prompts]
-    bad = (tmp_path / "out.jsonl.bad.jsonl").read_text().splitlines()
-    reasons = {row["line"]: row["reason"] for row in map(json.loads, bad)}
-    assert list(reasons) == [1, 11, 12, 13, 14]
+    reasons = check_answers(output, prompts, plain)
     assert "not JSON" in reasons[1]
     assert str(MAX_MODEL_LEN) in reasons[11]
     assert reasons[12].startswith("'temperature' is 'hot'")
@@ -183,21 +198,12 @@ def test_batch_over_ray_goes_on_after_a_kill(
 
     The second start needs no Ray: the journal is the same.
     """
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(input_lines(prompts)))
-    options = {"--model": worded, "--speculative-config": spec, **ENGINE}
-    command = ["treespec", "batch", str(source), str(output)]
-    command += [part for option in options.items() for part in option]
-    command += ["--sampling-params", json.dumps(GREEDY), "--enforce-eager"]
-    log = tmp_path / "log"
+    output, log = tmp_path / "out.jsonl", tmp_path / "log"
+    command = batch_command(tmp_path, worded, spec, prompts)
     killed(log, tmp_path / "out.jsonl.journal", 5, *command, "--ray", "1")
     assert not output.exists()
     assert run(log, *command) == 0, log.read_text()[-4000:]
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(prompts))]
-    assert [tokens_of(row["text"]) for row in rows] == plain
-    bad = (tmp_path / "out.jsonl.bad.jsonl").read_text().splitlines()
-    assert [json.loads(line)["line"] for line in bad] == [1, 11, 12, 13, 14]
+    check_answers(output, prompts, plain)
 
 
 def test_run_batch_of_vllm_with_trees(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.engine.conftest import MAX_MODEL_LEN, TINY
+from tests.engine.conftest import ENGINE, MAX_MODEL_LEN, TINY
 from tests.engine.eagle_models import VOCAB_SIZE, write_known_language
 from tests.engine.processes import call
 from tests.engine.sampled import assert_same_text, with_and_without_trees
@@ -46,12 +46,7 @@ def run(shared_folder: Path) -> Callable[..., dict[str, Any]]:
     ) -> dict[str, Any]:
         arguments = {
             "model": model,
-            "dtype": "float32",
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 192,
-            "enforce_eager": True,
-            "block_size": BLOCK_SIZE,
+            **ENGINE,
             **TINY,
             "speculative_config": spec,
             **options,

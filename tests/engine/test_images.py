@@ -15,7 +15,12 @@ import pytest
 from tests.engine.conftest import TINY
 from tests.engine.image_models import KINDS, PLACE, do_without_torchvision
 from tests.engine.processes import EngineProcessError, call
-from tests.engine.sampled import DRAWN, assert_same_text, with_and_without_trees
+from tests.engine.sampled import (
+    DRAWN,
+    assert_same_text,
+    tokens_of,
+    with_and_without_trees,
+)
 
 METHODS: dict[str, dict[str, object]] = {
     "suffix_tree": {"num_drafts": 8, "depth": 4},
@@ -101,11 +106,6 @@ def answer(
         return run_engine(None, jobs_of(kind, sampled), **options)
 
     return run
-
-
-def tokens_of(result: dict) -> list[list[list[int]]]:
-    """Tokens of the answers, by job."""
-    return [[answer["token_ids"] for answer in job] for job in result["jobs"]]
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)

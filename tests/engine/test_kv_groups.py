@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import MAX_MODEL_LEN, TINY
-from tests.engine.sampled import assert_same_text, with_and_without_trees
+from tests.engine.sampled import assert_same_text, tokens_of, with_and_without_trees
 from tests.engine.tiny_models import write_layered, write_with_sinks
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.plugin import register
@@ -132,11 +132,6 @@ def answer(
         return run_engine(None, jobs, **options)
 
     return run
-
-
-def tokens_of(result: dict) -> list[list[list[int]]]:
-    """Tokens of the answers, by job."""
-    return [[answer["token_ids"] for answer in job] for job in result["jobs"]]
 
 
 def cached(result: dict) -> list[list[int]]:

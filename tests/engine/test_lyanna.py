@@ -18,11 +18,11 @@ from filelock import FileLock
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tests.engine.conftest import MAX_MODEL_LEN, TINY
+from tests.engine.conftest import ENGINE, TINY
 from tests.engine.processes import call
 from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import SIZES, write_pair
-from tests.fast.pair_training import PlainAttention
+from tests.fast.tiny_training import PlainAttention
 from tests.heads import write_head
 from vllm_treespec.heads import load_lyanna_head
 from vllm_treespec.proposers import DynamicTree, Lyanna, ProposerInputs
@@ -181,12 +181,7 @@ def test_drafts_are_those_of_plain_torch(
     spec = {"method": "lyanna", "model": models["head"], **SHAPE, "schedule": schedule}
     arguments = {
         "model": models["target"],
-        "dtype": "float32",
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 192,
-        "enforce_eager": True,
-        "block_size": 32,
+        **ENGINE,
         **TINY,
         "speculative_config": spec,
     }

@@ -13,7 +13,7 @@ import torch
 from tests.engine.conftest import TINY
 from tests.engine.processes import EngineProcessError
 from tests.engine.quantised_models import write_quantised
-from tests.engine.sampled import assert_same_text, with_and_without_trees
+from tests.engine.sampled import assert_same_text, tokens_of, with_and_without_trees
 from tests.engine.tiny_models import (
     SIZES,
     write_chunked,
@@ -138,11 +138,6 @@ def answer(
 def same_when_sampled(kind: str, method: str | dict | None) -> bool:
     """Whether sampled text is that without trees: in float32, if none is drawn."""
     return KINDS[kind].dtype == "float32" and method in ("suffix_tree", *HEADS)
-
-
-def tokens_of(result: dict) -> list[list[list[int]]]:
-    """Tokens of the answers, by job."""
-    return [[answer["token_ids"] for answer in job] for job in result["jobs"]]
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)

@@ -12,42 +12,29 @@ from transformers import LlamaConfig
 
 from tests.published_heads import PublishedHead
 
-LLAMA_70B = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    num_hidden_layers=80,
-    hidden_size=8192,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    intermediate_size=28672,
-    vocab_size=32000,
-    max_position_embeddings=4096,
-    tie_word_embeddings=False,
-    dtype="float16",
-)
-TINY_LLAMA = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    num_hidden_layers=22,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    intermediate_size=5632,
-    vocab_size=32000,
-    max_position_embeddings=2048,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
-LLAMA_8B = LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    num_hidden_layers=32,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
+
+def llama(*sizes: int, dtype: str = "bfloat16") -> LlamaConfig:
+    """A Llama of so many layers, width, heads, KV heads, inner width, tokens, text."""
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    )
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        tie_word_embeddings=False,
+        dtype=dtype,
+        **dict(zip(names, sizes, strict=True)),
+    )
+
+
+LLAMA_70B = llama(80, 8192, 64, 8, 28672, 32000, 4096, dtype="float16")
+TINY_LLAMA = llama(22, 2048, 32, 4, 5632, 32000, 2048)
+LLAMA_8B = llama(32, 4096, 32, 8, 14336, 128256, 131072)
 # an EAGLE-3 head for it, as published: three hidden states, 32,000 draft tokens
 EAGLE_8B = PublishedHead(
     form="eagle3",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.heads import llama
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.scheduler import TreeScheduler
 from vllm_treespec.plugin import stock_arguments
@@ -36,16 +37,8 @@ KV_CACHE_SPEC = FullAttentionSpec(
 
 def model_config() -> PretrainedConfig:
     """Configuration of a target of one layer."""
-    return LlamaConfig(
-        vocab_size=32,
-        hidden_size=256,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        architectures=["LlamaForCausalLM"],
-    )
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4}
+    return llama(hidden_size=256, max_position_embeddings=64, **sizes)
 
 
 @functools.cache

@@ -318,8 +318,8 @@ def test_the_report_shows_ratios(tmp_path: Path) -> None:
     assert (tmp_path / "results.png").stat().st_size > 0
 
 
-def test_the_command_plans_and_refuses(tmp_path: Path) -> None:
-    """Red when a mistake is found only when the engine runs, or in silence."""
+def test_the_command_plans(tmp_path: Path) -> None:
+    """Red when a cell is planned twice, or numbers that vary need several variants."""
     data = tmp_path / "data.jsonl"
     data.write_text('{"workload": "mine", "prompt": "hello"}\n' * 8)
     common = ["alternate", "--data", str(data), "--target", "t", "--draft", "none"]
@@ -329,18 +329,6 @@ def test_the_command_plans_and_refuses(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "sides: suffix_tree-32x28-adaptive-compiled\n" in done.output
     assert "4 cells to measure in 1 engines" in done.output
-    vary = "vllm_treespec.sources.continuations:MOST_SURE"
-    only = ["--variants", "schedule"]
-    done = CliRunner().invoke(app, [*common, *only, "--vary", f"{vary}=0.9,0.95"])
+    vary = "vllm_treespec.sources.continuations:MOST_SURE=0.9,0.95"
+    done = CliRunner().invoke(app, [*common, "--variants", "schedule", "--vary", vary])
     assert done.exit_code == 0, done.output
-    for arguments, named in (
-        (only, "--variants: name two or more"),
-        ([*only, "--vary", f"{vary}=0.9"], "--variants: name two or more"),
-        (["--variants", "plain,trees"], "there is no 'trees'"),
-        (["--vary", "MOST_SURE=0.9,0.95"], "is not module:NAME=VALUE"),
-        (["--vary", f"{vary}=high"], "is no list of numbers"),
-        (["--vary", f"{vary}s=1,2"], "there is no number"),
-    ):
-        done = CliRunner().invoke(app, [*common, *arguments])
-        assert done.exit_code != 0
-        assert named in done.output

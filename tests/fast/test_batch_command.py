@@ -80,33 +80,6 @@ def test_free_options_are_vllms() -> None:
     assert names <= set(EngineArgs.__dataclass_fields__)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dtype", "float32", "IN", "OUT"], "write INPUT and OUTPUT first"),
-        (["IN", "--dtype", "float32", "OUT"], "write INPUT and OUTPUT first"),
-        (["IN", "OUT", "third.jsonl"], "'third.jsonl' belongs to no option"),
-        (["missing.jsonl", "OUT"], "missing.jsonl: there is no such file"),
-        (["IN", "IN"], "INPUT and OUTPUT are one file"),
-        (["IN", "OUT", "--sampling-params", "{"], "--sampling-params is not JSON"),
-        (["IN", "OUT", "--sampling-params", "[" * 9999], "are nested too deeply"),
-        (["IN", "OUT", "--speculative-config", "[1]"], "must be one JSON object"),
-        (
-            ["IN", "OUT", "--speculative-config", '{"method": "sd"}'],
-            "'model' is missing; add it",
-        ),
-    ],
-)
-def test_refusals(files: tuple[str, str], arguments: list[str], message: str) -> None:
-    """Red when a wrong call starts an engine, or leaves files behind."""
-    places = dict(zip(("IN", "OUT"), files, strict=True))
-    found = [places.get(argument, argument) for argument in arguments]
-    status, output = call(*found, "--model", "m")
-    assert status == 1
-    assert message in output
-    assert [path.name for path in Path(files[0]).parent.iterdir()] == ["in.jsonl"]
-
-
 def test_options_by_name() -> None:
     given = ["--a_b", "1", "2", "--flag", "--c=x=y"]
     assert vllm_options(given) == {"a-b": "1 2", "flag": "", "c": "x=y"}

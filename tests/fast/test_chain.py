@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.fast.no_waiting import NoWaiting, on_meta
-from tests.fast.pair_training import PlainAttention
 from tests.fast.random_trees import random_trees
 from tests.fast.test_lyanna_head import ready
 from tests.fast.tiny_heads import token_paths
+from tests.fast.tiny_training import PlainAttention
 from tests.fast.toy_chains import ToyChain
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.heads.chain_source import ChainSource

@@ -1,4 +1,4 @@
-"""Spec-configs of heads: what they make, what they refuse, and in which words."""
+"""Spec-configs of heads: their defaults, trees and rules."""
 
 import json
 from collections.abc import Callable
@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
 
 from tests.heads import HEADS, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import check_head, check_head_files, check_weights
 from vllm_treespec.plugin import expand, with_trees
-from vllm_treespec.proposers import DynamicTree, Medusa, ReDrafter, RsdS
+from vllm_treespec.proposers import (
+    DynamicTree,
+    Lyanna,
+    Medusa,
+    Proposer,
+    ReDrafter,
+    RsdS,
+    StaticTree,
+    StochasticTree,
+)
 
 
 @pytest.fixture
@@ -25,14 +32,6 @@ def parse(tmp_path: Path) -> Callable[..., MethodConfig]:
         return parse_spec_config({"method": method, "model": head, **keys})
 
     return make
-
-
-def refusal(spec: dict[str, Any]) -> str:
-    """The one message with which a spec-config, or the head it names, is refused."""
-    with pytest.raises(SpecConfigError) as error:
-        check_head_files(parse_spec_config(spec))
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_defaults(parse: Callable[..., MethodConfig]) -> None:
@@ -48,6 +47,71 @@ def test_defaults(parse: Callable[..., MethodConfig]) -> None:
     assert medusa.rule.name == "coupled_draw"
     assert medusa.proposer().sizes.max_nodes == 6
     assert medusa.proposer().sizes.max_depth <= 3
+
+
+def unread(method: str, **keys: Any) -> MethodConfig:
+    """A spec-config of a head that nothing is read of."""
+    return parse_spec_config({"method": method, "model": "head", **keys})
+
+
+@pytest.mark.parametrize(
+    ("method", "defaults", "names"),
+    [
+        ("eagle_tree", {"tree": "dynamic", "hot_tokens": None}, ["4x3x8", "4x1x4"]),
+        (
+            "lyanna",
+            {"resample": "off", "resample_drafts": 4, "resample_min_levels": 1},
+            ["4x3x12", "4x1x4"],
+        ),
+    ],
+)
+def test_defaults_of_heads_that_read_pairs(
+    method: str, defaults: dict[str, Any], names: list[str]
+) -> None:
+    """Red when a default changes: docs, benchmarks and users rely on them."""
+    config = unread(method)
+    assert config.model_dump().items() >= {"tree": "dynamic", **defaults}.items()
+    assert (config.head, config.models) == ("head", ())
+    assert config.rule.name == "coupled_draw"
+    found = [tree.name for tree in config.scheduled_trees()]
+    assert found == [f"{method} {name}" for name in names]
+
+
+DRAWN: dict[str, Any] = {"tree": "stochastic"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "rule"),
+    [
+        ({"tree": "dynamic"}, DynamicTree, "coupled_draw"),
+        ({"tree": "static"}, StaticTree, "coupled_draw"),
+        (DRAWN, StochasticTree, "recursive_rejection"),
+        ({**DRAWN, "num_drafts": None}, RsdS, "recursive_rejection"),
+    ],
+)
+@pytest.mark.parametrize("resample", [None, "off", "replace"])
+def test_a_kind_of_tree_has_one_rule(
+    keys: dict[str, Any],
+    kind: type[Proposer],
+    rule: str,
+    resample: str | None,
+    tmp_path: Path,
+) -> None:
+    """Red when likeliest tokens are judged like drawn ones, or the other way round."""
+    if resample and kind is StaticTree:
+        pytest.skip("Lyanna has no static trees")
+    if resample:
+        config = unread("lyanna", resample=resample, **keys)
+    else:
+        config = unread("eagle_tree", model=write_head(tmp_path, "eagle"), **keys)
+    for tree in config.scheduled_trees():
+        proposer = tree.config.proposer()
+        drawn = proposer.tree if isinstance(proposer, Lyanna) else proposer
+        assert isinstance(proposer, Lyanna) == bool(resample)
+        assert type(drawn) is kind
+        assert getattr(proposer, "leftover", None) is None
+        assert tree.config.rule.name == rule
+        assert (proposer.sizes.num_uniforms > 0) == (rule != "coupled_draw")
 
 
 def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
@@ -98,82 +162,6 @@ def test_smaller_trees(method: str, parse: Callable[..., MethodConfig]) -> None:
     assert again == trees[1].config, "a spec-config travels to the workers as JSON"
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"length": 0}, "'length' is 0"),
-        ({"num_drafts": 64}, "'num_drafts' is 64"),
-        ({"num_drafts": 0}, "'num_drafts' is 0"),
-        ({"beams": 3}, "'beams' is not a key of this method; remove it"),
-        (
-            {"beam_search": "stochastic", "num_drafts": 8},
-            "'num_drafts' is 8: a stochastic beam keeps all beam_width x length draft "
-            "tokens; remove 'num_drafts'",
-        ),
-        (
-            {"beam_search": "stochastic", "tree": "dynamic"},
-            "'tree' is 'dynamic': a dynamic tree holds the likeliest tokens and a "
-            "stochastic beam drawn ones; remove 'tree', or write 'beam_search' 'deter",
-        ),
-        ({"tree": "static"}, "'tree' is 'static': Input should be 'beams' or 'dynami"),
-        (
-            {"beam_search": "stochastic", "beam_width": 32},
-            "64 draft tokens and at most 63 fit; lower beam_width, length",
-        ),
-        (
-            {"schedule": [{"batch_size": 2, "beam_search": "stochastic"}]},
-            "'beam_search', which does not shape a redrafter tree",
-        ),
-    ],
-)
-def test_wrong_keys_are_named(keys: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """Red when a wrong key is accepted, ignored, or refused without its name."""
-    spec = {"method": "redrafter", "model": write_head(tmp_path, "redrafter"), **keys}
-    assert says in refusal(spec)
-
-
-def test_folders_without_head_are_refused(tmp_path: Path) -> None:
-    """Red when a folder that holds no such head gets as far as the worker."""
-    redrafter = write_head(tmp_path / "redrafter", "redrafter")
-    medusa = write_head(tmp_path / "medusa", "medusa")
-    (tmp_path / "empty").mkdir()
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    cases = {
-        "/nowhere/head": "there is no folder /nowhere/head; name the folder of a head",
-        str(tmp_path / "empty"): "empty holds no config.json",
-        str(draft): "is not the configuration of a head",
-        medusa: "holds a medusa head; write method 'medusa_tree', or name the",
-    }
-    for folder, says in cases.items():
-        message = refusal({"method": "redrafter", "model": folder})
-        assert says in message
-        assert message.startswith("speculative_config 'model': ")
-    other = refusal({"method": "medusa_tree", "model": redrafter})
-    assert "holds a redrafter head; write method 'redrafter'" in other
-    (tmp_path / "redrafter" / "model.safetensors").unlink()
-    says = "holds no model.safetensors; train it again"
-    assert says in refusal({"method": "redrafter", "model": redrafter})
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "says"),
-    [
-        ((), "rank_accuracies of the Medusa head are missing or all 0; train it again"),
-        (((0.5, 0.2),) * 4, "has 4 levels and there are 3 heads; remove the last"),
-    ],
-)
-def test_accuracies_without_tree_are_refused(
-    accuracies: tuple[tuple[float, ...], ...], says: str, tmp_path: Path
-) -> None:
-    """Red when a Medusa head starts whose accuracies do not fit its heads."""
-    head = write_head(tmp_path, "medusa", rank_accuracies=accuracies)
-    message = refusal({"method": "medusa_tree", "model": head})
-    assert "rank_accuracies" in message
-    assert says in message
-
-
 @pytest.mark.parametrize("method", list(HEADS))
 def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None:
     """Red when an engine, or `treespec expand`, goes on without the head's files."""
@@ -192,32 +180,44 @@ def test_a_missing_head_is_refused_at_start(method: str, tmp_path: Path) -> None
         with_trees(args, spec, configure)
 
 
-def test_head_is_no_draft_model(tmp_path: Path) -> None:
-    """Red when a head given as a draft model is only found out by a crash."""
-    head = write_head(tmp_path, "redrafter")
-    config = parse_spec_config({"method": "sd", "model": head, "depth": 3})
-    with pytest.raises(SpecConfigError, match="holds a redrafter head, not a draft"):
-        check_weights(config)
-
-
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("shape", "num_nodes"),
     [
-        ({}, None),
-        ({"hidden_size": 16}, "has hidden_size 8, the target 16"),
-        ({"vocab_size": 64}, "has vocab_size 32, the target 64"),
-        ({"word_embed_proj_dim": 4}, "embeddings (4) and hidden states (8) differ"),
+        ((9, 8, 60), 63),
+        # EAGLE-2's own: 60 nodes with the root, 10 of each of 7 levels.
+        ((10, 7, 59), 60),
+        # Of a tree of 5 drafts no more than 5 nodes of 5 levels are read.
+        ((60, 60, 5), 20),
     ],
 )
-def test_other_targets_are_named(
-    target: dict[str, int], says: str | None, parse: Callable[..., MethodConfig]
-) -> None:
-    """Red when a head of another target is loaded, or one of this target is not."""
-    sizes = {"hidden_size": 8, "vocab_size": 32, **target}
-    like = PretrainedConfig(**sizes)
-    if says is None:
-        check_head(parse("redrafter"), like)
-        return
-    with pytest.raises(SpecConfigError) as error:
-        check_head(parse("redrafter"), like)
-    assert says in str(error.value)
+def test_largest_reading_fits(shape: tuple[int, ...], num_nodes: int) -> None:
+    """Red when a head may not read as many nodes as masks hold."""
+    keys = dict(zip(("top_k", "depth", "num_drafts"), shape, strict=True))
+    assert unread("eagle_tree", **keys).sizes.draft_nodes == num_nodes
+    wide = {"top_k": 20, "depth": 20, "num_drafts": 60, "tree": "static"}
+    assert unread("eagle_tree", **wide).sizes.max_nodes == 61
+
+
+def test_merged_trees() -> None:
+    """Red when the second part is lost, too deep, or drawn where nothing is left."""
+    config = unread("lyanna", resample="merge", num_drafts=8, resample_drafts=6)
+    proposer = config.proposer()
+    assert isinstance(proposer, Lyanna)
+    assert proposer.leftover is not None
+    assert config.rule.name == "coupled_draw", "its dynamic trees follow noise"
+    assert (proposer.leftover.depth, proposer.leftover.num_drafts) == (2, 6)
+    assert proposer.sizes.max_nodes == 1 + 8 + 6
+    names = [tree.name for tree in config.scheduled_trees()]
+    assert names[0] == "lyanna 4x3x8x6"
+    # Of one level nothing is left.
+    one = unread("lyanna", resample="merge", depth=1, num_drafts=4).proposer()
+    assert isinstance(one, Lyanna)
+    assert one.leftover is None
+    for tree in config.scheduled_trees():
+        assert tree.config.sizes == tree.config.proposer().sizes
+
+
+def test_a_chain_is_read_one_node_a_level() -> None:
+    """Red when the engine makes room for levels that no head reads."""
+    assert unread("lyanna", depth=5).sizes.draft_width == 1
+    assert unread("lyanna", depth=5).sizes.draft_nodes == 4

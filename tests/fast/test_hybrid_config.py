@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.heads import write_head
-from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import check_head_files, check_weights
 from vllm_treespec.config.hybrid import HEAD_KINDS
 from vllm_treespec.proposers import Hybrid
 from vllm_treespec.schedule.shares import Shares
@@ -98,47 +95,6 @@ def test_a_schedule_may_leave_out_the_model() -> None:
         "hybrid 32x28",
     )
     assert alone.sizes.draft_nodes < own.sizes.draft_nodes
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"model": None}, "'model' is None"),
-        ({"drafter": "medusa"}, "'drafter' is 'medusa'"),
-        ({"num_drafts": 64}, "'num_drafts' is 64"),
-        ({"model_depth": -1}, "'model_depth' is -1"),
-        ({"model_depth": True}, "'model_depth' is True"),
-        ({"sure_match": 0}, "'sure_match' is 0"),
-        ({"top_k": 8, "model_depth": 9}, "lower 'top_k' or 'model_depth'"),
-        ({"hot_token": "file"}, "'hot_token' is not a key of this method"),
-    ],
-)
-def test_refusals_name_key_and_remedy(keys: dict[str, Any], says: str) -> None:
-    """Red when bad input is accepted, or refused without naming the key."""
-    with pytest.raises(SpecConfigError) as error:
-        parse(**keys)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_wrong_kinds_are_refused(tmp_path: Path) -> None:
-    """Red when the message sends to another method, or the worker meets the head."""
-    eagle = write_head(tmp_path / "eagle", "eagle")
-    redrafter = write_head(tmp_path / "redrafter", "redrafter")
-    medusa = write_head(tmp_path / "medusa", "medusa")
-    check_head_files(parse(model=eagle, drafter="eagle"))
-    check_weights(parse(model=eagle, drafter="eagle"))
-    with pytest.raises(
-        SpecConfigError, match="not a draft model; write 'drafter' 'red"
-    ):
-        check_weights(parse(model=redrafter))
-    with pytest.raises(SpecConfigError, match="not a draft model; write 'drafter' 'ea"):
-        check_weights(parse(model=eagle))
-    says = "holds a redrafter head; write 'drafter' 'redrafter', or name the folder of "
-    with pytest.raises(SpecConfigError, match=says + "an eagle head"):
-        check_head_files(parse(model=redrafter, drafter="eagle"))
-    with pytest.raises(SpecConfigError, match="a medusa head; write method 'medusa_tr"):
-        check_head_files(parse(model=medusa, drafter="eagle"))
 
 
 def test_benchmarks_fill_in_the_model() -> None:

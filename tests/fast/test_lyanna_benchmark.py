@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -21,7 +21,7 @@ from benchmarks.lyanna.experiment import evidence, labels_of
 from benchmarks.lyanna.heads import full_twin, lyanna_of_all_tokens
 from benchmarks.lyanna.rows import conditional, evidence_of
 from tests.fast.test_eagle_benchmark import training
-from tests.heads import lyanna_head, write_head
+from tests.heads import llama, lyanna_head, write_head
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.heads import load_eagle_head, load_lyanna_head
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
@@ -38,14 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def target(folder: Path) -> str:
     """A tiny model of 32 tokens."""
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    config = llama(hidden_size=64, num_key_value_heads=1)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / "target")
     return str(folder / "target")

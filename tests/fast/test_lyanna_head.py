@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.fast.pair_training import PlainAttention
+from tests.fast.tiny_training import PlainAttention
 from tests.heads import lyanna_head, write_head
 from vllm_treespec.heads import (
     HeadError,

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.harness import plot, report
 from benchmarks.harness.models import num_parameters
-from benchmarks.harness.plan import Engine, Plan, base_job, execute, make_plan
+from benchmarks.harness.plan import Engine, Plan, base_job, make_plan
 from benchmarks.harness.rescoring import split_scores
 from benchmarks.rsd import experiment, references, toy
 from benchmarks.rsd.experiment import engines_of
@@ -31,13 +30,11 @@ from benchmarks.rsd.trees import (
 from tests.fast.stored_scores import store_scores
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.tools.assets import shipped_drafter
-from vllm_treespec.tools.launch import EngineError
 from vllm_treespec.tools.sides import (
     PLAIN,
     Acceptance,
     Cell,
     CellResult,
-    Job,
     plain_side,
 )
 
@@ -190,32 +187,6 @@ def test_finished_answers_are_scored_once(tmp_path: Path) -> None:
     assert not experiment.scoring(mine, mine.finished()).todo()
 
 
-def test_results_of_other_weights_are_refused(tmp_path: Path) -> None:
-    """Red when results of different models can be mixed in one folder."""
-    mine = plan(tmp_path, [SD_2])
-    finish(mine, mine.engines[1], mine.engines[1].cells[0])
-    assert len(split_scores(mine, mine.finished())[0]) == 1
-    with pytest.raises(ValueError, match="another --out"):
-        plan(tmp_path, [SD_2], weights="others")
-
-
-def test_an_engine_that_fails_does_not_stop_the_others(
-    tmp_path: Path,
-) -> None:
-    """Red when one failing method ends the whole command, or is tried again."""
-    mine = plan(tmp_path, [SD_2, RSD_S])
-    done: list[str] = []
-
-    def run_side(job: Job, log: Path, on_event: Callable[..., None]) -> None:
-        if job.side.name == "sd":
-            raise EngineError("sd: no luck")
-        done.append(job.side.name)
-
-    failed = execute(mine, lambda failed: None, run_side)
-    assert done == ["plain", "rsd_s", "plain"]
-    assert failed == {"sd": "sd: no luck"}
-
-
 def finished_plan(out: Path) -> Plan:
     """Make a plan whose cells are all stored; RSD-S emits most and is slowest."""
     mine = plan(out, [SD_2, RSD_C, Tree("rsd_c", (3, 1)), RSD_S])
@@ -346,25 +317,6 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     assert code == 0
     assert "142 cells to measure in 12 engines" in output
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parts", "toy,length"], "there is no 'length'"),
-        (["--sides", "rsd_x"], "there is no tree 'rsd_x'"),
-        (["--temperatures", "0.3;1"], "no list of numbers"),
-        (["--draft", "no/such/folder"], "holds no *.safetensors"),
-        (["--draft", "none"], "need a draft model"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line(
-    arguments: list[str], message: str
-) -> None:
-    """Red when an option's mistake ends in a traceback or a long run."""
-    code, output = cli("--dry-run", *arguments)
-    assert code == 1
-    assert message in output
 
 
 def test_no_trees_no_engines() -> None:

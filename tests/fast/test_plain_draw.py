@@ -156,8 +156,9 @@ def test_noise_by_steps_is_noticed() -> None:
     def by_step(keys: object, positions: object, count: int) -> Tensor:
         return random_keys(len(list(positions)), count, seed=engine.decoder.step)  # type: ignore[call-overload]
 
+    plain = plain_answers(1, True)
     with patch.object(decoder, "noise_keys", side_effect=by_step):
-        assert engine.run(*sampled_workload(1, True)) != plain_answers(1, True)
+        assert engine.run(*sampled_workload(1, True)) != plain
 
 
 @pytest.mark.parametrize("masks", [False, True])

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from tests.fast.tiny_training import PlainAttention
 from tests.published_heads import PublishedHead
 from tests.reference.eagle import ReferenceEagle
 from vllm_treespec.heads import (
@@ -80,27 +81,6 @@ HEADS = {
 }
 
 
-class Causal:
-    """Attention over all pairs read so far, with a KV cache that grows."""
-
-    def __init__(self) -> None:
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend to the pairs of earlier calls, and to those above in this one."""
-        if layer in self.cache:
-            keys, values = self.cache[layer]
-            key, value = torch.cat([keys, key]), torch.cat([values, value])
-        self.cache[layer] = key, value
-        num_new, num_all = len(query), len(key)
-        mask = torch.ones(num_new, num_all, dtype=torch.bool).tril(num_all - num_new)
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=True
-        )
-        return attended.transpose(0, 1).flatten(1)
-
-
 def target_weights(published: PublishedHead) -> Tensor:
     """Embedding and output layer of the target, [2, vocab_size + 3, hidden_size]."""
     generator = torch.Generator().manual_seed(9)
@@ -124,7 +104,7 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Read a sequence in chunks, then two drafted tokens; outputs and logits."""
     states, token_ids = sequence(published)
-    attend, outputs, start = Causal(), [], 0
+    attend, outputs, start = PlainAttention(), [], 0
     features = head.features(states)
     for length in chunks:
         end = start + length

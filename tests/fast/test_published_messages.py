@@ -1,6 +1,7 @@
 """Published heads that are refused, and in which words."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
 
-from tests.heads import write_head
+from tests.fast.tables import rows
+from tests.heads import write_draft, write_head
 from tests.published_heads import PublishedHead
-from vllm_treespec.config import HEAD_METHODS, SpecConfigError, parse_spec_config
-from vllm_treespec.config.checks import check_head, check_head_files, check_weights
-from vllm_treespec.config.redrafter import ReDrafterConfig
+from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config.checks import check_hot_tokens
 from vllm_treespec.heads import (
     HeadError,
     head_folder,
@@ -25,10 +25,10 @@ from vllm_treespec.heads import (
     save_published,
 )
 from vllm_treespec.heads.checkpoint import INDEX
+from vllm_treespec.plugin import expand
 
 HOT = PublishedHead(draft_vocab_size=12)
 SPECULATORS = PublishedHead("speculators")
-RUNNING = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
 
 
 def refusal(folder: Path | str, **options: Any) -> str:
@@ -39,94 +39,68 @@ def refusal(folder: Path | str, **options: Any) -> str:
     return str(error.value)
 
 
-def config_of(head: PublishedHead, **keys: Any) -> PublishedHead:
-    """The same head with other keys in config.json."""
-    return replace(head, keys=keys)
+WRITTEN = {
+    "eagle3": HOT,
+    "speculators": SPECULATORS,
+    "all-tokens": PublishedHead(),
+    "last-layer": PublishedHead(use_aux_hidden_state=False),
+    "eagle": PublishedHead("eagle", lm_head=False),
+    "normed": PublishedHead(fc_norm=True),
+}
+# A head and keys of its config.json; null: it has no such key.
+CONFIGURATIONS = rows("""
+speculators {"speculators_model_type": "eagle"} => heads of 'speculators_model_type'
+    'eagle' are not supported; use one of type 'eagle3'
+speculators {"speculators_model_type": "peagle"} => 'peagle' are not
+speculators {"speculators_model_type": "dflash"} => 'dflash' are not
+speculators {"transformer_layer_config": null} => 'transformer_layer_config' is missing
+speculators {"transformer_layer_config": {"model_type": "gemma2"}} => model_type: Input
+    should be 'llama'
+eagle3 {"hidden_act": "gelu"} => hidden_act: Input should be 'silu'
+eagle3 {"hidden_size": null} => hidden_size: Field required
+eagle3 {"num_attention_heads": true} => num_attention_heads: Input should
+eagle3 {"num_attention_heads": 0} => num_attention_heads: Input should be
+eagle3 {"num_attention_heads": 3} => 3 attention heads are no multiple of 2
+eagle3 {"num_key_value_heads": 0} => num_key_value_heads: Input should be
+eagle3 {"head_dim": null, "num_attention_heads": 100} => head_size: Input sho
+eagle3 {"head_dim": 5} => pairs of numbers, and an attention head has 5
+eagle3 {"draft_vocab_size": 0} => draft_vocab_size: Input should be great
+eagle3 {"draft_vocab_size": 10} => 'd2t' has 12 rows and 'draft_vocab_siz
+eagle3 {"draft_vocab_size": 99} => 99 is more than 'vocab_size' 40
+all-tokens {"draft_vocab_size": 10} => 'draft_vocab_size' is 10 and 'vocab_size' 40, but
+    the weights have no
+eagle3 {"norm_output": 1} => norm_output: Input should be a valid boolean
+eagle3 {"treespec": {"deph": 1}} => treespec: deph: Extra inputs are not
+eagle3 {"treespec": {"rank_accuracies": [[1.5]]}} => treespec: rank_accuracies: 0: 0:
+    Input should be less than or equal to 1
+eagle3 {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1]}} =>
+    eagle_aux_hidden_state_layer_ids: 0: Input should be greater than
+eagle3 {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5]}} => 'fc.weight'
+    reads 48 numbers, which are not 2 hidden states of 16; correct
+    'eagle_aux_hidden_state_layer_ids' or 'target_hidden_size'
+eagle3 {"rope_scaling": {"type": "dynamic", "factor": 2.0}} => rotary embeddings of type
+    'dynamic' with partial_rotary_factor 1.0 are not supported; supported are default,
+    linear, llama3, yarn
+eagle3 {"rope_parameters": {"rope_type": "longrope"}} => type 'longrope'
+eagle3 {"rope_scaling": {"type": "llama3"}} => Missing required keys
+eagle3 {"partial_rotary_factor": 0.5} => partial_rotary_factor 0.5 are
+eagle3 {"layer_types": ["sliding_attention"]} => 'sliding_attention' are
+eagle3 {"target_hidden_size": 20} => which are not 3 hidden states of 20
+last-layer {"target_hidden_size": 20} => 'target_hidden_size' 20 is not 'hidden_size'
+    16
+eagle3 {"intermediate_size": 23} => midlayer.mlp.gate_proj.weight has the shape [24,
+    16], and config.json says [23, 16]; correct it, or get
+eagle {"hidden_size": 8} => fc.weight has the shape
+eagle3 {"fc_norm": true} => missing fc_norm.0.weight, fc_norm.1.weight
+normed {"fc_norm": null} => not known fc_norm.0.w
+""")
 
 
-@pytest.mark.parametrize(
-    ("head", "says"),
-    [
-        (
-            config_of(SPECULATORS, speculators_model_type="eagle"),
-            "heads of 'speculators_model_type' 'eagle' are not supported; use one of "
-            "type 'eagle3'",
-        ),
-        (config_of(SPECULATORS, speculators_model_type="peagle"), "'peagle' are not"),
-        (config_of(SPECULATORS, speculators_model_type="dflash"), "'dflash' are not"),
-        (
-            config_of(SPECULATORS, transformer_layer_config=None),
-            "'transformer_layer_config' is missing",
-        ),
-        (
-            config_of(SPECULATORS, transformer_layer_config={"model_type": "gemma2"}),
-            "model_type: Input should be 'llama'",
-        ),
-        (config_of(HOT, hidden_act="gelu"), "hidden_act: Input should be 'silu'"),
-        (config_of(HOT, hidden_size=None), "hidden_size: Field required"),
-        (config_of(HOT, num_attention_heads=True), "num_attention_heads: Input should"),
-        (config_of(HOT, num_attention_heads=0), "num_attention_heads: Input should be"),
-        (config_of(HOT, num_key_value_heads=0), "num_key_value_heads: Input should be"),
-        (
-            config_of(HOT, head_dim=None, num_attention_heads=100),
-            "head_size: Input sho",
-        ),
-        (
-            config_of(HOT, num_attention_heads=3),
-            "3 attention heads are no multiple of 2",
-        ),
-        (config_of(HOT, head_dim=5), "pairs of numbers, and an attention head has 5"),
-        (config_of(HOT, draft_vocab_size=0), "draft_vocab_size: Input should be great"),
-        (config_of(HOT, norm_output=1), "norm_output: Input should be a valid boolean"),
-        (config_of(HOT, treespec={"deph": 1}), "treespec: deph: Extra inputs are not"),
-        (
-            config_of(HOT, treespec={"rank_accuracies": [[1.5]]}),
-            "treespec: rank_accuracies: 0: 0: Input should be less than or equal to 1",
-        ),
-        (
-            config_of(HOT, eagle_config={"eagle_aux_hidden_state_layer_ids": [-1]}),
-            "eagle_aux_hidden_state_layer_ids: 0: Input should be greater than",
-        ),
-        (
-            config_of(HOT, **RUNNING),
-            "rotary embeddings of type 'dynamic' with partial_rotary_factor 1.0 are "
-            "not supported; supported are default, linear, llama3, yarn",
-        ),
-        (config_of(HOT, rope_parameters={"rope_type": "longrope"}), "type 'longrope'"),
-        (config_of(HOT, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 are"),
-        (config_of(HOT, rope_scaling={"type": "llama3"}), "Missing required keys"),
-        (config_of(HOT, layer_types=["sliding_attention"]), "'sliding_attention' are"),
-        (config_of(HOT, draft_vocab_size=10), "'d2t' has 12 rows and 'draft_vocab_siz"),
-        (config_of(HOT, draft_vocab_size=99), "99 is more than 'vocab_size' 40"),
-        (
-            config_of(PublishedHead(), draft_vocab_size=10),
-            "'draft_vocab_size' is 10 and 'vocab_size' 40, but the weights have no",
-        ),
-        (
-            config_of(HOT, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 5]}),
-            "'fc.weight' reads 48 numbers, which are not 2 hidden states of 16; "
-            "correct 'eagle_aux_hidden_state_layer_ids' or 'target_hidden_size'",
-        ),
-        (config_of(HOT, target_hidden_size=20), "which are not 3 hidden states of 20"),
-        (
-            PublishedHead(use_aux_hidden_state=False, keys={"target_hidden_size": 20}),
-            "'target_hidden_size' 20 is not 'hidden_size' 16",
-        ),
-        (
-            config_of(HOT, intermediate_size=23),
-            "midlayer.mlp.gate_proj.weight has the shape [24, 16], and config.json "
-            "says [23, 16]; correct it, or get",
-        ),
-        (
-            config_of(PublishedHead("eagle", lm_head=False), hidden_size=8),
-            "fc.weight has the shape",
-        ),
-        (config_of(HOT, fc_norm=True), "missing fc_norm.0.weight, fc_norm.1.weight"),
-        (PublishedHead(fc_norm=True, keys={"fc_norm": None}), "not known fc_norm.0.w"),
-    ],
-)
-def test_wrong_configurations(head: PublishedHead, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "says"), CONFIGURATIONS)
+def test_wrong_configurations(given: str, says: str, tmp_path: Path) -> None:
     """Red when a head is read as what it is not, or refused without the reason."""
+    name, keys = given.split(" ", 1)
+    head = replace(WRITTEN[name], keys=json.loads(keys))
     message = refusal(head.write(tmp_path))
     assert says in message
     assert str(tmp_path) in message
@@ -233,25 +207,37 @@ def test_heads_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         head_folder("a/b/c")
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("[3, 40]", "must name tokens below 40, the size of the vocabulary"),
-        ("[]", "and at least one"),
-        ("[-1]", "is no JSON list of token ids (0: Input should be greater than"),
-        ("{", "is no JSON list of token ids (Invalid JSON"),
-        (None, "is no JSON list of token ids (No such file"),
-    ],
-)
+HOT_LISTS = [
+    (None, "is no JSON list of token ids (No such file"),
+    ("{", "is no JSON list of token ids (Invalid JSON"),
+    ("[-1]", "is no JSON list of token ids (0: Input should be greater than"),
+    ("[]", "must name tokens below 40, the size of the vocabulary, and at least one"),
+    ("[3, 40]", "must name tokens below 40, the size of the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), HOT_LISTS)
 def test_wrong_hot_tokens(content: str | None, says: str, tmp_path: Path) -> None:
-    """Red when a wrong list of hot tokens is taken, or is a traceback."""
+    """Red when a wrong list is taken, or found out in the middle of a step only."""
     file = tmp_path / "hot.json"
     if content is not None:
         file.write_text(content)
-    folder = PublishedHead("eagle").write(tmp_path / "head")
-    message = refusal(folder, hot_tokens=file)
+    head = PublishedHead("eagle").write(tmp_path / "head")
+    message = refusal(head, hot_tokens=file)
     assert message.startswith(f"'hot_tokens': {file} ")
     assert says in message
+    draft = write_draft(tmp_path / "draft")
+    named = {"method": "sd", "model": str(draft), "hot_tokens": str(file)}
+    with pytest.raises(SpecConfigError, match=re.escape(says)):
+        check_hot_tokens(parse_spec_config(named), 40)
+    (draft / "hot_tokens.json").write_text("[1, 2]")
+    check_hot_tokens(parse_spec_config({"method": "sd", "model": str(draft)}), 40)
+    if content == "[3, 40]":
+        return
+    for method, model in (("sd", draft), ("hybrid", draft), ("eagle_tree", head)):
+        given = json.dumps(named | {"method": method, "model": str(model)})
+        with pytest.raises(SpecConfigError, match=re.escape(f"'hot_tokens': {file}")):
+            expand(given)
 
 
 def test_hot_tokens_are_not_given_twice(tmp_path: Path) -> None:
@@ -267,125 +253,3 @@ def test_heads_that_no_form_can_say(tmp_path: Path) -> None:
     with pytest.raises(HeadError, match="no published form says"):
         save_published(load_eagle_head(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-class EagleMethod(ReDrafterConfig):
-    """A method that drafts with an EAGLE head."""
-
-    HEAD = "eagle"
-
-
-@pytest.fixture
-def method(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that makes the spec-config of a head's folder."""
-    monkeypatch.setitem(HEAD_METHODS, "eagle", "eagle_tree")
-
-    def make(head: PublishedHead = SPECULATORS) -> EagleMethod:
-        folder = str(head.write(tmp_path / "head"))
-        return EagleMethod(method="redrafter", model=folder)
-
-    return make
-
-
-def test_start_up(method: Callable[..., EagleMethod], tmp_path: Path) -> None:
-    """Red when a published head is not checked at start, or as a head of ours."""
-    config = method()
-    check_head_files(config)
-    (tmp_path / "head" / "model.safetensors").unlink()
-    with pytest.raises(SpecConfigError, match=r"'model': .* `treespec convert-head"):
-        check_head_files(config)
-
-
-def test_methods_of_other_kinds(
-    method: Callable[..., EagleMethod], tmp_path: Path
-) -> None:
-    """Red when another kind of head is taken, or its method is not named."""
-    eagle = method().model
-    with pytest.raises(SpecConfigError) as error:
-        check_head_files(parse_spec_config({"method": "redrafter", "model": eagle}))
-    says = "holds an eagle head; write method 'eagle_tree', or name the folder of a red"
-    assert says in str(error.value)
-    redrafter = write_head(tmp_path / "redrafter", "redrafter")
-    with pytest.raises(SpecConfigError) as error:
-        check_head_files(EagleMethod(method="redrafter", model=redrafter))
-    says = "holds a redrafter head; write method 'redrafter', or name the folder of an"
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize("head", [SPECULATORS, HOT, PublishedHead("eagle")])
-def test_heads_are_no_draft_models(
-    head: PublishedHead, method: Callable[..., EagleMethod]
-) -> None:
-    """Red when an EAGLE head given as a draft model is only found out by a crash."""
-    spec = {"method": "sd", "model": method(head).model, "depth": 3}
-    with pytest.raises(SpecConfigError, match="holds an eagle head, not a draft model"):
-        check_weights(parse_spec_config(spec))
-
-
-@pytest.mark.parametrize(
-    ("head", "target", "says"),
-    [
-        (SPECULATORS, {}, None),
-        (PublishedHead("eagle"), {}, None),
-        (SPECULATORS, {"vocab_size": 41}, "has vocab_size 40, the target 41; use a"),
-        (SPECULATORS, {"hidden_size": 32}, "has target_hidden_size 16, the target 32"),
-        (
-            PublishedHead(target_hidden_size=32),
-            {"hidden_size": 32},
-            "has hidden_size 16, the target 32; use a head trained for this target",
-        ),
-        (
-            PublishedHead(target_hidden_size=32, embed_tokens=True),
-            {"hidden_size": 32},
-            None,
-        ),
-        (
-            SPECULATORS,
-            {"num_hidden_layers": 4},
-            "reads hidden states before the layers [2, 4, 5], and the target has 4",
-        ),
-        (
-            PublishedHead(layer_ids=None),
-            {"num_hidden_layers": 4},
-            "reads hidden states before the layers [2, 2, 1], and the target has 4",
-        ),
-        # its RoPE was made for 128 positions, and goes on beyond
-        (SPECULATORS, {"max_position_embeddings": 100_000}, None),
-    ],
-)
-def test_other_targets(
-    head: PublishedHead,
-    target: dict[str, int],
-    says: str | None,
-    method: Callable[..., EagleMethod],
-) -> None:
-    """Red when a head of another target starts, or one of this target does not."""
-    sizes = {"hidden_size": 16, "vocab_size": 40, "num_hidden_layers": 8, **target}
-    like = LlamaConfig(num_attention_heads=4, **sizes)
-    if says is None:
-        check_head(method(head), like)
-        return
-    with pytest.raises(SpecConfigError) as error:
-        check_head(method(head), like)
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", None])
-def test_other_architectures_are_logged(
-    name: str | None,
-    method: Callable[..., EagleMethod],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Red when nobody is told that a head was trained for another kind of target."""
-    like = LlamaConfig(
-        hidden_size=16,
-        vocab_size=40,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        architectures=[name] if name else None,
-    )
-    check_head(method(), like)
-    warned = "was trained for a LlamaForCausalLM, and the target is a Qwen3" in (
-        caplog.text
-    )
-    assert warned == (name == "Qwen3ForCausalLM")

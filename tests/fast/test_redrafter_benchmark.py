@@ -484,30 +484,3 @@ def test_dry_run_starts_and_writes_nothing(
     assert code == 0, output
     assert "54 cells to measure in 6 engines" in output
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "table1,table3"], "there is no 'table3'"),
-        (["--tree", "4x4"], "beam width x length x draft tokens"),
-        (["--medusa", "no/such/folder"], "there is no folder no/such/folder"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line(
-    heads: dict[str, str], arguments: list[str], message: str
-) -> None:
-    """Red when an option's mistake ends in a traceback or a long run."""
-    code, output = cli(heads, "--dry-run", *arguments)
-    assert code == 1
-    assert message in output
-
-
-def test_a_head_of_the_wrong_kind_is_refused(
-    heads: dict[str, str],
-) -> None:
-    """Red when heads can be mixed up."""
-    mixed = {**heads, "medusa": heads["redrafter"]}
-    code, output = cli(mixed, "--dry-run")
-    assert code == 1
-    assert "holds a redrafter head" in output

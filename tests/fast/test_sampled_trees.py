@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks.sampled_trees import Simulation, decode, row_of
+from tests.heads import llama
 from vllm_treespec.proposers import DynamicTree, Proposer, RsdS
 
 
@@ -13,13 +14,7 @@ from vllm_treespec.proposers import DynamicTree, Proposer, RsdS
 )
 def test_a_perfect_draft_model_is_always_accepted(tree: Proposer) -> None:
     """Red when drafts and target see different tokens, positions or texts."""
-    config = LlamaConfig(
-        vocab_size=13,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
+    config = llama(vocab_size=13, hidden_size=16, intermediate_size=24)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from tests.heads import write_head
+from tests.heads import llama, write_head
 from tests.published_heads import PublishedHead
 from vllm_treespec.cli import app
 from vllm_treespec.heads.checkpoint import WEIGHTS
@@ -32,15 +32,8 @@ ROWS = [
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer of a few words."""
     folder = tmp_path_factory.mktemp("draft")
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        eos_token_id=0,
-        tie_word_embeddings=True,
-    )
+    config = llama(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48)
+    config.eos_token_id, config.tie_word_embeddings = 0, True
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     vocabulary = {word: number for number, word in enumerate(WORDS)}

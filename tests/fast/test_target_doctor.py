@@ -94,19 +94,9 @@ def test_chunks_of_a_draft_model_are_read_on_a_cpu_only(
 
 
 def test_a_spec_config_is_checked_too(target: Path) -> None:
-    """Red when a spec-config that would be refused passes, or a good one does not."""
+    """Red when a good spec-config is refused (wrong ones: test_command_messages)."""
     spec = {"method": "suffix_tree", "num_drafts": 8}
     assert doctor("--target", target, "--speculative-config", json.dumps(spec))[0] == 0
-    for text, says in (
-        (json.dumps({**spec, "width": 2}), "'width' is not a key of this method"),
-        ('{"method": "sd", "model": "/nope"}', "there is no folder /nope"),
-        ('{"method": "eagle_tree", "model": "/nope"}', "there is no folder /nope"),
-        ('{"method": "ngrams"}', "'method' is 'ngrams'"),
-        ("{", "the spec-config is not JSON"),
-    ):
-        code, printed = doctor("--target", target, "--speculative-config", text)
-        assert code == 1, text
-        assert says in printed
 
 
 def test_lengths_are_those_of_the_engine(target: Path, tmp_path: Path) -> None:
@@ -190,16 +180,6 @@ def test_models_whose_code_lacks_a_package(
         assert code == 1
         assert f"vLLM cannot import the code of {target}" in text
         assert says in text
-
-
-@pytest.mark.parametrize(
-    "option", ["--speculative-config", "--max-model-len", "--tensor-parallel-size"]
-)
-def test_options_that_need_a_target(option: str) -> None:
-    """Red when one is ignored."""
-    code, text = doctor(option, 2)
-    assert code == 1
-    assert "need --target" in text
 
 
 def test_another_device_needs_no_such_machine(target: Path) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
+from transformers import LlamaForCausalLM
 
+from tests.fast.tiny_training import VOCAB, some_rows, tiny_target
 from vllm_treespec.train.batches import BatchDataset
-from vllm_treespec.train.cli import app
-from vllm_treespec.train.draft import DraftOptions, DraftTrainer, train_draft
 from vllm_treespec.train.loss import (
     TeacherTargets,
     VocabRows,
@@ -32,7 +30,6 @@ from vllm_treespec.train.model import (
     project_embedding,
     save_draft,
 )
-from vllm_treespec.train.pipeline import make_draft
 from vllm_treespec.train.teacher import TeacherOptions, cache_teacher, load_cache
 from vllm_treespec.train.text import (
     Row,
@@ -42,7 +39,6 @@ from vllm_treespec.train.text import (
     read_rows,
 )
 
-VOCAB = 97
 SHAPE = DraftShape(
     hidden_size=16, num_layers=1, num_heads=2, head_dim=8, intermediate_size=24
 )
@@ -50,29 +46,12 @@ SHAPE = DraftShape(
 
 @pytest.fixture
 def target() -> LlamaForCausalLM:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_target()
 
 
 @pytest.fixture
 def rows() -> list[Row]:
-    generator = torch.Generator().manual_seed(2)
-    lengths = [9, 21, 14, 2, 30, 17, 11, 5, 26]
-    return [
-        Row(torch.randint(VOCAB, (n,), generator=generator).tolist(), min(n - 1, 4))
-        for n in lengths
-    ]
+    return some_rows(1)
 
 
 def exact_kl(
@@ -251,87 +230,6 @@ def test_projection_to_full_width_keeps_logits_up_to_a_shift(
     torch.testing.assert_close((full @ solved).T, centred, atol=1e-3, rtol=1e-3)
 
 
-def draft_options(**changes: object) -> DraftOptions:
-    common = {
-        "batch_tokens": 64,
-        "core_rows": 30,
-        "sampled_rows": 20,
-        "save_steps": 1000,
-    }
-    return DraftOptions(**{**common, "eval_share": 0.2, **changes})  # type: ignore[arg-type]
-
-
-def test_exported_folder_loads_and_training_lowers_kl(
-    tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
-) -> None:
-    target.save_pretrained(tmp_path / "target")
-    name = str(tmp_path / "target")
-    teacher = TeacherOptions(top_k=16)
-    # The same conversations throughout: what is tested is that they can be learned.
-    # Different prompt lengths make them different questions, or all would be on one
-    # side of the split.
-    again = [
-        Row(row.token_ids, length)
-        for length in range(1, 5)
-        for row in rows
-        if length <= row.prompt_len
-    ]
-    record = make_draft(
-        name, tmp_path / "out", again, SHAPE, teacher, draft_options(epochs=12), 9
-    )
-    assert record["result"]["kl"] < 0.85 * record["evaluations"][0]["eval_kl"]
-    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["head_dim"] == 8
-    assert config["tie_word_embeddings"] is True
-    assert config["max_position_embeddings"] == 64
-    assert config["rope_parameters"]["rope_theta"] == 5000.0
-    assert draft.dtype == torch.bfloat16
-    assert draft(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, VOCAB)
-    assert (tmp_path / "out" / "work" / "curves.png").stat().st_size > 0
-    hot = json.loads((tmp_path / "out" / "hot_tokens.json").read_text())
-    assert len(set(hot)) == 9
-    assert hot == sorted(hot)
-
-
-def test_cut_run_resumes_to_the_same_weights(
-    tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
-) -> None:
-    cache = load_cache(
-        cache_teacher(target, "tiny", rows, tmp_path / "teacher", TeacherOptions(16))
-    )
-
-    def run(folder: str, save_steps: int) -> dict[str, torch.Tensor]:
-        draft = build_draft(target, SHAPE, cache.statistics)
-        options = draft_options(epochs=3, save_steps=save_steps)
-        train_draft(draft, cache, tmp_path / folder, options)
-        return draft.state_dict()
-
-    uncut = run("uncut", save_steps=1000)
-    compute_loss = DraftTrainer.compute_loss
-    with pytest.MonkeyPatch.context() as patch:
-
-        def cut(self: DraftTrainer, *args: object, **kwargs: object) -> torch.Tensor:
-            if self.state.global_step == 5:
-                raise KeyboardInterrupt
-            return compute_loss(self, *args, **kwargs)  # type: ignore[arg-type]
-
-        patch.setattr(DraftTrainer, "compute_loss", cut)
-        with pytest.raises(KeyboardInterrupt):
-            run("cut", save_steps=3)
-    resumed = run("cut", save_steps=3)
-    for name, value in uncut.items():
-        torch.testing.assert_close(resumed[name], value)
-    with pytest.raises(ValueError, match="other lr"):
-        train_draft(
-            build_draft(target, SHAPE, cache.statistics),
-            cache,
-            tmp_path / "cut",
-            draft_options(epochs=3, save_steps=3, lr=1.0),
-        )
-
-
 def test_too_large_weights_are_refused(
     tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
@@ -380,20 +278,6 @@ def test_wrong_rows_are_refused_by_line(tmp_path: Path, line: bytes) -> None:
     path.write_bytes(b'{"token_ids": [1, 98], "prompt_len": 0}\n' + line + b"\n")
     with pytest.raises(ValueError, match=rf"text\.jsonl:2: .*{WRONG_ROWS[line]}"):
         read_rows(path, 99)
-
-
-def test_wrong_text_ends_the_command_in_one_line(
-    tmp_path: Path, target: LlamaForCausalLM
-) -> None:
-    """Red when the target's vocabulary is not asked before its weights are loaded."""
-    target.config.save_pretrained(tmp_path / "target")
-    (tmp_path / "t.jsonl").write_text('{"token_ids": [1, 97], "prompt_len": 1}\n')
-    command = ["draft", "--target", str(tmp_path / "target")]
-    command += ["--text", str(tmp_path / "t.jsonl"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1
-    (line,) = done.output.strip().splitlines()
-    assert "t.jsonl:1: token_ids[1] is 97, the target's tokens are 0 to 96" in line
 
 
 class FakeTokenizer:
@@ -503,10 +387,3 @@ def test_prompts_are_read_from_the_usual_keys(tmp_path: Path) -> None:
     path.write_text('{"text": "g"}\n')
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: no key"):
         read_prompts(path)
-
-
-def test_command_names_the_missing_file() -> None:
-    command = ["draft", "--target", "t", "--out", "o", "--text", "absent.jsonl"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code != 0
-    assert "absent.jsonl" in result.output

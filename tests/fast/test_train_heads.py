@@ -1,43 +1,26 @@
 """Training of heads, on random targets of a few thousand parameters."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
-from typer.testing import CliRunner
+from transformers import PreTrainedModel
 
-from tests.tiers import grid
+from tests.fast.tiny_training import HIDDEN, VOCAB, some_rows, tiny_target
 from vllm_treespec.heads import (
-    MedusaHead,
-    MedusaHeadConfig,
-    ReDrafterHead,
     ReDrafterHeadConfig,
-    load_head,
 )
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import split_rows
-from vllm_treespec.train.cli import app
 from vllm_treespec.train.head import (
     NUM_RANKS,
     HeadOptions,
-    HeadTrainer,
     draft_vocab_rows,
     level_quality,
     train_head,
 )
 from vllm_treespec.train.head_batches import HeadDataset
-from vllm_treespec.train.pipeline import evaluate_folder, make_head, start_head
+from vllm_treespec.train.pipeline import evaluate_folder, start_head
 from vllm_treespec.train.teacher import (
     TeacherCache,
     TeacherOptions,
@@ -46,47 +29,20 @@ from vllm_treespec.train.teacher import (
 )
 from vllm_treespec.train.text import Row
 
-VOCAB, HIDDEN, DEPTH = 97, 32, 3
+DEPTH = 3
 TEACHER = TeacherOptions(top_k=16, layers=(FINAL_LAYER,))
 SIZES = {"num_hot_tokens": 60, "depth": DEPTH, "num_blocks": 1}
 OPTIONS = HeadOptions(epochs=8, batch_positions=64, eval_share=0.2, save_steps=1000)
 
 
-def make_target(kind: str) -> PreTrainedModel:
-    torch.manual_seed(1)
-    common = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-    }
-    if kind == "opt":
-        config = OPTConfig(
-            **common, ffn_dim=48, word_embed_proj_dim=HIDDEN, init_std=0.3
-        )
-        return OPTForCausalLM(config).eval()
-    more = {"intermediate_size": 48, "initializer_range": 0.3}
-    if kind == "qwen":
-        return Qwen2ForCausalLM(
-            Qwen2Config(**common, **more, num_key_value_heads=2)
-        ).eval()
-    return LlamaForCausalLM(LlamaConfig(**common, **more, num_key_value_heads=2)).eval()
-
-
 @pytest.fixture
 def target() -> PreTrainedModel:
-    return make_target("llama")
+    return tiny_target()
 
 
 @pytest.fixture
 def rows() -> list[Row]:
-    generator = torch.Generator().manual_seed(2)
-    lengths = [9, 21, 14, 2, 30, 17, 11, 5, 26] * 3
-    return [
-        Row(torch.randint(VOCAB, (n,), generator=generator).tolist(), min(n - 1, 4))
-        for n in lengths
-    ]
+    return some_rows(3)
 
 
 @pytest.fixture
@@ -143,41 +99,6 @@ def test_no_question_is_in_training_and_evaluation(
     assert not {r // 2 for r in train} & {r // 2 for r in evaluation}
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    grid(
-        ["llama", "qwen", "opt"],
-        ["redrafter", "medusa"],
-        quick=lambda *case: case in (("llama", "redrafter"), ("qwen", "medusa")),
-    ),
-)
-def test_training_lowers_kl_and_the_folder_loads(
-    tmp_path: Path, rows: list[Row], method: str, kind: str
-) -> None:
-    """Red when a target family, the saved folder or the command's record breaks."""
-    target = make_target(kind)
-    target.save_pretrained(tmp_path / "target")
-    name = str(tmp_path / "target")
-    # Different prompt lengths make the same text different questions.
-    again = [Row(r.token_ids, n) for n in (1, 2, 3) for r in rows if n < r.prompt_len]
-    work, out = tmp_path / "work", tmp_path / "out"
-    record = make_head(name, out, work, again, method, SIZES, TEACHER, OPTIONS)
-    first = record["evaluations"][0]["eval_kl"]
-    assert record["result"]["kl"] < 0.9 * first
-    head = load_head(out)
-    assert isinstance(head, MedusaHead if method == "medusa" else ReDrafterHead)
-    assert head.hot_token_ids is not None
-    assert head.hot_token_ids.diff().min() > 0
-    assert not {"embedding.weight", "output.weight"} & head.state_dict().keys()
-    assert json.loads((out / "training.json").read_text())["result"]["steps"] > 0
-    assert (out / "curves.png").stat().st_size > 0
-    found = evaluate_folder(name, out, work, again, TEACHER)
-    assert len(found["accuracies"]) == DEPTH
-    assert len(found["accuracies"][0]) == NUM_RANKS
-    if isinstance(head.config, MedusaHeadConfig):
-        assert len(head.config.rank_accuracies) == DEPTH
-
-
 def test_own_weights_start_from_the_targets_and_are_trained(
     tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
 ) -> None:
@@ -191,34 +112,6 @@ def test_own_weights_start_from_the_targets_and_are_trained(
     train_head(head, cache, tmp_path / "run", OPTIONS)
     assert not torch.equal(head.output.weight, before)
     assert {"embedding.weight", "output.weight"} <= head.state_dict().keys()
-
-
-def test_cut_run_resumes_to_the_same_weights(
-    tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
-) -> None:
-    """Red when a step's random levels or the optimizer's state are not resumed."""
-
-    def run(folder: str, save_steps: int) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        head = start_head("redrafter", SIZES, target, cache.statistics)
-        options = replace(OPTIONS, epochs=3, save_steps=save_steps)
-        train_head(head, cache, tmp_path / folder, options)
-        return head.state_dict()
-
-    uncut = run("uncut", save_steps=1000)
-    compute_loss = HeadTrainer.compute_loss
-    with pytest.MonkeyPatch.context() as patch:
-
-        def cut(self: HeadTrainer, *args: object, **kwargs: object) -> torch.Tensor:
-            if self.state.global_step == 5:
-                raise KeyboardInterrupt
-            return compute_loss(self, *args, **kwargs)  # type: ignore[arg-type]
-
-        patch.setattr(HeadTrainer, "compute_loss", cut)
-        with pytest.raises(KeyboardInterrupt):
-            run("cut", save_steps=3)
-    for name, value in run("cut", save_steps=3).items():
-        torch.testing.assert_close(value, uncut[name])
 
 
 def test_quality_counts_ranks_and_acceptance_of_the_draft_vocabulary(
@@ -241,27 +134,6 @@ def test_quality_counts_ranks_and_acceptance_of_the_draft_vocabulary(
     assert torch.equal(quality.rank, rank)
     expected = torch.minimum(probs.gather(1, targets.ids), targets.probs).sum(1)
     torch.testing.assert_close(quality.acceptance, expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["redrafter", "--target", "t", "--out", "o", "--text", "absent"], "absent"),
-        (
-            ["medusa", "--target", "t", "--out", "o", "--inner-size", "8"],
-            "inner-size",
-        ),
-        (
-            ["evaluate", "h", "--target", "t", "--text", "absent", "--work", "w"],
-            "absent",
-        ),
-    ],
-)
-def test_commands_name_what_is_wrong(command: list[str], words: str) -> None:
-    """Red when a missing file or a key of the other method passes."""
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code != 0
-    assert words in result.output
 
 
 def test_head_of_another_target_is_refused(

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
+from tests.fast.tiny_training import tiny_target
+from tests.heads import llama
 from vllm_treespec.train import distill
 from vllm_treespec.train.cli import app
 from vllm_treespec.train.distill import DistillOptions, DistillTrainer, run_training
@@ -57,18 +59,10 @@ class TinyTrainer(DistillTrainer):
 def train(kind: str, folder: Path) -> dict[str, torch.Tensor]:
     """Train a tiny model as draft models or as heads are; return its weights."""
     torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=11,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        tie_word_embeddings=kind == DRAFT,
-    )
-    llama = LlamaForCausalLM(config)
-    model = llama if kind == DRAFT else nn.ModuleDict({"head": llama})
+    trained = LlamaForCausalLM(llama(tie_word_embeddings=kind == DRAFT))
+    model = trained if kind == DRAFT else nn.ModuleDict({"head": trained})
     run_training(TinyTrainer, model, (Numbers(), Numbers()), folder, OPTIONS, {})
-    return llama.state_dict()
+    return trained.state_dict()
 
 
 def cut(path: Path) -> None:
@@ -202,15 +196,7 @@ def test_options_appear_whole(tmp_path: Path) -> None:
 
 def test_weights_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a kill while the folder is written leaves weights cut short in it."""
-    draft = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=11,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-        )
-    )
+    draft = LlamaForCausalLM(llama())
     save_draft(draft, tmp_path, None)
     before = (tmp_path / "model.safetensors").read_bytes()
 
@@ -247,16 +233,7 @@ app()
 @pytest.mark.thorough
 def test_killed_command_goes_on(tmp_path: Path) -> None:
     """Red when kill -9 while a checkpoint is written stops ``treespec train draft``."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    tiny_target().save_pretrained(tmp_path / "target")
     rows = [{"token_ids": [n, *range(20)], "prompt_len": 3} for n in range(20)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     command = [
@@ -287,9 +264,7 @@ def test_shards_of_the_teacher_that_are_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Red when a shard cut short is a traceback, or is read as it is."""
-    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
-    target = LlamaForCausalLM(LlamaConfig(**sizes, **layers)).eval()
+    target = LlamaForCausalLM(llama()).eval()
     rows = [Row(list(range(9)), 2), Row(list(range(7)), 3)]
     (shard,) = cache_teacher(target, "target", rows, tmp_path, TeacherOptions())
     whole = shard.read_bytes()

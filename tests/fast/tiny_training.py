@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -14,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from vllm_treespec.heads import EagleHead
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.context_batches import ContextDataset
-from vllm_treespec.train.pair_head import PairOptions, PairTrainer
+from vllm_treespec.train.pair_head import PairOptions
 from vllm_treespec.train.teacher import (
     TeacherCache,
     TeacherOptions,
@@ -25,6 +24,17 @@ from vllm_treespec.train.text import Row
 from vllm_treespec.train.unrolled import unrolled
 
 VOCAB, HIDDEN, LAYERS, STEPS = 97, 32, 7, 3
+TARGET_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
 TEACHER = TeacherOptions(top_k=16, layers=(2, 3, 4, FINAL_LAYER))
 OPTIONS = PairOptions(epochs=4, batch_tokens=64, eval_share=0.2, save_steps=1000)
 
@@ -32,17 +42,7 @@ OPTIONS = PairOptions(epochs=4, batch_tokens=64, eval_share=0.2, save_steps=1000
 def tiny_target() -> PreTrainedModel:
     """A random Llama whose distributions are not flat."""
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        initializer_range=0.3,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**TARGET_SIZES)).eval()
 
 
 def some_rows(number: int) -> list[Row]:
@@ -183,27 +183,3 @@ def assert_trained_as_served(head: EagleHead, cache: TeacherCache) -> None:
                 )
                 compared += 1
     assert compared == sum(int((~step.isnan()).all(1).sum()) for step in found)
-
-
-def resumed_after_a_cut(
-    run: Callable[[int], dict[str, Tensor]], cut_at: int = 5
-) -> dict[str, Tensor]:
-    """Weights of a run that is cut in a step, then started again.
-
-    Args:
-        run: trains, with checkpoints every so many steps, and returns the weights.
-        cut_at: number of the step.
-
-    """
-    compute_loss = PairTrainer.compute_loss
-
-    def cut(self: PairTrainer, *args: object, **kwargs: object) -> Tensor:
-        if self.state.global_step == cut_at:
-            raise KeyboardInterrupt
-        return compute_loss(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PairTrainer, "compute_loss", cut)
-        with pytest.raises(KeyboardInterrupt):
-            run(3)
-    return run(3)

@@ -1,55 +1,55 @@
-"""Unrolled training of EAGLE heads, on random targets of a few thousand parameters."""
+"""Unrolled training of heads that read pairs, on a tiny random target."""
 
-import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    TrainingArguments,
 )
-from typer.testing import CliRunner
 
-from tests.fast.pair_training import (
+from tests.fast.tiny_training import (
     HIDDEN,
     OPTIONS,
     STEPS,
+    TARGET_SIZES,
     VOCAB,
     assert_trained_as_served,
     bigram_cache,
-    resumed_after_a_cut,
     run_steps,
     shake,
     some_rows,
     tiny_cache,
     tiny_target,
 )
-from vllm_treespec.heads import load_eagle_head
+from vllm_treespec.heads import LyannaHead
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import split_rows
-from vllm_treespec.train.cli import app
 from vllm_treespec.train.context_batches import ContextDataset
 from vllm_treespec.train.distill import targets_of
-from vllm_treespec.train.head import HeadOptions, train_head
+from vllm_treespec.train.head import HeadOptions, draft_vocab_rows, train_head
 from vllm_treespec.train.pair_head import (
     PairOptions,
+    PairTrainer,
+    drafted_quality,
     entries,
     train_pair_head,
 )
-from vllm_treespec.train.pair_start import eagle_config, start_pair_head
+from vllm_treespec.train.pair_start import eagle_config, lyanna_config, start_pair_head
 from vllm_treespec.train.pipeline import start_head
 from vllm_treespec.train.states import StateFiles
-from vllm_treespec.train.teacher import (
-    TeacherCache,
-)
+from vllm_treespec.train.teacher import TeacherCache
+from vllm_treespec.train.unrolled import unrolled
 
 SIZES = {"num_hot_tokens": 60, "depth": STEPS}
 
@@ -66,45 +66,73 @@ def cache(
     return tiny_cache(tmp_path_factory.mktemp("teacher"), target)
 
 
-def fresh_head(
+def eagle_head(
     target: PreTrainedModel,
     cache: TeacherCache,
     layers: str = "three",
-    seed: int = 3,
     **sizes: Any,
 ) -> EagleHead:
     """A head whose attention and MLP do something."""
-    torch.manual_seed(seed)
+    torch.manual_seed(3)
     config = eagle_config(target, layers, {**SIZES, **sizes})
     return shake(start_pair_head(config, target, cache.statistics))
 
 
+def lyanna_head(
+    target: PreTrainedModel, cache: TeacherCache, **sizes: Any
+) -> LyannaHead:
+    """A head as training starts it."""
+    torch.manual_seed(3)
+    config = lyanna_config(target, {**SIZES, "token_info_rank": 4, **sizes})
+    head = start_pair_head(config, target, cache.statistics)
+    assert isinstance(head, LyannaHead)
+    return head
+
+
 @pytest.mark.parametrize(
-    ("layers", "sizes"),
+    ("make", "sizes"),
     [
-        ("three", {"norm_layers": True, "norm_output": True, "num_layers": 2}),
-        ("one", {}),
-        ("one", {"version": 1}),
+        (eagle_head, {"norm_layers": True, "norm_output": True, "num_layers": 2}),
+        (eagle_head, {"layers": "one"}),
+        (eagle_head, {"layers": "one", "version": 1}),
+        (lyanna_head, {}),
+        (lyanna_head, {"context": False}),
+        (lyanna_head, {"first_token": False, "token_info": "all", "num_layers": 2}),
+        (lyanna_head, {"first_token": False, "token_info_rank": 0, "context": False}),
     ],
 )
 def test_training_step_is_the_drafted_state_of_serving(
     target: PreTrainedModel,
     cache: TeacherCache,
     monkeypatch: pytest.MonkeyPatch,
-    layers: str,
+    make: Callable[..., EagleHead],
     sizes: dict[str, Any],
 ) -> None:
     """Red when a step's token, position or context is not what serving has."""
     # several blocks a conversation
     monkeypatch.setattr("vllm_treespec.train.unrolled._BLOCK", 5)
-    assert_trained_as_served(fresh_head(target, cache, layers, **sizes), cache)
+    assert_trained_as_served(shake(make(target, cache, **sizes)), cache)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [{"context": False}, {"num_hot_tokens": None}])
+def test_every_weight_is_trained(
+    tmp_path: Path, target: PreTrainedModel, cache: TeacherCache, sizes: dict[str, Any]
+) -> None:
+    """Red when a part of a head is left out of the optimizer or of the loss."""
+    head = lyanna_head(target, cache, **sizes)
+    options = replace(OPTIONS, epochs=1, feature_weight=0.1)
+    train_pair_head(head, cache, tmp_path, options)
+    fresh = lyanna_head(target, cache, **sizes).state_dict()
+    for name, value in head.state_dict().items():
+        assert name == "hot_token_ids" or not torch.equal(value, fresh[name]), name
 
 
 def test_no_step_sees_what_is_not_drafted_yet(
     target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when a later token or hidden state, or another pair's draft, leaks."""
-    head = fresh_head(target, cache)
+    head = eagle_head(target, cache)
     data = ContextDataset(cache, [4, 8], 200, head.config.layers)
     inputs = data[0]
     before = run_steps(head, inputs)
@@ -176,32 +204,6 @@ def test_a_batch_reads_its_conversations_and_layers_only(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "changes", [{"feature_noise": 0.1, "feature_weight": 1.0}, {"max_steps": 12}]
-)
-def test_cut_run_resumes_to_the_same_weights(
-    tmp_path: Path,
-    target: PreTrainedModel,
-    cache: TeacherCache,
-    changes: dict[str, Any],
-) -> None:
-    """Red when noise, the order of batches or the optimizer's state is not resumed."""
-
-    def run(folder: str, save_steps: int) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        config = eagle_config(target, "one", SIZES)
-        head = start_pair_head(config, target, cache.statistics)
-        options = replace(OPTIONS, epochs=1, save_steps=save_steps, **changes)
-        train_pair_head(head, cache, tmp_path / folder, options)
-        return head.state_dict()
-
-    uncut = run("uncut", save_steps=1000)
-    resumed = resumed_after_a_cut(lambda save_steps: run("cut", save_steps))
-    for name, value in resumed.items():
-        torch.testing.assert_close(value, uncut[name])
-
-
-@pytest.mark.thorough
 def test_eagle_beats_medusa_at_the_second_token(
     tmp_path: Path, target: PreTrainedModel
 ) -> None:
@@ -230,73 +232,9 @@ def test_share_of_the_text_keeps_the_evaluation(cache: TeacherCache) -> None:
     assert abs(len(part) - len(all_rows) / 2) <= 1
 
 
-def test_commands_train_and_evaluate(tmp_path: Path, target: PreTrainedModel) -> None:
-    """Red when the command, the folder it writes or its evaluation breaks."""
-    target.save_pretrained(tmp_path / "target")
-    text = tmp_path / "text.jsonl"
-    rows = [
-        {"token_ids": r.token_ids, "prompt_len": r.prompt_len} for r in some_rows(6)
-    ]
-    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = ["--target", str(tmp_path / "target"), "--text", str(text)]
-    shared += ["--work", str(tmp_path / "work"), "--top-k", "16"]
-    out = tmp_path / "head"
-    command = ["eagle", *shared, "--out", str(out), "--max-steps", "4"]
-    command += ["--batch-tokens", "64", "--hot-tokens", "60", "--depth", "3"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output[-2000:]
-    head = load_eagle_head(out)
-    assert head.config.target_layers == (2, 3, 4)
-    assert [len(level) for level in head.config.rank_accuracies] == [10, 10, 10]
-    assert "embedding.weight" not in head.state_dict()
-    record = json.loads((out / "training.json").read_text())
-    assert record["result"]["steps"] == 4
-    assert record["teacher"]["layers"] == [2, 3, 4]
-    assert (out / "curves.png").stat().st_size > 0
-    measured = tmp_path / "evaluation.json"
-    command = ["evaluate", str(out), *shared, "--json", str(measured)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output[-2000:]
-    assert "t+3" in done.output
-    found = json.loads(measured.read_text())
-    assert found["text"] == ["text.jsonl"]
-    assert len(found["acceptance"]) == len(found["accuracies"]) == 3
-    # A head that needs fewer layers trains from the same cache.
-    command = ["medusa", *shared, "--out", str(tmp_path / "medusa"), "--max-steps", "2"]
-    done = CliRunner().invoke(app, [*command, "--hot-tokens", "60"])
-    # its layer was not kept: the shards are made again, with it
-    assert done.exit_code == 0, done.output[-2000:]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--text", "absent"], "absent does not exist"),
-        (["--version", "2"], "pass --version 1"),
-        (["--version", "1", "--layers", "three"], "leave out --layers three"),
-        (["--version", "1", "--norm-layers"], "--norm-layers is for EAGLE-3"),
-        (["--feature-weight", "1"], "pass --layers one"),
-        (["--layers", "two"], "--layers"),
-        (["--text-share", "2"], "--text-share"),
-    ],
-)
-def test_command_names_what_is_wrong(options: list[str], words: str) -> None:
-    """Red when options that exclude each other pass."""
-    command = ["eagle", "--target", "t", "--out", "o", *options]
-    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert words in result.output
-
-
 def test_small_targets_have_no_three_layers() -> None:
     """Red when layers would be read twice."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        intermediate_size=48,
-    )
+    config = LlamaConfig(**{**TARGET_SIZES, "num_hidden_layers": 6})
     with pytest.raises(ValueError, match="pass --layers one"):
         eagle_config(LlamaForCausalLM(config), "three", {})
 
@@ -313,3 +251,104 @@ def test_targets_of_another_kind_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"intermediate_size, rms_norm_eps: EAGLE"):
         eagle_config(OPTForCausalLM(config), "one", {})
+
+
+def test_levels_are_judged_with_the_served_logits(
+    target: PreTrainedModel, cache: TeacherCache
+) -> None:
+    """Red when training judges, or learns, other logits than serving draws from."""
+    head = lyanna_head(target, cache)
+    shake(head)
+    head.share(
+        target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    )
+    inputs = ContextDataset(cache, [4, 8], 200, (FINAL_LAYER,))[0]
+    features = head.features(inputs["states"].float())
+    for kept, out, before in unrolled(head, features, inputs, STEPS):
+        trained = head.output_inputs_after(out, before) @ head.output_weight().T
+        served = head.logits(out) + head.info_logits(before)
+        torch.testing.assert_close(trained, served, rtol=1e-5, atol=1e-5)
+        assert len(kept)
+    # the level of a guess, and the place of the target's likeliest token
+    level, quality = drafted_quality(head, inputs, draft_vocab_rows(head))
+    assert level.bincount().tolist() == [
+        int((inputs["left"] >= step).sum()) for step in range(STEPS)
+    ]
+    assert len(quality.rank) == len(level)
+
+
+def test_a_fresh_chain_passes_the_state_of_the_target(
+    target: PreTrainedModel, cache: TeacherCache
+) -> None:
+    """Red when a fresh head starts from noise, or its states have another size."""
+    head = lyanna_head(target, cache, first_token=False, context=False)
+    inputs = ContextDataset(cache, [4, 8], 200, (FINAL_LAYER,))[0]
+    states = inputs["states"].float()
+    size = states.square().mean().sqrt().item()
+    head.requires_grad_(False)
+    for kept, out, _ in unrolled(head, head.features(states), inputs, STEPS):
+        state = states.flatten(0, 1)[inputs["pairs"][kept]]
+        alike = torch.cosine_similarity(out, state, dim=-1)
+        torch.testing.assert_close(alike, torch.ones(len(kept)))
+        assert out.square().mean().sqrt().item() == pytest.approx(size, rel=0.2)
+
+
+@pytest.mark.thorough
+def test_token_info_beats_none_at_the_second_token(
+    tmp_path: Path, target: PreTrainedModel
+) -> None:
+    """Red when token info is not of the parent, or does not learn."""
+    cache = bigram_cache(tmp_path / "t", target)
+    options = PairOptions(
+        max_steps=100, lr=1e-2, eval_share=0.1, batch_tokens=256, steps=2
+    )
+    found: dict[int, dict[str, Any]] = {}
+    for rank in (0, 32):
+        sizes = {"num_hot_tokens": None, "depth": 2, "token_info_rank": rank}
+        head = lyanna_head(target, cache, **sizes)
+        found[rank] = train_pair_head(head, cache, tmp_path / str(rank), options)
+    assert found[32]["accuracy_2"] > found[0]["accuracy_2"] + 0.2
+    # the pair holds the token below which the first level is guessed
+    assert found[0]["accuracy_1"] > found[0]["accuracy_2"] + 0.2
+
+
+def test_token_info_has_a_learning_rate_of_its_own(
+    tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
+) -> None:
+    """Red when --token-info-lr has no effect, or a weight is in no group or in two."""
+    head = lyanna_head(target, cache)
+    trainer = PairTrainer(
+        options=replace(OPTIONS, token_info_lr=0.5),
+        model=nn.ModuleDict({"head": head}),
+        args=TrainingArguments(output_dir=str(tmp_path), report_to="none"),
+    )
+    assert head.info is not None
+    groups = trainer.create_optimizer().param_groups
+    rates = [(id(p), group["lr"]) for group in groups for p in group["params"]]
+    assert sorted(p for p, _ in rates) == sorted(map(id, head.parameters()))
+    fast = {p for p, rate in rates if rate == 0.5}
+    assert fast == set(map(id, head.info.parameters()))
+
+
+def test_the_loss_on_states_is_their_mean_square_error(
+    tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
+) -> None:
+    """Red when --feature-weight has no effect, or compares with another place."""
+    head = shake(lyanna_head(target, cache))
+    inputs = ContextDataset(cache, [0, 3, 4, 8], 200, (FINAL_LAYER,))[0]
+    losses = []
+    for weight in (0.0, 10.0):
+        trainer = PairTrainer(
+            options=replace(OPTIONS, steps=STEPS, feature_weight=weight),
+            model=nn.ModuleDict({"head": head}),
+            args=TrainingArguments(output_dir=str(tmp_path), report_to="none"),
+        )
+        losses.append(trainer.compute_loss(None, inputs).item())
+    states = inputs["states"].float()
+    total = 0.0
+    for step, (kept, out, _) in enumerate(unrolled(head, states, inputs, STEPS)):
+        # the state of the token before the guess
+        wanted = states.flatten(0, 1)[inputs["pairs"][kept] + 1 + step]
+        total += 0.8**step * (out - wanted).square().mean().item()
+    expected = 10 * total / (1 + 0.8 + 0.8**2)
+    assert losses[1] - losses[0] == pytest.approx(expected, rel=0.01)
