@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.sampling.coupling import noise_of
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.base import DraftModel
@@ -41,6 +42,8 @@ class ProposerInputs:
     # the tokens after nodes of each depth (``uniforms.noise_keys``); None: drafts must
     # not depend on it
     noise_keys: Tensor | None = None
+    # from these keys and tokens to the noise, float64
+    noise_of: Callable[[Tensor, Tensor], Tensor] = noise_of
     # of each suffix index
     continuations: Sequence[Continuations] = ()
     # float64 [num_reqs], on the host, see ``Shares.first``; None: the method has none

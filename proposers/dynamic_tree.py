@@ -152,7 +152,8 @@ def following_noise(
     assert inputs.noise_keys is not None
     mass, columns = probs.topk(min(max(count, LIKELIEST), probs.shape[-1]), dim=-1)
     tokens = tokens_of(columns, draft_model.vocabulary)
-    chances = coupled_chances(inputs.noise_keys[:, level], tokens, mass)
+    keys = inputs.noise_keys[:, level, None, None]
+    chances = coupled_chances(inputs.noise_of(keys, tokens), mass)
     greedy = inputs.sampling.greedy[:, None, None]
     chances = torch.where(greedy, mass.double(), chances)
     best = chances.topk(count, dim=-1)

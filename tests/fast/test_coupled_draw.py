@@ -317,9 +317,10 @@ def test_chances_sum_to_one() -> None:
     probs = torch.rand(1, 6, generator=generator).softmax(1)
     tokens = torch.arange(6).expand(1000, 1, -1)
     keys = random_keys(1000)
-    chances = coupled_chances(keys, tokens, probs.expand(1000, 1, -1))
+    noise = noise_of(keys[:, None, None], tokens)
+    chances = coupled_chances(noise, probs.expand(1000, 1, -1))
     assert float((chances.sum(-1) - 1).abs().max()) < 1e-6
-    few = coupled_chances(keys, tokens[..., :2], probs[:, None, :2].expand(1000, 1, -1))
+    few = coupled_chances(noise[..., :2], probs[:, None, :2].expand(1000, 1, -1))
     assert float(few.sum(-1).max()) < 1
 
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.v2.engines import GREEDY, engine
-from tests.v2.prompts import PROMPTS, greedy_answers
+from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS, greedy_answers
+from tests.v2.test_trees import INDEX, accepted
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 PATTERN = "[a-f]{3}-(cat|dog)-[0-9]{2}"
@@ -40,3 +41,29 @@ def test_answers_obey_a_grammar(spelling_target: str) -> None:
     *word, end = (BYTES[token] for token in bound)
     assert end == BYTES[-1]
     assert re.fullmatch(PATTERN, "".join(word))
+
+
+def test_trees_under_a_grammar(spelling_target: str) -> None:
+    """Red when a node gets the mask of another one, or a grammar cuts a tree.
+
+    A request whose tokens are in flight is masked late, when its tree is known.
+    """
+    regexes = [PATTERN + "[x-z]{5}", "([A-C][0-9]){8}"]
+    structured = [
+        {
+            **PARAMS["sampled"],
+            "ignore_eos": False,
+            "structured_outputs": StructuredOutputsParams(regex=regex),
+        }
+        for regex in regexes
+    ]
+    params = [*structured, PARAMS["sampled"]]
+    with engine(spelling_target, skip_tokenizer_init=False) as plain:
+        expected = plain.generate(PROMPTS[:3], params, NUM_TOKENS)
+    with engine(spelling_target, INDEX, skip_tokenizer_init=False) as running:
+        assert running.generate(PROMPTS[:3], params, NUM_TOKENS) == expected
+        accepted(running)
+        assert running.generate(PROMPTS[:3], params, NUM_TOKENS) == expected
+        assert accepted(running) > NUM_TOKENS
+        assert running.generate(PROMPTS[:1], params[:1], NUM_TOKENS) == expected[:1]
+        assert accepted(running) > 4

@@ -87,20 +87,19 @@ def _or_another(
     return torch.where(is_other, draw(others, places), chosen)
 
 
-def coupled_chances(keys: Tensor, tokens: Tensor, mass: Tensor) -> Tensor:
+def coupled_chances(noise: Tensor, mass: Tensor) -> Tensor:
     """How likely each token is the one that the target draws, given the noise.
 
     Without noise it would be the probabilities themselves.
 
     Args:
-        keys: int64 [num_reqs], of the noise of the token's position.
-        tokens: int64 [num_reqs, width, count], likely ones, of the target's vocabulary.
+        noise: float64 [num_reqs, width, count], of likely tokens.
         mass: float32, same shape, their probabilities in the draft.
 
     Returns:
         float64, same shape. All other tokens count with their mass.
 
     """
-    rates = mass / noise_of(keys[:, None, None], tokens)
+    rates = mass / noise
     others = (1 - mass.double().sum(-1, keepdim=True)).clamp(min=0)
     return rates / (rates.sum(-1, keepdim=True) + others)

@@ -16,11 +16,12 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.proposers.hybrid import Hybrid
-from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms, noise_keys
+from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms
 from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.base import DraftModel, DraftSource, Roots
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.step.method import EngineLimits, Method
+from vllm_treespec.step.noise import HashedNoise, PositionNoise
 from vllm_treespec.trees.tree import TreeBatch
 
 
@@ -73,6 +74,7 @@ class TreeDrafter:
         stats: StepStats,
     ) -> None:
         """Take what a decoder has."""
+        self.noise: PositionNoise = HashedNoise(slots, limits.device)
         self.method = method
         self.models = [s for s in sources if not s.reads.token_ids]
         self.text_sources = [s for s in sources if s.reads.token_ids]
@@ -154,7 +156,7 @@ class TreeDrafter:
         uniforms = keyed_uniforms(keys, roots.positions, DRAFTING, sizes.num_uniforms)
         noise: Tensor | None = None
         if models and self.method.rule.follows_noise and not sampling.all_greedy:
-            noise = noise_keys(keys, roots.positions, sizes.max_depth).to(device)
+            noise = self.noise.keys(roots, sizes.max_depth)
         tree = proposer.propose(
             ProposerInputs(
                 root_token_ids=roots.root_token_ids,
@@ -162,6 +164,7 @@ class TreeDrafter:
                 uniforms=uniforms.to(device),
                 draft_models=models,
                 noise_keys=noise,
+                noise_of=self.noise.of,
                 continuations=[] if candidates.found is None else [candidates.found],
                 first_shares=candidates.first_shares,
                 prices=candidates.prices,

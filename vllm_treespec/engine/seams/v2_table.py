@@ -93,7 +93,7 @@ V2_SAMPLING = (
     *_SAMPLER.calls("apply_sampling_params", "logits that drawn trees are verified by"),
     *_SAMPLER.calls("get_logprobs_dims", "logprobs of drafts"),
     *_SAMPLER.reads("sampling_states logprobs_mode compute_nans", "how to sample"),
-    *_SAMPLING_STATES.reads("temperature", "how requests are sampled"),
+    *_SAMPLING_STATES.reads("temperature seeds", "how requests are sampled"),
     *_SAMPLING_STATES.calls("get_top_k_top_p", "how requests are sampled"),
     *Owner(f"{_V2}.sample.states", "cuda").reads("NO_LOGPROBS", "logprobs of drafts"),
     *Owner(f"{_V2}.sample.logprob", "cuda").calls(

@@ -21,6 +21,7 @@ from vllm_treespec.engine.kv_cache import (
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v2.blocks import HostBlocks
 from vllm_treespec.engine.v2.late import StepInFlight, drafts_by_request, trim
+from vllm_treespec.engine.v2.noise import SamplerNoise
 from vllm_treespec.engine.v2.scheduler import TreeCounts
 from vllm_treespec.engine.v2.speculator import LateDrafts
 from vllm_treespec.engine.v2.texts import HostTexts
@@ -82,6 +83,7 @@ class TreeRunnerMixin(V2Runner):
         self.decoder = self.drafter.make_decoder(
             self.make_layout, self.draft_model_class, True, limits
         )
+        self.decoder.drafter.noise = SamplerNoise(self)
         layers = self.decoder.committed_reader.features - {FINAL_LAYER}
         # ascending, as vLLM hands their hidden states out
         self.aux_layers = tuple(sorted(layers))

@@ -50,16 +50,22 @@ class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):
         # of structured outputs: request id -> drafts and their parents
         self._trees: dict[str, tuple[list[int], list[int]]] = {}
         self._num_drafts: dict[str, int] = {}
+        # request id -> draft tokens that its trees may have
+        self._limits: dict[str, int] = {}
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Reserve placeholders for the trees of the next step."""
         super()._update_after_schedule(scheduler_output)
+        for req_id in scheduler_output.finished_req_ids:
+            self._limits.pop(req_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._limits[new.req_id] = max_drafts(self.requests[new.req_id])
         tokens = self.scheduler_config.max_num_batched_tokens
         most = tokens // 2 // max(1, len(self.running))
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[req_id]
-            count = min(most, max_drafts(request), len(request.spec_token_ids))
             # the stock scheduler's list is shared by all requests
+            count = min(most, self._limits[req_id])
             request.spec_token_ids = request.spec_token_ids[:count]
 
     def update_from_output(
