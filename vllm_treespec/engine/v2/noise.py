@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +27,10 @@ class SamplerNoise:
         names = map(runner.decoder.slots.name, roots.slots.tolist())
         rows = [runner.req_states.req_id_to_index[name] for name in names]
         seeds = runner.sampler.sampling_states.seeds.np[rows]
-        host = torch.from_numpy(np.stack([seeds, roots.positions]))
-        return gumbel_keys(*host, count).to(runner.device, non_blocking=True)
+        keys = gumbel_keys(
+            torch.from_numpy(seeds), torch.from_numpy(roots.positions), count
+        )
+        return keys.to(runner.device, non_blocking=True)
 
     def of(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         """Noise of tokens, float64."""
