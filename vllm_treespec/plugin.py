@@ -35,6 +35,7 @@ from vllm_treespec.config.checks import (
 )
 from vllm_treespec.config.reading import read_config
 from vllm_treespec.config.vocabularies import check_vocabularies
+from vllm_treespec.engine.adapters import Adapter, choose_adapter
 from vllm_treespec.engine.refusals import (
     GPU_ATTENTION,
     below_traceback,
@@ -162,7 +163,10 @@ def meant_for_us(spec: dict[str, Any], error: ValidationError) -> bool:
 
 
 def stock_arguments(
-    config: MethodConfig, block_size: int | None, device: str
+    config: MethodConfig,
+    block_size: int | None,
+    device: str,
+    adapter: Adapter | None = None,
 ) -> dict[str, Any]:
     """The stock vLLM arguments that a spec-config stands for.
 
@@ -170,11 +174,10 @@ def stock_arguments(
         config: validated.
         block_size: what the user asked for, None to leave it to us.
         device: ``"cpu"`` or ``"cuda"``.
+        adapter: to one of vLLM's runners; None: the device's.
 
     """
-    from vllm_treespec.engine.adapters import choose_adapter
-
-    adapter = choose_adapter(device)
+    adapter = adapter or choose_adapter(device)
     arguments: dict[str, Any] = {
         "speculative_config": {
             **adapter.carrier,

@@ -16,6 +16,7 @@ import typer
 from benchmarks.gpu import card
 from benchmarks.harness import options, plan, plot, report
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.engine.adapters import GPU_V2
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.sides import PLAIN, Cell, Side, choose_sides
 from vllm_treespec.trees.tree import MAX_NODES
@@ -23,10 +24,12 @@ from vllm_treespec.trees.tree import MAX_NODES
 Row = dict[str, Any]
 
 DRAFTER = "benchmarks.gpu.oracle.OracleDrafter"
+V2_WORKER = "benchmarks.gpu.oracle_v2.OracleWorker"
 # needs no draft model; the oracle draws in its place
 FAMILY = "suffix_tree"
 WARM_UP_STEPS = 20
 V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 PLAIN_DEFAULT, PLAIN_SYNC = "plain-default", "plain-v1-sync"
 STAGES = ("tree_build", "score", "commit", "draft")
 
@@ -121,7 +124,8 @@ class Work:
         if self.measure == "steps":
             # steps while prompts are still read, then all others
             tokens = (most + WARM_UP_STEPS + self.count) * (1 + default_depth(nodes))
-        ours = oracle_arguments(nodes, most, self.device)
+        v2 = side.environment == V2_RUNNER
+        ours = oracle_arguments(nodes, most, self.device, v2)
         engine = {
             "model": SHAPES[shape].write(models / shape),
             "dtype": self.dtype,
@@ -145,10 +149,17 @@ def default_depth(num_nodes: int) -> int:
     return round((num_nodes - 1) ** 0.5)
 
 
-def oracle_arguments(num_nodes: int, max_trees: int, device: str) -> dict[str, Any]:
+def oracle_arguments(
+    num_nodes: int, max_trees: int, device: str, v2: bool = False
+) -> dict[str, Any]:
     """Stock vLLM arguments of an engine that drafts through ``OracleDrafter``.
 
-    ``num_nodes`` are those of every tree, root included; 1: steps without drafts.
+    Args:
+        num_nodes: of every tree, root included; 1: steps without drafts.
+        max_trees: in a step.
+        device: ``"cpu"`` or ``"cuda"``.
+        v2: whether on vLLM's V2 runner.
+
     """
     depth = default_depth(num_nodes)
     spec = {
@@ -158,8 +169,12 @@ def oracle_arguments(num_nodes: int, max_trees: int, device: str) -> dict[str, A
         "max_trees": max_trees,
         "schedule": "fixed",
     }
-    arguments = stock_arguments(parse_spec_config(spec), None, device)
-    arguments["speculative_config"]["model"] = DRAFTER
+    adapter = GPU_V2 if v2 else None
+    arguments = stock_arguments(parse_spec_config(spec), None, device, adapter)
+    if v2:
+        arguments["worker_cls"] = V2_WORKER
+    else:
+        arguments["speculative_config"]["model"] = DRAFTER
     size = {"num_nodes": num_nodes, "depth": depth}
     arguments["additional_config"]["oracle"] = size
     return arguments
@@ -172,7 +187,14 @@ def named_sides(nodes: str, chosen: str) -> list[Side]:
         Side(name=PLAIN_SYNC, family=PLAIN, engine=sync, environment=V1_RUNNER),
         Side(name=PLAIN_DEFAULT, family=PLAIN, engine={}, one_process=False),
         *(
-            Side(name=f"ours-{count}", family=FAMILY, engine={}, budget=count - 1)
+            Side(
+                name=f"{name}-{count}",
+                family=FAMILY,
+                engine={},
+                environment=environment,
+                budget=count - 1,
+            )
+            for name, environment in (("ours", {}), ("ours-v2", V2_RUNNER))
             for count in options.numbers(nodes, "--nodes", int, 1)
         ),
     ]

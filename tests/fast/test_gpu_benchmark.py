@@ -206,8 +206,10 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
     """Red when a resumed run starts an engine that has nothing to do."""
     plan = plan_of(tmp_path, [1, 8])
     jobs = [job for _, job in plan.todo()]
-    sync, default, ours = (job.side for job in jobs)
-    assert [len(job.cells) for job in jobs] == [2, 2, 2]
+    sync, default, ours, v2 = (job.side for job in jobs)
+    assert [len(job.cells) for job in jobs] == [2, 2, 2, 2]
+    assert v2.environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert v2.engine["speculative_config"]["method"] == "ngram_gpu"
     assert sync.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     assert sync.engine["async_scheduling"] is False
     assert all(side.engine["seed"] == 3 for side in (sync, default, ours))
@@ -223,6 +225,7 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
         ("8b-plain-v1-sync", 1),
         ("8b-plain-default", 3),
         ("8b-ours-8", 2),
+        ("8b-ours-v2-8", 3),
     ]
     with pytest.raises(ValueError, match="other settings"):
         plan_of(tmp_path, [1, 8], enforce_eager=True)

@@ -82,6 +82,10 @@ class TreeDrafter:
         self.limits = limits
         self.stats = stats
 
+    def rank_by(self, noise: PositionNoise) -> None:
+        """Rank drafts by the noise of an engine that draws the target's tokens."""
+        self.noise = noise
+
     def look_up(self, index: int | None, end: StepEnd, reqs: np.ndarray) -> Candidates:
         """Look up the requests that may draft in an index, if the method has one.
 

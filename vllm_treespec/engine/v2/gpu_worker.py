@@ -15,10 +15,12 @@ from vllm_treespec.engine.worker import TreeWorkerMixin
 class TreeGPUWorker(TreeWorkerMixin, Worker):
     """vLLM's GPU worker with draft trees on the V2 runner."""
 
+    runner_class = TreeGPUModelRunner
+
     def _make_model_runner(self) -> TreeGPUModelRunner:
         """Make our runner, with tree attention in the place of Triton attention."""
         register_backend(AttentionBackendEnum.TRITON_ATTN, TREE_ATTENTION)
-        runner = TreeGPUModelRunner(self.vllm_config, self.device)
+        runner = self.runner_class(self.vllm_config, self.device)
         runner.init_trees()
         return runner
 

@@ -60,6 +60,7 @@ class TreeRunnerMixin(V2Runner):
     # vLLM's numbers of the KV cache groups in our order: that of draft sources first
     group_order: list[int]
     draft_model_class: type[PagedDraftModel]
+    drafter_class = TreeDrafter
 
     @abstractmethod
     def make_layout(self, limits: LayoutLimits) -> TreeLayout:
@@ -71,7 +72,7 @@ class TreeRunnerMixin(V2Runner):
 
     def init_trees(self) -> None:
         """Set up our state; called once, when the stock runner is made."""
-        self.drafter = TreeDrafter(self.vllm_config)
+        self.drafter = self.drafter_class(self.vllm_config)
         limits = EngineLimits(
             device=self.device,
             rank=self.parallel_config.rank,
@@ -83,7 +84,7 @@ class TreeRunnerMixin(V2Runner):
         self.decoder = self.drafter.make_decoder(
             self.make_layout, self.draft_model_class, True, limits
         )
-        self.decoder.drafter.noise = SamplerNoise(self)
+        self.decoder.drafter.rank_by(SamplerNoise(self))
         layers = self.decoder.committed_reader.features - {FINAL_LAYER}
         # ascending, as vLLM hands their hidden states out
         self.aux_layers = tuple(sorted(layers))
