@@ -347,7 +347,7 @@ def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
         tree = replace(tree, draws=draws)
     sizes, numbers = sizes_of(tree), numbers_of(RULES[name], uniforms)
     # For top-k and top-p a CPU looks at what it found, which a GPU does not.
-    on_a_device = patch.object(sampling, "_is_on_cpu", return_value=False)
+    on_a_device = patch.object(sampling, "is_on_cpu", return_value=False)
     with NoWaiting(), on_a_device:
         score(tree, target, numbers, RULES[name], sizes)
     with NoWaiting():
