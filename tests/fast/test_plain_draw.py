@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.fast.chi_square import p_value
 from tests.fast.interpreted import interpreted
-from tests.fast.position_noise import random_keys
+from tests.fast.rule_forms import random_keys
 from tests.fast.toy_workloads import NOT_DRAWN, make_engine
 from tests.tiers import cases
 from vllm_treespec.kernels import kv_move
