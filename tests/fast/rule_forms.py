@@ -109,15 +109,16 @@ def grid_law_error(
 
     """
     target = target or grid_target()
-    tree, num_trees = drawn.tree, drawn.tree.num_reqs
     middles = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
-    reached = target.no_mass()
-    logits = target.target_logits(tree, plain_sampling(num_trees))
-    prefixes = target.prefixes(tree)
-    for by_depth in torch.cartesian_prod(*[middles] * NUM_TOKENS):
-        output = scorer(tree, logits, by_depth.expand(num_trees, -1))
-        above = prefixes.gather(1, output.last_node()[:, None])[:, 0]
-        emitted = above * target.vocab_size + 1 + output.next_token_ids
-        reached.index_add_(0, emitted, drawn.weights / STEPS**NUM_TOKENS)
+    grid = torch.cartesian_prod(*[middles] * NUM_TOKENS)
+    # Every tree with every point of the grid.
+    tree = drawn.tree.select(torch.arange(drawn.tree.num_reqs).repeat(len(grid)))
+    weights = drawn.weights.repeat(len(grid)) / len(grid)
+    logits = target.target_logits(tree, plain_sampling(tree.num_reqs))
+    numbers = grid.repeat_interleave(drawn.tree.num_reqs, dim=0)
+    output = scorer(tree, logits, numbers)
+    above = target.prefixes(tree).gather(1, output.last_node()[:, None])[:, 0]
+    emitted = above * target.vocab_size + 1 + output.next_token_ids
+    reached = target.no_mass().index_add(0, emitted, weights)
     law = target.joint_law(reached, NUM_TOKENS)
     return float((law - target.true_law(NUM_TOKENS)).abs().max())

@@ -125,7 +125,7 @@ def test_law_of_other_beams(name: str, seed: int) -> None:
     assert law_error(FORMS["recursive_rejection"]["walk"], drawn, target) < EXACT
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["random", "zeros", "top_k"])
 def test_law_of_the_reference(kind: str) -> None:
     """Red when the readable reference stops being a lossless walk."""
     drawn, target = drawn_trees("recursive_rejection", "rsd_c 2x2", kind)
