@@ -319,7 +319,6 @@ def next_columns(draws: Draws) -> Draws:
 
 
 WRONG_VOCABULARY: dict[str, Wrong] = {
-    **WRONG_REJECTION,
     "columns as tokens": with_trees(columns_as_tokens),
     "draft not normalised over its tokens": with_draws(
         lambda draws: replace(draws, probs=draws.probs * 0.8)
