@@ -20,6 +20,9 @@ TEXT = (
 # Its end is drafted well, so that turns end inside accepted drafts.
 LIST = "Animals:\n" + "red fox, blue jay, green frog, grey owl;\n" * 4 + "red fox,"
 BLOCKS = 4
+# Prompts of the jobs that show what batches change; those behind them end near blocks
+# and near ``max_model_len``.
+BATCHED = 8
 # Numbers of the job of sessions, and of the first sampled one.
 SESSIONS, SAMPLED = 4, 5
 
@@ -46,7 +49,7 @@ def prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def jobs(prompts: list[list[int]], tokenize: Callable[[str], list[int]]) -> list[dict]:
-    """The same prompts one by one, eight at once, and again from the prefix cache.
+    """Prompts one by one, eight at once, and all of them again, some from the cache.
 
     36 tokens end in another block than the prompt; log probabilities need fewer. Two
     requests have a grammar. The input of three comes in parts; their turns end at
@@ -57,8 +60,8 @@ def jobs(prompts: list[list[int]], tokenize: Callable[[str], list[int]]) -> list
     regex = r"([a-z]{1,8} ){40}"
     grammar = {**greedy, "max_tokens": 20, "structured_outputs": {"regex": regex}}
     return [
-        {"prompts": prompts, "params": greedy, "max_in_flight": 1},
-        {"prompts": prompts, "params": greedy, "max_in_flight": 8},
+        {"prompts": prompts[:BATCHED], "params": greedy, "max_in_flight": 1},
+        {"prompts": prompts[:BATCHED], "params": greedy, "max_in_flight": BATCHED},
         {"prompts": prompts, "params": logprobs, "max_in_flight": 8},
         {"prompts": prompts[1:3], "params": grammar, "max_in_flight": 2},
         {

@@ -6,12 +6,9 @@ import torch
 from scipy.stats import chi2, chisquare
 from torch import Tensor
 
-from tests.fast.beam_trees import rand
-from tests.fast.enumeration import Scorer, propose
-from tests.fast.languages import Language, plain_sampling, random_tables
-from vllm_treespec.proposers import Proposer
-from vllm_treespec.sampling.draws import draw, draw_without_replacement
-from vllm_treespec.sampling.laws import SamplingTensors
+from tests.fast.enumeration import Scorer
+from tests.fast.languages import plain_sampling
+from vllm_treespec.sampling.draws import draw_without_replacement
 from vllm_treespec.scorers import TargetLogits
 from vllm_treespec.trees.builders import from_draws, from_levels
 from vllm_treespec.trees.tree import TreeBatch
@@ -82,46 +79,3 @@ def goodness_of_fit(counts: Tensor, law: Tensor) -> float:
     assert bool((observed[~used] == 0).all())
     statistic = ((observed - expected).square() / expected)[used].sum()
     return float(chi2.sf(float(statistic), int(used.sum()) - 1))
-
-
-def emitted_p_value(
-    rule: Scorer,
-    proposer: Proposer,
-    vocab_size: int,
-    count: int,
-    num_tokens: int = 2,
-    seed: int = 8,
-) -> float:
-    """p-value of the first emitted tokens under the target's joint law.
-
-    Args:
-        rule: the scorer.
-        proposer: draws from a random language of float32 logits.
-        vocab_size: of both languages.
-        count: trees to draw.
-        num_tokens: how many tokens; what a tree leaves open the target draws.
-        seed: of the uniforms.
-
-    """
-    depth = max(proposer.sizes.max_depth, num_tokens - 1)
-    draft, target = (
-        Language(language.table.log().float())
-        for language in random_tables("random", vocab_size, depth)
-    )
-    sampling = SamplingTensors(torch.ones(count), all_random=True)
-    uniforms = rand(count, proposer.sizes.num_uniforms, seed=seed)
-    tree = propose(proposer, draft, sampling, uniforms)
-    uniforms = rand(count, tree.max_nodes + num_tokens, seed=seed + 1)
-    emitted = rule(tree, target.target_logits(tree, sampling), uniforms).emitted(tree)
-    if int(emitted.max()) >= vocab_size:
-        return 0.0
-    target_probs = target.table.double().softmax(1)
-    prefix = torch.zeros(count, dtype=torch.int64)
-    for place in range(num_tokens):
-        token = draw(target_probs[prefix], uniforms[:, -1 - place])
-        if place < emitted.shape[1]:
-            token = torch.where(emitted[:, place] >= 0, emitted[:, place], token)
-        prefix = prefix * vocab_size + 1 + token
-    shorter = sum(vocab_size**length for length in range(num_tokens))
-    counts = torch.bincount(prefix - shorter, minlength=vocab_size**num_tokens)
-    return goodness_of_fit(counts, Language(target_probs).true_law(num_tokens))

@@ -1,10 +1,9 @@
-"""Exact laws by enumeration: all draft draws, all accept branches, any scorer."""
+"""Exact laws by enumeration: all draft draws, all accept branches, any rule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,16 +14,38 @@ from tests.fast.languages import (
     LanguageDraft,
     plain_sampling,
 )
-from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC
+from vllm_treespec.proposers import (
+    Proposer,
+    ProposerInputs,
+    RsdC,
+    RsdS,
+    SpecInfer,
+    StochasticTree,
+)
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.independent_draws import Judge
-from vllm_treespec.trees.tree import TreeBatch, first_draw, next_draw, num_draws
+from vllm_treespec.trees.tree import (
+    Draws,
+    TreeBatch,
+    first_draw,
+    next_draw,
+    num_draws,
+)
 
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 
+EXACT, NOTICEABLE = 1e-12, 1e-3
 ALMOST_ONE = 1 - 2.0**-53
-STEPS = 6
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    """Uniform numbers, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+# Every tree
 
 
 @dataclass(frozen=True)
@@ -35,98 +56,134 @@ class Weighted:
     # float64 [num_reqs]
     weights: Tensor
 
-
-def ordered_draws(
-    probs: tuple[float, ...], count: int
-) -> Iterator[tuple[tuple[int, ...], tuple[float, ...], float]]:
-    """Every outcome of drawing tokens one after another without replacement.
-
-    Yields:
-        tokens (-1 where no token is left), the middle of each draw's interval of
-        uniforms under inversion, and the outcome's probability.
-
-    """
-    if count == 0:
-        yield (), (), 1.0
-        return
-    total = sum(probs)
-    if total == 0:
-        yield (-1,) * count, (0.5,) * count, 1.0
-        return
-    below = 0.0
-    for token, mass in enumerate(probs):
-        if mass > 0:
-            rest = (*probs[:token], 0.0, *probs[token + 1 :])
-            middle = min((below + mass / 2) / total, ALMOST_ONE)
-            for tokens, uniforms, weight in ordered_draws(rest, count - 1):
-                yield (token, *tokens), (middle, *uniforms), mass / total * weight
-        below += mass
+    def cut(self, num_nodes: int | Tensor) -> Weighted:
+        """Cut all trees to so many nodes, or each to its own number."""
+        limits = torch.as_tensor(num_nodes).expand_as(self.tree.num_nodes)
+        return Weighted(self.tree.cut(limits), self.weights)
 
 
-def token_uniforms(
-    draft: Language, branching_factors: tuple[int, ...]
+def certain(tree: TreeBatch) -> Weighted:
+    """A tree that is drafted for certain."""
+    return Weighted(tree, torch.ones(1, dtype=torch.float64))
+
+
+def draft_uniforms(
+    model: Language, factors: Sequence[int], with_replacement: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Uniforms that make an RSD-C proposer draw each of its trees once.
+    """Uniforms that draw each tree of one draft model once: middles of intervals.
+
+    Args:
+        model: what is drawn from.
+        factors: draws below each node, by level.
+        with_replacement: whether the draws of a node are independent.
 
     Returns:
-        uniforms float64 [num_trees, max_nodes - 1] and the trees' probabilities
-        float64 [num_trees].
+        uniforms float64 [num_trees, num_draws] and the trees' probabilities float64
+        [num_trees].
 
     """
-    rows: list[tuple[tuple[float, ...], float]] = []
-
-    def grow(prefixes: list[int], level: int, row: tuple[float, ...], w: float) -> None:
-        if level == len(branching_factors):
-            rows.append((row, w))
-            return
-        count = branching_factors[level]
-        options = [
-            list(ordered_draws(tuple(draft.table[max(i, 0)].tolist()), count))
-            if i >= 0
-            else [((-1,) * count, (0.5,) * count, 1.0)]
-            for i in prefixes
-        ]
-        for choice in product(*options):
-            below, extended, weight = [], row, w
-            for prefix, (tokens, uniforms, mass) in zip(prefixes, choice, strict=True):
-                below += [
-                    prefix * draft.vocab_size + 1 + t if t >= 0 else -1 for t in tokens
-                ]
-                extended, weight = extended + uniforms, weight * mass
-            grow(below, level + 1, extended, weight)
-
-    grow([0], 0, (), 1.0)
-    uniforms = torch.tensor([row for row, _ in rows], dtype=torch.float64)
-    return uniforms, torch.tensor([weight for _, weight in rows], dtype=torch.float64)
+    uniforms = torch.zeros((1, 0), dtype=torch.float64)
+    weights = torch.ones(1, dtype=torch.float64)
+    # Prefixes; -1 where no token was left to draw.
+    above = torch.zeros((1, 1), dtype=torch.int64)
+    for count in factors:
+        below = torch.zeros((len(weights), 0), dtype=torch.int64)
+        left = torch.empty(0)
+        for draw in range(above.shape[1] * count):
+            prefix = above[:, draw // count]
+            if with_replacement or draw % count == 0:
+                left = model.table[prefix.clamp(min=0)] * (prefix >= 0)[:, None]
+            nothing = (left.sum(1, keepdim=True) == 0).double()
+            law = normalised(torch.cat([left, nothing], dim=1))
+            tree, token = (law > 0).nonzero(as_tuple=True)
+            middle = (law.cumsum(1) - law / 2).clamp(max=ALMOST_ONE)[tree, token]
+            weights = weights[tree] * law[tree, token]
+            child = prefix[tree] * model.vocab_size + 1 + token
+            child = child.masked_fill(token == model.vocab_size, -1)
+            uniforms = torch.cat([uniforms[tree], middle[:, None]], dim=1)
+            below = torch.cat([below[tree], child[:, None]], dim=1)
+            above, left = above[tree], left[tree]
+            spare = torch.nn.functional.pad(left, (0, 1))
+            left = spare.scatter(1, token[:, None], 0.0)[:, :-1]
+        above = below
+    return uniforms, weights
 
 
 def propose(
     proposer: Proposer,
-    model: Language,
-    sampling: SamplingTensors,
-    uniforms: Tensor,
+    models: Language | Sequence[Language],
+    uniforms: Tensor | None = None,
+    sampling: SamplingTensors | None = None,
     vocabulary: Tensor | None = None,
 ) -> TreeBatch:
-    """Let a proposer draw one tree per row of ``uniforms``."""
-    num_reqs = len(uniforms)
+    """Let a proposer draw one tree per row of ``uniforms``; None: it draws none."""
+    models = [models] if isinstance(models, Language) else models
+    uniforms = torch.zeros(1, 0) if uniforms is None else uniforms
+    count = len(uniforms)
     return proposer.propose(
         ProposerInputs(
-            root_token_ids=torch.zeros(num_reqs, dtype=torch.int64),
-            sampling=sampling,
+            root_token_ids=torch.zeros(count, dtype=torch.int64),
+            sampling=sampling or plain_sampling(count),
             uniforms=uniforms,
-            draft_models=[LanguageDraft(model, num_reqs, vocabulary)],
+            draft_models=[LanguageDraft(model, count, vocabulary) for model in models],
         )
     )
 
 
+def all_uniforms(
+    proposer: Proposer, models: Sequence[Language], seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Uniforms that make a proposer draw each of its trees once, and their mass.
+
+    Of stochastic beams, which draw tokens and values, every draw of tokens under one
+    choice ``seed`` of the uniforms of Gumbel values: nodes are kept by values that do
+    not depend on their own tokens, so the law holds for each choice.
+    """
+    if isinstance(proposer, RsdC):
+        return draft_uniforms(models[0], proposer.branching_factors)
+    if isinstance(proposer, RsdS | StochasticTree):
+        wide = proposer.beam_width if isinstance(proposer, RsdS) else proposer.top_k
+        tokens, weights = draft_uniforms(models[0], (wide,) * proposer.depth)
+        noise = rand(1, tokens.shape[1], seed=seed).expand_as(tokens)
+        return torch.cat([tokens, noise], dim=1), weights
+    assert isinstance(proposer, SpecInfer)
+    uniforms = torch.zeros((1, 0), dtype=torch.float64)
+    weights = torch.ones(1, dtype=torch.float64)
+    for model, factors in zip(models, proposer.branching_factors, strict=False):
+        own, mass = draft_uniforms(model, factors, with_replacement=True)
+        repeated = uniforms.repeat_interleave(len(own), dim=0)
+        uniforms = torch.cat([repeated, own.repeat(len(weights), 1)], dim=1)
+        weights = torch.outer(weights, mass).flatten()
+    return uniforms, weights
+
+
 def all_trees(
-    draft: Language, proposer: RsdC, vocabulary: Tensor | None = None
+    proposer: Proposer,
+    models: Language | Sequence[Language],
+    vocabulary: Tensor | None = None,
+    seed: int = 0,
 ) -> Weighted:
     """Every tree the proposer can draw, drawn by the proposer itself."""
-    uniforms, weights = token_uniforms(draft, proposer.branching_factors)
-    sampling = plain_sampling(len(uniforms))
-    tree = propose(proposer, draft, sampling, uniforms, vocabulary)
-    return Weighted(tree, weights)
+    models = [models] if isinstance(models, Language) else models
+    if not proposer.sizes.num_uniforms:
+        return certain(propose(proposer, models, vocabulary=vocabulary))
+    uniforms, weights = all_uniforms(proposer, models, seed)
+    return Weighted(propose(proposer, models, uniforms, None, vocabulary), weights)
+
+
+def as_if_drawn(tree: TreeBatch, draft: Language) -> TreeBatch:
+    """Call likeliest tokens draws without replacement, which they are not."""
+    nodes = torch.arange(1, tree.max_nodes).expand(tree.num_reqs, -1)
+    draws = Draws(
+        nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
+        rows=tree.parents[:, 1:].clamp(min=0),
+        without_replacement=tree.parents[:, 1:] == tree.parents[:, :-1],
+        probs=draft.table[draft.prefixes(tree)],
+    )
+    return replace(tree, draws=draws)
+
+
+# Every branch of a rule
 
 
 def bracketed(
@@ -191,7 +248,8 @@ class LawMeter:
 
     The scorer is a black box from uniforms to emitted tokens. Each accept decision
     and each token boundary of the last draw is a threshold in one uniform, located to
-    ``width`` by running the scorer on both sides of it.
+    ``width`` by running the scorer on both sides of it. Guesses come from recursive
+    rejection, or from ``judge``; a wrong guess only costs time.
     """
 
     def __init__(
@@ -201,12 +259,14 @@ class LawMeter:
         target: Language,
         sampling: Callable[[int], SamplingTensors] = plain_sampling,
         width: float = 1e-13,
+        judge: Judge | None = None,
     ) -> None:
         assert drawn.tree.draws is not None
         self.scorer, self.drawn, self.sampling = scorer, drawn, sampling
         self.target, self.width, self.tree = target, width, drawn.tree
-        self.draws = drawn.tree.draws
+        self.draws, self.judge = drawn.tree.draws, judge
         self.first, self.following = first_draw(self.tree), next_draw(self.tree)
+        self.counts = num_draws(self.tree)
         self.prefixes = target.prefixes(self.tree)
         self.target_probs = sampling(1).probs(target.table[None])[0].double()
 
@@ -300,8 +360,17 @@ class LawMeter:
 
     def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
         """Chance of the tried draws and the residual without them; only to guess."""
-        chance = at.residual.gather(1, token) / at.draft.gather(1, token)
-        return chance[:, 0], normalised((at.residual - at.draft).clamp(min=0))
+        if self.judge is None:
+            chance = at.residual.gather(1, token) / at.draft.gather(1, token)
+            return chance[:, 0], normalised((at.residual - at.draft).clamp(min=0))
+        first, count = self.first[at.trees, at.node], self.counts[at.trees, at.node]
+        drawn = first[:, None] + torch.arange(int(count.max()))
+        drawn = drawn.clamp(max=self.draws.nodes.shape[1] - 1)
+        children = self.draws.nodes[at.trees[:, None], drawn]
+        tokens = self.tree.token_ids[at.trees[:, None], children]
+        probs = self.target_probs[self.prefixes[at.trees, at.node]]
+        chances, rest = self.judge(at.draft, probs, tokens, count)
+        return chances.gather(1, (at.candidate - first)[:, None])[:, 0], rest
 
     def _add_emitted(self, ended: Branches, reached: Tensor, num_tokens: int) -> None:
         """Add what ended walks emit to ``reached``, cut to ``num_tokens`` tokens."""
@@ -325,36 +394,11 @@ class LawMeter:
             below = above
 
 
-class JudgeMeter(LawMeter):
-    """Guesses from a rule for independent draws; a wrong guess only costs time.
-
-    Without a rule it guesses like LawMeter.
-    """
-
-    def __init__(
-        self, scorer: Scorer, drawn: Weighted, target: Language, judge: Judge | None
-    ) -> None:
-        super().__init__(scorer, drawn, target)
-        self.judge, self.counts = judge, num_draws(drawn.tree)
-
-    def _expected(self, at: Branches, token: Tensor) -> tuple[Tensor, Tensor]:
-        if self.judge is None:
-            return super()._expected(at, token)
-        first, count = self.first[at.trees, at.node], self.counts[at.trees, at.node]
-        drawn = first[:, None] + torch.arange(int(count.max()))
-        drawn = drawn.clamp(max=self.draws.nodes.shape[1] - 1)
-        children = self.draws.nodes[at.trees[:, None], drawn]
-        tokens = self.tree.token_ids[at.trees[:, None], children]
-        probs = self.target_probs[self.prefixes[at.trees, at.node]]
-        chances, rest = self.judge(at.draft, probs, tokens, count)
-        return chances.gather(1, (at.candidate - first)[:, None])[:, 0], rest
-
-
 def law_error(
     scorer: Scorer, drawn: Weighted, target: Language, judge: Judge | None = None
 ) -> float:
-    """Largest error of the first tokens' joint law; ``judge`` as in JudgeMeter."""
-    law = JudgeMeter(scorer, drawn, target, judge).law(NUM_TOKENS)
+    """Largest error of the first tokens' joint law; ``judge`` as in LawMeter."""
+    law = LawMeter(scorer, drawn, target, judge=judge).law(NUM_TOKENS)
     return float((law - target.true_law(NUM_TOKENS)).abs().max())
 
 
@@ -370,36 +414,3 @@ def first_tokens(prefixes: Tensor, vocab_size: int, num_tokens: int) -> Tensor:
             prefixes >= limit, (prefixes - 1) // vocab_size, prefixes
         )
     return prefixes
-
-
-def grid_target(vocab_size: int = 3) -> Language:
-    """A language whose probabilities are multiples of 1 / STEPS."""
-    generator = torch.Generator().manual_seed(0)
-    num_prefixes = sum(vocab_size**depth for depth in range(NUM_TOKENS))
-    balls = torch.randint(vocab_size, (num_prefixes, STEPS), generator=generator)
-    counts = torch.nn.functional.one_hot(balls, vocab_size).sum(1)
-    return Language(counts.double() / STEPS)
-
-
-def grid_law_error(scorer: Scorer, drawn: Weighted, target: Language) -> float:
-    """Largest error of the law under a rule with one uniform a position.
-
-    Args:
-        scorer: uses column d of its uniforms at nodes of depth d.
-        drawn: trees of at most two levels.
-        target: its probabilities are multiples of 1 / STEPS, so that the middles of
-            STEPS equal intervals draw its tokens exactly as often as they should.
-
-    """
-    tree, num_trees = drawn.tree, drawn.tree.num_reqs
-    middles = (torch.arange(STEPS, dtype=torch.float64) + 0.5) / STEPS
-    reached = target.no_mass()
-    logits = target.target_logits(tree, plain_sampling(num_trees))
-    prefixes = target.prefixes(tree)
-    for by_depth in torch.cartesian_prod(*[middles] * NUM_TOKENS):
-        output = scorer(tree, logits, by_depth.expand(num_trees, -1))
-        above = prefixes.gather(1, output.last_node()[:, None])[:, 0]
-        emitted = above * target.vocab_size + 1 + output.next_token_ids
-        reached.index_add_(0, emitted, drawn.weights / STEPS**NUM_TOKENS)
-    law = target.joint_law(reached, NUM_TOKENS)
-    return float((law - target.true_law(NUM_TOKENS)).abs().max())

@@ -173,6 +173,17 @@ def random_tables(
     return Language(draft / draft.sum(1, True)), Language(target / target.sum(1, True))
 
 
+def part_of(
+    kind: str, vocab_size: int, tokens: list[int]
+) -> tuple[Language, Language, Tensor]:
+    """A draft language of some tokens, a target of all, and the draft's vocabulary."""
+    draft, target = random_tables(kind, vocab_size, 2)
+    mass = torch.zeros_like(draft.table)
+    mass[:, tokens] = draft.table[:, tokens]
+    mass[mass.sum(1) == 0, tokens[0]] = 1
+    return Language(mass / mass.sum(1, keepdim=True)), target, torch.tensor(tokens)
+
+
 def largest(mass: Tensor, count: int) -> Tensor:
     return torch.zeros_like(mass).scatter(1, mass.topk(count).indices, 1.0) * mass
 

@@ -8,7 +8,7 @@ span, and a temperature. It is a prefix of a language that holds all cases.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,19 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import rejection
 from tests.fast.enumeration import (
     ALMOST_ONE,
     Branches,
-    JudgeMeter,
+    LawMeter,
     Scorer,
     Weighted,
+    all_uniforms,
     bracketed,
-    token_uniforms,
 )
-from tests.fast.independent_draws import model_uniforms
 from tests.fast.languages import Language, LanguageDraft
-from tests.fast.position_noise import by_position, by_position_batched
+from tests.fast.rule_forms import FORMS
+from tests.fast.wrong_rules import K_SEQ_JUDGE
 from vllm_treespec.proposers import (
     Proposer,
     ProposerInputs,
@@ -43,12 +42,8 @@ from vllm_treespec.proposers import (
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     TargetLogits,
-    k_seq,
-    multi_round,
-    recursive_rejection,
 )
 from vllm_treespec.scorers.independent_draws import Judge
-from vllm_treespec.scorers.k_seq import make_judge, optimal_division_factor
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -174,7 +169,7 @@ class CaseTrees(Weighted):
     cases: Tensor
 
 
-class RangeMeter(JudgeMeter):
+class RangeMeter(LawMeter):
     """Measures the laws of all cases at once."""
 
     def __init__(
@@ -185,7 +180,7 @@ class RangeMeter(JudgeMeter):
         judge: Judge | None,
         width: float,
     ) -> None:
-        super().__init__(scorer, drawn, Language(cases.law(cases.target)), judge)
+        super().__init__(scorer, drawn, Language(cases.law(cases.target)), judge=judge)
         self.cases, self.width, self.case_of = cases, width, drawn.cases
         self.prefixes = cases.prefixes(drawn.tree, drawn.cases)
 
@@ -209,66 +204,25 @@ class RangeMeter(JudgeMeter):
         return (self.width / at.mass).clamp(max=0.5)
 
 
-@dataclass(frozen=True)
-class Range:
-    """A method whose law is measured."""
-
-    vocab_size: int
-    proposer: Proposer
-    # the walk, and the batched form if there is one
-    forms: Mapping[str, Scorer]
-    judge: Judge | None = None
-
-
-REJECTION = {"walk": recursive_rejection, "batched": rejection}
-MULTI_ROUND = {"walk": multi_round, "batched": rejection}
-RANGES = {
-    "sd, recursive rejection": Range(4, Sd(2), REJECTION),
-    "rsd_c [2], recursive rejection": Range(4, RsdC((2,)), REJECTION),
-    "rsd_c [4], recursive rejection": Range(4, RsdC((4,)), REJECTION),
-    "rsd_c [2, 2], recursive rejection": Range(3, RsdC((2, 2)), REJECTION),
-    "rsd_s 3x1, recursive rejection": Range(4, RsdS(3, 1), REJECTION),
-    "rsd_s 2x2, recursive rejection": Range(3, RsdS(2, 2), REJECTION),
-    "spectr 3x1, multi-round": Range(4, SpecTr(3, 1), MULTI_ROUND),
-    "spectr 2x2, multi-round": Range(3, SpecTr(2, 2), MULTI_ROUND),
-    "specinfer, two models, multi-round": Range(
-        3, SpecInfer(((1, 1), (1, 1))), MULTI_ROUND
+# Vocabulary, proposer and rule.
+RANGES: dict[str, tuple[int, Proposer, str]] = {
+    "sd, recursive rejection": (4, Sd(2), "recursive_rejection"),
+    "rsd_c [2], recursive rejection": (4, RsdC((2,)), "recursive_rejection"),
+    "rsd_c [4], recursive rejection": (4, RsdC((4,)), "recursive_rejection"),
+    "rsd_c [2, 2], recursive rejection": (3, RsdC((2, 2)), "recursive_rejection"),
+    "rsd_s 3x1, recursive rejection": (4, RsdS(3, 1), "recursive_rejection"),
+    "rsd_s 2x2, recursive rejection": (3, RsdS(2, 2), "recursive_rejection"),
+    "spectr 3x1, multi-round": (4, SpecTr(3, 1), "multi_round"),
+    "spectr 2x2, multi-round": (3, SpecTr(2, 2), "multi_round"),
+    "specinfer, two models, multi-round": (
+        3,
+        SpecInfer(((1, 1), (1, 1))),
+        "multi_round",
     ),
-    "spectr 3x1, k_seq": Range(
-        4, SpecTr(3, 1), {"walk": k_seq}, make_judge(optimal_division_factor)
-    ),
-    "spectr 2x2, k_seq": Range(
-        3, SpecTr(2, 2), {"walk": k_seq}, make_judge(optimal_division_factor)
-    ),
+    "spectr 3x1, k_seq": (4, SpecTr(3, 1), "k_seq"),
+    "spectr 2x2, k_seq": (3, SpecTr(2, 2), "k_seq"),
 }
-
-COUPLED_DRAW: dict[str, Scorer] = {
-    "walk": by_position,
-    "batched": by_position_batched,
-}
-
-
-def case_uniforms(proposer: Proposer, models: list[Language]) -> tuple[Tensor, Tensor]:
-    """Uniforms for which the proposer draws each tree of one case, and their mass."""
-    if isinstance(proposer, RsdC):
-        return token_uniforms(models[0], proposer.branching_factors)
-    if isinstance(proposer, RsdS):
-        factors = (proposer.beam_width,) * proposer.sizes.max_depth
-        tokens, weights = token_uniforms(models[0], factors)
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.rand(
-            tokens.shape[1], generator=generator, dtype=torch.float64
-        ).expand_as(tokens)
-        return torch.cat([tokens, noise], dim=1), weights
-    assert isinstance(proposer, SpecInfer)
-    uniforms = torch.zeros((1, 0), dtype=torch.float64)
-    weights = torch.ones(1, dtype=torch.float64)
-    for model, factors in zip(models, proposer.branching_factors, strict=False):
-        own, mass = model_uniforms(model, factors)
-        repeated = uniforms.repeat_interleave(len(own), dim=0)
-        uniforms = torch.cat([repeated, own.repeat(len(weights), 1)], dim=1)
-        weights = torch.outer(weights, mass).flatten()
-    return uniforms, weights
+REJECTION, COUPLED_DRAW = FORMS["recursive_rejection"], FORMS["coupled_draw"]
 
 
 def all_trees(proposer: Proposer, cases: Cases) -> CaseTrees:
@@ -277,7 +231,7 @@ def all_trees(proposer: Proposer, cases: Cases) -> CaseTrees:
     uniforms, weights, numbers = [], [], []
     for case in range(len(cases.temperature)):
         models = [cases.of_case(law, case) for law in laws]
-        own, mass = case_uniforms(proposer, models)
+        own, mass = all_uniforms(proposer, models)
         seen = mass > UNSEEN
         uniforms.append(own[seen])
         weights.append(mass[seen])
@@ -305,14 +259,13 @@ def rule_errors(name: str, width: float) -> dict[str, float]:
         width: how closely the mass of every branch is measured.
 
     """
-    measured = RANGES[name]
-    cases = all_cases(measured.vocab_size)
-    drawn = all_trees(measured.proposer, cases)
+    vocab_size, proposer, rule = RANGES[name]
+    cases = all_cases(vocab_size)
+    drawn = all_trees(proposer, cases)
+    judge = K_SEQ_JUDGE if rule == "k_seq" else None
     return {
-        form: float(
-            RangeMeter(scorer, drawn, cases, measured.judge, width).errors().max()
-        )
-        for form, scorer in measured.forms.items()
+        form: float(RangeMeter(scorer, drawn, cases, judge, width).errors().max())
+        for form, scorer in FORMS[rule].items()
     }
 
 

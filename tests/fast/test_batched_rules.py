@@ -10,19 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import (
-    MIXED,
+from tests.fast.languages import plain_sampling
+from tests.fast.no_waiting import NoWaiting, on_meta
+from tests.fast.random_trees import random_trees
+from tests.fast.rule_forms import (
+    by_position,
+    by_position_batched,
+    numbers_of,
     rejection,
     sizes_of,
     tree_sizes,
 )
-from tests.fast.beam_trees import rand
-from tests.fast.drawn_trees import Plan, drawn_trees, paths
-from tests.fast.languages import plain_sampling, random_tables
-from tests.fast.no_waiting import NoWaiting, on_meta
-from tests.fast.position_noise import by_position, by_position_batched, numbers_of
-from tests.fast.random_trees import random_trees
-from tests.fast.wrong_scorers import draws_of
+from tests.fast.wrong_rules import draws_of
 from tests.tiers import grid
 from vllm_treespec.sampling import laws as sampling
 from vllm_treespec.sampling.laws import SamplingTensors
@@ -254,23 +253,6 @@ def test_trees_at_the_limits(name: str, equal: bool) -> None:
         depth = int(tree.depths.max())
         assert found.num_accepted.tolist() == [depth] * num_reqs
         assert "64" not in name or found.path[0].tolist() == list(range(1, 64))
-
-
-PLANS = {"3 paths": paths(3, 2, 2), "2 paths": paths(2, 3), "mixed": MIXED}
-
-
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_all_outcomes_of_a_plan(plan: Plan) -> None:
-    """Red when repeats, models or mixed draws at one node are tried differently."""
-    (one, target), (other, _) = (random_tables("zeros", 3, 3, seed=s) for s in (0, 7))
-    tree = drawn_trees([one, other], plan).tree
-    logits = target.target_logits(tree, plain_sampling(tree.num_reqs))
-    for seed in range(4):
-        uniforms = rand(tree.num_reqs, tree.max_nodes + 1, seed=seed)
-        assert_same(
-            rejection(tree, logits, uniforms),
-            recursive_rejection(tree, logits, uniforms),
-        )
 
 
 def test_part_of_the_vocabulary() -> None:

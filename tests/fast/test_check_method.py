@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-from tests.fast.wrong_scorers import WRONG_SCORERS
+from tests.fast.wrong_rules import WRONG_REJECTION
 from vllm_treespec.config.rsd_c import RsdCConfig
 from vllm_treespec.config.suffix_tree import SuffixTreeConfig
 from vllm_treespec.proposers import ProposerInputs, RsdC, Suffix
-from vllm_treespec.scorers import RULES, Rule
+from vllm_treespec.scorers import RULES, Rule, recursive_rejection
 from vllm_treespec.testing import check_method
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch
@@ -203,10 +203,10 @@ def test_a_wrong_distribution_is_noticed() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", WRONG_SCORERS)
+@pytest.mark.parametrize("name", WRONG_REJECTION)
 def test_a_lossy_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a rule that changes the target's distribution passes."""
-    walk = staticmethod(WRONG_SCORERS[name])
+    walk = staticmethod(WRONG_REJECTION[name](recursive_rejection))
     monkeypatch.setattr(LossyConfig, "WALK", walk, raising=False)
     with pytest.raises(AssertionError, match="law of emitted tokens is not the target"):
         check_method(LossyConfig(method="rsd_c", **MODEL))

@@ -12,24 +12,17 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from tests.fast.chi_square import goodness_of_fit, p_value
-from tests.fast.drawn_trees import drawn_trees, paths
-from tests.fast.enumeration import (
-    STEPS,
-    Weighted,
-    grid_law_error,
-    grid_target,
-)
+from tests.fast.enumeration import all_trees
 from tests.fast.languages import (
     Language,
     LanguageDraft,
     plain_sampling,
     random_tables,
 )
-from tests.fast.position_noise import by_position, random_keys
 from tests.fast.random_trees import random_trees
-from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
+from tests.fast.rule_forms import STEPS, by_position, grid_target, random_keys
 from tests.tiers import cases, grid
-from vllm_treespec.proposers import DynamicTree, ProposerInputs
+from vllm_treespec.proposers import DynamicTree, ProposerInputs, SpecTr
 from vllm_treespec.sampling.coupling import (
     LIKELIEST,
     coupled_chances,
@@ -79,42 +72,6 @@ def noisy_trees(draft: Language, keys: Tensor | None, num_drafts: int) -> TreeBa
 
 
 # The rule, by enumeration of the noise of positions
-
-
-def one_tree(token_ids: list[int], parents: list[int]) -> Weighted:
-    """A deterministic tree."""
-    return Weighted(from_parents([token_ids], [parents]), torch.ones(1).double())
-
-
-TREES = {
-    "root only": ([0], [-1]),
-    "chain": ([0, 1, 0], [-1, 0, 1]),
-    "unlikely first": ([0, 2, 0, 1, 2], [-1, 0, 0, 1, 2]),
-    "all children": ([0, 0, 1, 2, 0, 1, 2, 1], [-1, 0, 0, 0, 1, 1, 1, 2]),
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_law_of_deterministic_trees(name: str) -> None:
-    """Red when the order or the number of children changes what is emitted."""
-    assert grid_law_error(by_position, one_tree(*TREES[name]), grid_target()) < EXACT
-
-
-def test_law_of_drawn_trees_cut_by_value() -> None:
-    """Red when the rule starts to depend on how the tree came about."""
-    draft, _ = random_tables("random", 3, 2)
-    drawn = drawn_trees([draft], paths(2, 2))
-    kept = torch.where(drawn.tree.token_ids[:, 1] == 0, 2, 5)
-    cut = Weighted(drawn.tree.cut(kept), drawn.weights)
-    assert grid_law_error(by_position, cut, grid_target()) < EXACT
-
-
-@pytest.mark.parametrize("name", WRONG_COUPLED_DRAW)
-def test_wrong_rules_are_noticed(name: str) -> None:
-    """Red when the checks above could no longer see a lossy rule."""
-    drawn = one_tree(*TREES["unlikely first"])
-    error = grid_law_error(WRONG_COUPLED_DRAW[name], drawn, grid_target())
-    assert error > NOTICEABLE
 
 
 def displaced(noise: tuple[float, ...]) -> TreeBatch:
@@ -175,7 +132,7 @@ def test_law_of_trees_that_drop_nodes_for_their_noise(tree_of: FollowingNoise) -
 
 def test_it_needs_one_key_a_depth() -> None:
     """Red when the rule asks for more numbers than a step hands out."""
-    tree = one_tree(*TREES["chain"]).tree
+    tree = from_parents([[0, 1, 0]], [[-1, 0, 1]])
     target = Language(torch.eye(3).double()[[1, 0, 2, 2, 2] + [0] * 8])
     logits = target.target_logits(tree, plain_sampling(1))
     output = coupled_draw(tree, logits, random_keys(1, 3))
@@ -186,7 +143,7 @@ def test_it_needs_one_key_a_depth() -> None:
 def test_draws_are_not_looked_at() -> None:
     """Red when sampled drafts are judged differently from the same fixed tree."""
     draft, target = random_tables("random", 3, 2)
-    tree = drawn_trees([draft], paths(2, 2)).tree
+    tree = all_trees(SpecTr(2, 2), draft).tree
     keys = random_keys(tree.num_reqs, 3)
     logits = target.target_logits(tree, plain_sampling(tree.num_reqs))
     output = coupled_draw(tree, logits, keys)
@@ -339,16 +296,3 @@ def test_greedy_requests_beside_sampled_ones_ignore_the_noise() -> None:
     )
     assert tree.token_ids[0].equal(alone.token_ids[0])
     assert not tree.token_ids[1].equal(alone.token_ids[1])
-
-
-def test_batched_form() -> None:
-    """Red when the form without waiting emits something else than the walk."""
-    generator = torch.Generator().manual_seed(2)
-    tree = replace(random_trees(30, 9, 4, generator), draws=None)
-    target = pairs(4, 8)[1].target_logits(tree, sampled(30))
-    keys = random_keys(30, 10, seed=3)
-    walked = coupled_draw(tree, target, keys)
-    batched = coupled_draw_batched(tree, target, keys, SIZES)
-    assert walked.emitted(tree).equal(
-        batched.emitted(tree)[:, : walked.path.shape[1] + 1]
-    )

@@ -9,16 +9,17 @@ from benchmarks.rsd.toy import (
     k_seq_rate,
     multi_round_rate,
     recursive_rejection_rate,
+    two_token_transport_rate,
 )
-from tests.fast.drawn_trees import Plan, Planned, drawn_trees, independent
-from tests.fast.enumeration import JudgeMeter, LawMeter
+from tests.fast.enumeration import LawMeter, Scorer, all_trees
 from tests.fast.languages import Language
-from tests.fast.wrong_scorers import K_SEQ_JUDGE
+from tests.fast.wrong_rules import K_SEQ_JUDGE
 from tests.reference.optimal_transport import (
     judge,
     optimal_transport,
     optimal_transport_rate,
 )
+from vllm_treespec.proposers import Proposer, RsdC, SpecTr
 from vllm_treespec.scorers import k_seq, multi_round, recursive_rejection
 
 ROUNDING = 1e-9
@@ -28,6 +29,13 @@ RATES = {
     "optimal_transport": optimal_transport_rate,
     "recursive_rejection": recursive_rejection_rate,
 }
+RULES: dict[str, Scorer] = {
+    "multi_round": multi_round,
+    "k_seq": k_seq,
+    "optimal_transport": optimal_transport,
+    "recursive_rejection": recursive_rejection,
+}
+JUDGES = {"k_seq": K_SEQ_JUDGE, "optimal_transport": judge}
 
 
 def random_pair(seed: int, vocab_size: int) -> tuple[Language, Language]:
@@ -41,11 +49,6 @@ def random_pair(seed: int, vocab_size: int) -> tuple[Language, Language]:
     return Language(draft), Language(target)
 
 
-def drawn_without_replacement(num_draws: int) -> Plan:
-    """One level of draws without replacement."""
-    return [[Planned()] + [Planned(without_replacement=True)] * (num_draws - 1)]
-
-
 @pytest.mark.parametrize("rule_name", RATES)
 @pytest.mark.parametrize(("vocab_size", "num_draws"), [(2, 2), (3, 2), (3, 3), (4, 2)])
 def test_rates_are_those_of_the_rules(
@@ -54,20 +57,13 @@ def test_rates_are_those_of_the_rules(
     """Red when a plotted rate is not what the rule does, branch by branch."""
     for seed in range(2):
         draft, target = random_pair(seed, vocab_size)
-        plan = independent(num_draws)
+        proposer: Proposer = SpecTr(num_draws, 1)
         if rule_name == "recursive_rejection":
-            plan = drawn_without_replacement(num_draws)
+            proposer = RsdC((num_draws,))
         # Prefixes of one token, so that leaves have a row; what it says is not used.
-        drawn = drawn_trees([draft], plan)
+        drawn = all_trees(proposer, draft)
         below = Language(target.table.expand(1 + vocab_size, -1))
-        meter = {
-            "multi_round": lambda d, t: LawMeter(multi_round, d, t),
-            "recursive_rejection": lambda d, t: LawMeter(recursive_rejection, d, t),
-            "k_seq": lambda d, t: JudgeMeter(k_seq, d, t, K_SEQ_JUDGE),
-            "optimal_transport": lambda d, t: JudgeMeter(
-                optimal_transport, d, t, judge
-            ),
-        }[rule_name](drawn, below)
+        meter = LawMeter(RULES[rule_name], drawn, below, judge=JUDGES.get(rule_name))
         rate = RATES[rule_name](draft.table[0], target.table[0], num_draws)
         # The rule's division factor is at most 2**-20 too large; the plot's is exact.
         tolerance = 3e-6 if rule_name == "k_seq" else ROUNDING
@@ -111,3 +107,20 @@ def test_recursive_rejection_does_not_dominate_optimal_transport() -> None:
     target = torch.tensor([0.3989, 0.1473, 0.3841, 0.0697], dtype=torch.float64)
     recursive = recursive_rejection_rate(draft, target, 2)
     assert recursive < optimal_transport_rate(draft, target, 2) - 0.1
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("q", [0.1, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("num_draws", [1, 2, 3])
+def test_two_tokens_have_a_closed_form(p: float, q: float, num_draws: int) -> None:
+    """Red when the linear programme loses mass it could accept, or the toy figure's
+    formula is another optimum.
+
+    Of two tokens, y cannot be emitted where it was not drawn; nothing else forbids
+    acceptance, so each token's accepted mass is bounded by that of being drawn.
+    """
+    draft = torch.tensor([p, 1 - p], dtype=torch.float64)
+    target = torch.tensor([q, 1 - q], dtype=torch.float64)
+    expected = two_token_transport_rate(draft, target, num_draws)
+    rate = optimal_transport_rate(draft, target, num_draws)
+    assert rate == pytest.approx(expected, abs=1e-12)

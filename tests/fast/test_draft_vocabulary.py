@@ -4,158 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fast import independent_draws
-from tests.fast.beam_trees import all_rsd_s_trees, rand
-from tests.fast.enumeration import Scorer, Weighted, all_trees, law_error, propose
+from tests.fast.enumeration import propose, rand
 from tests.fast.languages import (
     Language,
     LanguageDraft,
+    part_of,
     plain_sampling,
     random_tables,
 )
 from tests.fast.random_trees import random_trees
-from tests.fast.wrong_scorers import (
-    K_SEQ_JUDGE,
-    RSD_S,
-    WRONG_SCORERS,
-    draws_of,
-)
+from tests.fast.wrong_rules import draws_of
 from tests.reference.proposers import gumbel, rsd_s_reference
 from tests.reference.scorers import recursive_rejection_reference
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, SpecInfer
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
-    ScorerOutput,
     TargetLogits,
-    k_seq,
-    multi_round,
     recursive_rejection,
 )
 from vllm_treespec.trees.tree import TreeBatch
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
-KINDS = ["random", "zeros", "equal", "disjoint", "top_k", "peaked"]
-# vocabulary of the target, tokens of the draft, beam width
-SIZES = [(3, [0, 2], 2), (4, [1, 3], 2), (4, [0, 2, 3], 2), (5, [1, 2, 4], 3)]
-
-
-def restricted(draft: Language, tokens: list[int]) -> Language:
-    """The draft that knows no other tokens; prefixes keep the target's numbers."""
-    mass = torch.zeros_like(draft.table)
-    mass[:, tokens] = draft.table[:, tokens]
-    mass[mass.sum(1) == 0, tokens[0]] = 1
-    return Language(mass / mass.sum(1, keepdim=True))
-
-
-def hot_tables(
-    kind: str, vocab_size: int, tokens: list[int]
-) -> tuple[Language, Language, Tensor]:
-    """A draft language of some tokens, a target of all, and the draft's vocabulary."""
-    draft, target = random_tables(kind, vocab_size, 2)
-    return restricted(draft, tokens), target, torch.tensor(tokens)
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_of_stochastic_beams(kind: str, size: tuple[int, list[int], int]) -> None:
-    """Red when tokens that the draft cannot draw lose or gain mass."""
-    vocab_size, tokens, beam_width = size
-    draft, target, vocabulary = hot_tables(kind, vocab_size, tokens)
-    for seed in range(3):
-        drawn = all_rsd_s_trees(draft, beam_width, seed, vocabulary)
-        assert draws_of(drawn.tree).probs.shape[2] == len(tokens)
-        assert law_error(recursive_rejection, drawn, target) < EXACT
-
-
-@pytest.mark.parametrize("scorer", [recursive_rejection, recursive_rejection_reference])
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_of_constant_trees(kind: str, scorer: Scorer) -> None:
-    """Red when the walk or its readable reference mixes columns and tokens up."""
-    draft, target, vocabulary = hot_tables(kind, 4, [1, 3])
-    drawn = all_trees(draft, RsdC((2, 1)), vocabulary)
-    assert law_error(scorer, drawn, target) < EXACT
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_law_of_independent_draws(kind: str) -> None:
-    """Red when multi-round or K-SEQ mixes columns and tokens up."""
-    draft, target, vocabulary = hot_tables(kind, 4, [0, 2, 3])
-    proposer = SpecInfer([(2, 1)])
-    drawn = independent_draws.all_trees(proposer, [draft], vocabulary)
-    assert law_error(multi_round, drawn, target) < EXACT
-    assert law_error(k_seq, drawn, target, K_SEQ_JUDGE) < EXACT
-
-
-def test_law_of_cut_trees() -> None:
-    """Red when the scheduler's cut loses the vocabulary."""
-    draft, target, vocabulary = hot_tables("random", 4, [1, 3])
-    drawn = all_rsd_s_trees(draft, 2, 0, vocabulary)
-    tree = drawn.tree.cut(torch.full_like(drawn.tree.num_nodes, 4))
-    assert law_error(recursive_rejection, Weighted(tree, drawn.weights), target) < EXACT
-
-
 # Wrong on purpose
-
-
-def columns_as_tokens(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
-) -> ScorerOutput:
-    """Reads the draft's columns as the target's first tokens."""
-    draws = draws_of(tree)
-    spare = target.logits.shape[1] - draws.probs.shape[2]
-    probs = torch.nn.functional.pad(draws.probs, (0, spare))
-    tree = replace(tree, draws=replace(draws, probs=probs, vocabulary=None))
-    return recursive_rejection(tree, target, uniforms)
-
-
-def not_normalised(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
-) -> ScorerOutput:
-    """Takes the shares of the drafted tokens among all tokens for the draft."""
-    draws = draws_of(tree)
-    tree = replace(tree, draws=replace(draws, probs=draws.probs * 0.8))
-    return recursive_rejection(tree, target, uniforms)
-
-
-def next_columns(
-    tree: TreeBatch, target: TargetLogits, uniforms: Tensor
-) -> ScorerOutput:
-    """Scatters every column to the token of the next one."""
-    draws = draws_of(tree)
-    assert draws.vocabulary is not None
-    moved = replace(draws, vocabulary=draws.vocabulary.roll(1))
-    return recursive_rejection(replace(tree, draws=moved), target, uniforms)
-
-
-WRONG = {
-    **WRONG_SCORERS,
-    "columns as tokens": columns_as_tokens,
-    "draft not normalised over its tokens": not_normalised,
-    "columns moved": next_columns,
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_scorers_are_noticed(name: str) -> None:
-    """Red when a scorer could spoil a part of the vocabulary unseen."""
-    draft, target, vocabulary = hot_tables("random", 4, [0, 2, 3])
-    drawn = all_trees(draft, RsdC((2, 1)), vocabulary)
-    assert law_error(WRONG[name], drawn, target) > NOTICEABLE
-
-
-def test_unmapped_columns_are_noticed() -> None:
-    """Red when a proposer that hands columns on as tokens would pass."""
-    draft, target, vocabulary = hot_tables("random", 4, [0, 2, 3])
-    with patch.object(RSD_S, "tokens_of", lambda columns, vocabulary: columns):
-        drawn = all_rsd_s_trees(draft, 2, 0, vocabulary)
-    assert law_error(recursive_rejection, drawn, target) > NOTICEABLE
 
 
 # The fast path
@@ -210,8 +84,8 @@ def test_whole_vocabulary_changes_nothing(proposer: Proposer) -> None:
     draft, target = random_tables("random", 5, 2)
     uniforms = rand(200, proposer.sizes.num_uniforms)
     sampling = plain_sampling(200)
-    plain = propose(proposer, draft, sampling, uniforms)
-    named = propose(proposer, draft, sampling, uniforms, torch.arange(5))
+    plain = propose(proposer, draft, uniforms, sampling)
+    named = propose(proposer, draft, uniforms, sampling, torch.arange(5))
     assert named.token_ids.equal(plain.token_ids)
     assert named.parents.equal(plain.parents)
     scores = rand(200, plain.max_nodes + 1, seed=1)
@@ -223,13 +97,13 @@ def test_whole_vocabulary_changes_nothing(proposer: Proposer) -> None:
 
 def test_top_k_and_top_p_act_on_the_drafts_tokens() -> None:
     """Red when a request's restriction is taken over tokens the draft does not have."""
-    draft, _, vocabulary = hot_tables("random", 5, [1, 2, 4])
+    draft, _, vocabulary = part_of("random", 5, [1, 2, 4])
     scores = Language(draft.table.log().float())
     sampling = SamplingTensors(
         torch.ones(50), torch.full((50,), 2), torch.full((50,), 0.99), all_random=True
     )
     uniforms = rand(50, RsdS(3, 1).sizes.num_uniforms)
-    tree = propose(RsdS(3, 1), scores, sampling, uniforms, vocabulary)
+    tree = propose(RsdS(3, 1), scores, uniforms, sampling, vocabulary)
     assert tree.num_nodes.tolist() == [3] * 50
     likeliest = draft.table[0].topk(2).indices.tolist()
     assert set(tree.token_ids[:, 1:3].flatten().tolist()) == set(likeliest)
@@ -237,7 +111,7 @@ def test_top_k_and_top_p_act_on_the_drafts_tokens() -> None:
 
 def test_reference_proposer_maps_columns() -> None:
     """Red when the paper's beam search cannot be compared over a part any more."""
-    draft, _, vocabulary = hot_tables("random", 4, [1, 3])
+    draft, _, vocabulary = part_of("random", 4, [1, 3])
     noise = [gumbel(rand(20, width, 2, seed=width)) for width in (1, 2)]
     tree = rsd_s_reference(
         LanguageDraft(draft, 20, vocabulary),
@@ -252,7 +126,7 @@ def test_reference_proposer_maps_columns() -> None:
 
 def test_draft_models_of_one_tree_share_their_vocabulary() -> None:
     """Red when draws of different vocabularies are put into one table."""
-    draft, _, vocabulary = hot_tables("random", 4, [1, 3])
+    draft, _, vocabulary = part_of("random", 4, [1, 3])
     proposer = SpecInfer([(1, 1), (1,)])
 
     def draw(*vocabularies: Tensor | None) -> TreeBatch:

@@ -9,21 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.drawn_trees import as_if_drawn
-from tests.fast.enumeration import (
-    Weighted,
-    grid_law_error,
-    grid_target,
-    law_error,
-    propose,
-)
+from tests.fast.enumeration import propose
 from tests.fast.languages import (
     Language,
     LanguageDraft,
     plain_sampling,
     random_tables,
 )
-from tests.fast.position_noise import by_position, by_position_batched
 from tests.fast.tiny_heads import (
     VOCAB_SIZE,
     drafted,
@@ -36,11 +28,8 @@ from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import LogLaw, Path, dynamic_tree_reference
 from vllm_treespec.proposers import DynamicTree, ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.trees.tree import TreeBatch
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
 NO_UNIFORMS = torch.zeros(1, 0)
 
 
@@ -77,7 +66,7 @@ def log_law(language: Language) -> LogLaw:
 
 def tree_of(language: Language, proposer: DynamicTree) -> TreeBatch:
     """The one tree that is drafted from a language."""
-    return propose(proposer, language, plain_sampling(1), NO_UNIFORMS)
+    return propose(proposer, language)
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros", "ties"])
@@ -186,39 +175,6 @@ def test_sizes_are_reached() -> None:
 
 
 # The law
-
-SHAPES = [(1, 2, 2), (3, 2, 6), (2, 2, 4), (3, 2, 9)]
-
-
-def weighted(tree: TreeBatch) -> Weighted:
-    """A tree that is drafted for certain."""
-    return Weighted(tree, torch.ones(1).double())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["random", "zeros", "one_token"])
-def test_law_under_coupled_draw(kind: str, shape: tuple[int, int, int]) -> None:
-    """Red when a tree's nodes or their order change what is emitted."""
-    tree = tree_of(random_tables(kind, 3, 2)[0], DynamicTree(*shape))
-    assert grid_law_error(by_position, weighted(tree), grid_target()) < EXACT
-    assert grid_law_error(by_position_batched, weighted(tree), grid_target()) < EXACT
-
-
-@pytest.mark.parametrize("num_nodes", range(1, 8))
-def test_law_of_cut_trees(num_nodes: int) -> None:
-    """Red when a tree that the scheduler has cut is no longer lawful."""
-    tree = tree_of(random_tables("random", 3, 2)[0], DynamicTree(3, 2, 7))
-    cut = tree.cut(torch.tensor([num_nodes]))
-    assert int(cut.num_nodes) == num_nodes
-    assert grid_law_error(by_position, weighted(cut), grid_target()) < EXACT
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rejection_of_a_dynamic_tree_is_lossy(shape: tuple[int, int, int]) -> None:
-    """Red when a deterministic tree judged like a drawn one would pass."""
-    draft, target = random_tables("random", 3, 2)
-    tree = as_if_drawn(tree_of(draft, DynamicTree(*shape)), draft)
-    assert law_error(recursive_rejection, weighted(tree), target) > NOTICEABLE
 
 
 def test_a_node_is_read_after_its_own_path() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.fast.enumeration import Scorer
 from tests.fast.languages import PlainSampling, plain_sampling
-from tests.fast.random_trees import random_trees
-from tests.fast.wrong_scorers import WRONG_SCORERS, draws_of
+from tests.fast.test_batched_rules import batch
+from tests.fast.wrong_rules import WRONG_REJECTION, draws_of
 from tests.reference.scorers import recursive_rejection_reference, verify
 from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, Sd
 from vllm_treespec.sampling.laws import SamplingTensors
@@ -34,29 +34,6 @@ from vllm_treespec.trees.tree import TreeBatch
 SIZES = [(5, 60, 16), (77, 40, 24), (1001, 20, 64), (49_152, 3, 8), (128_256, 2, 6)]
 
 
-def scored_trees(
-    vocab_size: int, num_reqs: int, max_nodes: int, dtype: torch.dtype
-) -> tuple[TreeBatch, TargetLogits, Tensor]:
-    """Random trees, a target that resembles their drafts, and uniforms."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    tree = random_trees(num_reqs, max_nodes, vocab_size, generator)
-    draws = draws_of(tree)
-    noise = torch.randn(draws.probs.shape, generator=generator, dtype=torch.float64)
-    # One node in four has the draft's own distribution.
-    noise *= torch.rand((*noise.shape[:2], 1), generator=generator) > 0.25
-    logits = (draws.probs.log() + noise).flatten(0, 1)
-    root_rows = torch.arange(num_reqs) * max_nodes
-    uniforms = torch.rand(
-        (num_reqs, max_nodes + 1), generator=generator, dtype=torch.float64
-    )
-    if dtype == torch.float64:
-        sampling: SamplingTensors = plain_sampling(num_reqs)
-        return tree, TargetLogits(logits.softmax(1), root_rows, sampling), uniforms
-    tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))
-    sampling = SamplingTensors(torch.ones(num_reqs), all_random=True)
-    return tree, TargetLogits(logits.float(), root_rows, sampling), uniforms
-
-
 def differing(
     scorer: Scorer, tree: TreeBatch, target: TargetLogits, uniforms: Tensor
 ) -> int:
@@ -76,7 +53,7 @@ def test_walk_equals_reference(
     size: tuple[int, int, int], with_replacement: bool
 ) -> None:
     """Red when batching, padding or a large vocabulary changes a walk."""
-    tree, target, uniforms = scored_trees(*size, torch.float64)
+    tree, target, uniforms = batch(*size, "plain float64", 0)
     if with_replacement:
         draws = draws_of(tree)
         none = torch.zeros_like(draws.without_replacement)
@@ -91,7 +68,7 @@ def test_float32_walk_equals_reference_but_for_ties(size: tuple[int, int, int]) 
     A tie is a uniform that lies within rounding of the edge of its token's interval
     in the reference's float64 distribution.
     """
-    tree, target, uniforms = scored_trees(*size, torch.float32)
+    tree, target, uniforms = batch(*size, "plain", 0)
     output = recursive_rejection(tree, target, uniforms)
     for req in range(tree.num_reqs):
         accepted, residual = verify(tree, target, req, uniforms[req])
@@ -105,11 +82,14 @@ def test_float32_walk_equals_reference_but_for_ties(size: tuple[int, int, int]) 
         assert residual[token] > 0
 
 
-@pytest.mark.parametrize("name", WRONG_SCORERS)
+@pytest.mark.parametrize("name", WRONG_REJECTION)
 def test_wrong_scorers_differ_from_the_reference(name: str) -> None:
     """Red when the comparison could no longer see another walk."""
-    tree, target, uniforms = scored_trees(77, 40, 24, torch.float64)
-    assert differing(WRONG_SCORERS[name], tree, target, uniforms) > 0
+    tree, target, uniforms = batch(77, 40, 24, "plain float64", 0)
+    assert (
+        differing(WRONG_REJECTION[name](recursive_rejection), tree, target, uniforms)
+        > 0
+    )
 
 
 # Greedy
@@ -117,12 +97,12 @@ def test_wrong_scorers_differ_from_the_reference(name: str) -> None:
 
 def test_greedy_matching_equals_naive_loop() -> None:
     """Red when greedy matching leaves the path that plain greedy decoding takes."""
-    tree, target, uniforms = scored_trees(5, 200, 12, torch.float32)
+    tree, target, uniforms = batch(5, 200, 12, "plain", 0)
     output = greedy_matching(tree, target, uniforms)
     for req in range(tree.num_reqs):
         path, node = [], 0
         while True:
-            wanted = int(target.logits[req * tree.max_nodes + node].argmax())
+            wanted = int(target.logits[target.root_rows[req] + node].argmax())
             matching = [
                 i
                 for i in range(1, int(tree.num_nodes[req]))

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fast.drawn_trees import as_if_drawn
-from tests.fast.enumeration import Weighted, grid_law_error, grid_target, law_error
+from tests.fast.enumeration import Weighted
 from tests.fast.languages import (
     Language,
     LanguageDraft,
     plain_sampling,
     random_tables,
 )
-from tests.fast.position_noise import by_position, by_position_batched
 from tests.fast.test_dynamic_tree import log_law
 from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_workloads import make_engine
@@ -35,7 +33,6 @@ from vllm_treespec.schedule.shares import (
     Shares,
     count_parts,
 )
-from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.sources.suffix_index import SuffixIndex
@@ -45,7 +42,6 @@ from vllm_treespec.testing.toy_models import ToyDraftModel
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
 from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
 
-EXACT = 1e-12
 NOTICEABLE = 1e-3
 HEADS = ("hybrid_head", "hybrid_pairs", "hybrid_chains")
 
@@ -197,26 +193,6 @@ def test_sizes_bound_the_trees() -> None:
 
 
 # The law. Two levels, three tokens.
-
-SMALL = Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0)
-
-
-@pytest.mark.parametrize("share", cases([0.2, 0.6, 1.0], quick=[0.6]))
-def test_law_under_coupled_draw(share: float) -> None:
-    """Red when nodes, their order, or whence they come changes what is emitted."""
-    tree = tree_of(SMALL, [FOUND], [share], random_tables("random", 3, 2)[0])
-    assert grid_law_error(by_position_batched, weighted(tree), grid_target()) < EXACT
-    for num_nodes in range(1, int(tree.num_nodes) + 1):
-        drawn = weighted(tree.cut(torch.tensor([num_nodes])))
-        assert grid_law_error(by_position, drawn, grid_target()) < EXACT
-
-
-@pytest.mark.parametrize("share", [0.2, 0.6])
-def test_rejection_of_these_trees_is_lossy(share: float) -> None:
-    """Negative control: red when nodes that are no draws would pass as draws."""
-    draft, target = random_tables("random", 3, 2)
-    tree = as_if_drawn(tree_of(SMALL, [FOUND], [share], draft), draft)
-    assert law_error(recursive_rejection, weighted(tree), target) > NOTICEABLE
 
 
 def weighted(tree: TreeBatch) -> Weighted:

@@ -8,14 +8,9 @@ from torch import Tensor
 
 from tests.fast.chi_square import drawn_level, first_tokens, p_value
 from tests.fast.enumeration import Scorer
-from tests.fast.position_noise import numbers_of
-from tests.fast.wrong_scorers import (
-    WRONG_K_SEQ,
-    WRONG_MULTI_ROUND,
-    WRONG_SCORERS,
-    only_likeliest,
-)
-from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits
+from tests.fast.rule_forms import numbers_of
+from tests.fast.wrong_rules import WRONG, only_likeliest
+from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits, k_seq
 from vllm_treespec.trees.tree import TreeBatch
 
 VOCAB_SIZE, NUM_DRAWS, CHUNK, NUM_CHUNKS = 4096, 3, 250, 20
@@ -52,15 +47,17 @@ def test_law_at_a_large_vocabulary(name: str) -> None:
     assert measured(walk, name != "recursive_rejection") > 1e-4
 
 
-WRONG: dict[str, Scorer] = {
-    "recursive_rejection": WRONG_SCORERS["recovered from target"],
-    "multi_round": WRONG_MULTI_ROUND["recovered from target"],
-    "k_seq": WRONG_K_SEQ["division factor 1"],
+WRONG_RULES: dict[str, Scorer] = {
     "coupled_draw": only_likeliest,
+    "k_seq": WRONG["k_seq"]["division factor 1"](k_seq),
+    **{
+        name: WRONG[name]["recovered from target"](RULES[name].walk)
+        for name in ("recursive_rejection", "multi_round")
+    },
 }
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_wrong_rules_are_noticed(name: str) -> None:
     """Red when so many samples could no longer see a lossy rule."""
-    assert measured(WRONG[name], name != "recursive_rejection") < 1e-6
+    assert measured(WRONG_RULES[name], name != "recursive_rejection") < 1e-6

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import sizes_of
 from tests.fast.enumeration import (
     ALMOST_ONE,
     LawMeter,
     Weighted,
+    all_uniforms,
     propose,
-    token_uniforms,
 )
 from tests.fast.languages import Language, LanguageDraft
 from tests.fast.law_range import (
@@ -26,8 +25,8 @@ from tests.fast.law_range import (
     flushing,
     rule_errors,
 )
-from tests.fast.position_noise import numbers_of
-from tests.fast.wrong_scorers import RECURSIVE_REJECTION
+from tests.fast.rule_forms import numbers_of, sizes_of
+from tests.fast.wrong_rules import REJECTION as RECURSIVE_REJECTION
 from tests.tiers import cases
 from vllm_treespec.proposers import (
     DynamicTree,
@@ -122,13 +121,9 @@ def test_law_of_a_near_tie_below_a_clear_lead(form: str, proposer: Proposer) -> 
 
     # What a float64 softmax would draw: if denormal drafts are left out, fewer trees.
     drawn_from = Language((draft.double() / 0.1).softmax(1))
-    count = proposer.sizes.max_width
-    uniforms, weights = token_uniforms(drawn_from, (count,))
-    if isinstance(proposer, RsdS):
-        uniforms = torch.cat([uniforms, torch.full_like(uniforms, 0.5)], dim=1)
-    tree = propose(
-        proposer, Language(draft), at_low_temperature(len(weights)), uniforms
-    )
+    uniforms, weights = all_uniforms(proposer, [drawn_from])
+    sampling = at_low_temperature(len(weights))
+    tree = propose(proposer, Language(draft), uniforms, sampling)
     meter = LawMeter(
         REJECTION[form], Weighted(tree, weights), Language(target), at_low_temperature
     )

@@ -10,30 +10,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import rejection
-from tests.fast.beam_trees import rand
-from tests.fast.drawn_trees import as_if_drawn
 from tests.fast.enumeration import (
-    Scorer,
+    EXACT,
+    NOTICEABLE,
     Weighted,
-    grid_law_error,
-    grid_target,
+    all_uniforms,
+    as_if_drawn,
+    certain,
     law_error,
-    token_uniforms,
+    rand,
 )
 from tests.fast.languages import random_tables
-from tests.fast.position_noise import by_position, by_position_batched
+from tests.fast.rule_forms import (
+    FORMS,
+    grid_law_error,
+)
 from tests.fast.test_dynamic_tree import log_law
 from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_chains import ToyChain, softmax_sampling
 from tests.fast.tree_bounds import check_bounds
+from tests.fast.wrong_rules import draws_of
 from tests.reference.proposers import dynamic_tree_reference
 from vllm_treespec.proposers import (
     DynamicTree,
     Lyanna,
     Proposer,
     ProposerInputs,
-    RsdC,
     RsdS,
     StochasticTree,
 )
@@ -42,8 +44,6 @@ from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.chain import ChainDraft
 from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
 ROOT = 1
 NO_UNIFORMS = torch.zeros(1, 0)
 
@@ -78,10 +78,6 @@ def chain_draft(
         first=None if first is None else torch.tensor([first]),
         leftover=leftover,
     )
-
-
-def weighted(tree: TreeBatch) -> Weighted:
-    return Weighted(tree, torch.ones(1).double())
 
 
 # Shape
@@ -197,6 +193,7 @@ def test_sizes_bound_the_trees(leftover: bool) -> None:
 # The law. Two levels, three tokens.
 
 CHAIN = ToyChain.random(3, 2, seed=3)
+TARGET = random_tables("random", 3, 2)[1]
 LEFT = replace(ToyChain.random(3, 3, seed=4), table=CHAIN.table)
 
 
@@ -222,12 +219,19 @@ MODES = {"off": off, "replace": replaced, "merge": merged_with_left}
 
 @pytest.mark.parametrize("mode", MODES)
 def test_law_under_coupled_draw(mode: str) -> None:
-    """Red when nodes, their order, or whence they come changes what is emitted."""
+    """Red when nodes, their order, or whence they come changes what is emitted.
+
+    Likeliest tokens judged like draws must be noticed.
+    """
     tree = MODES[mode]()
     for num_nodes in range(1, int(tree.num_nodes) + 1):
-        drawn = weighted(tree.cut(torch.tensor([num_nodes])))
-        assert grid_law_error(by_position, drawn, grid_target()) < EXACT
-    assert grid_law_error(by_position_batched, drawn, grid_target()) < EXACT
+        for form in FORMS["coupled_draw"].values():
+            assert grid_law_error(form, certain(tree).cut(num_nodes)) < EXACT
+    chain = LEFT.left(1) if mode == "replace" else CHAIN
+    # as long a language as there are prefixes in a tree
+    longer = replace(chain, levels=torch.cat([chain.levels, chain.levels[:1]]))
+    judged = certain(as_if_drawn(tree, longer.language(ROOT)))
+    assert law_error(recursive_rejection, judged, TARGET) > NOTICEABLE
 
 
 def test_merged_law_is_that_of_a_real_merge() -> None:
@@ -238,73 +242,36 @@ def test_merged_law_is_that_of_a_real_merge() -> None:
     assert int(tree.num_nodes) < tree.max_nodes, "no prefix was equal"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_rejection_of_these_trees_is_lossy(mode: str) -> None:
-    """Negative control: red when likeliest tokens judged like draws would pass."""
-    chain = LEFT.left(1) if mode == "replace" else CHAIN
-    # as long a language as there are prefixes in a tree
-    longer = replace(chain, levels=torch.cat([chain.levels, chain.levels[:1]]))
-    tree = as_if_drawn(MODES[mode](), longer.language(ROOT))
-    _, target = random_tables("random", 3, 2)
-    assert law_error(recursive_rejection, weighted(tree), target) > NOTICEABLE
-
-
-def beams(kind: type[RsdS | StochasticTree], *shape: int) -> Weighted:
-    """Every token draw under fixed Gumbel uniforms, from what is left of a chain."""
-    proposer: Proposer = kind(*shape)
-    chain = LEFT.left(1)
-    tokens, weights = token_uniforms(chain.language(ROOT), (2, 2))
-    noise = rand(1, proposer.sizes.num_uniforms // 2, seed=1).expand(len(tokens), -1)
+def all_drawn(proposer: Any, chain: ToyChain, used: int = 0) -> Weighted:
+    """Every tree that is drawn from what is left of a chain."""
+    uniforms, weights = all_uniforms(proposer, [chain.left(used).language(ROOT)])
+    count = len(weights)
     draft = ChainDraft(
-        LEFT.levels.expand(len(tokens), -1, -1),
-        LEFT.info,
-        torch.full((len(tokens),), ROOT),
-        first=torch.ones(len(tokens), dtype=torch.int64),
+        chain.levels.expand(count, -1, -1),
+        chain.info,
+        torch.full((count,), ROOT),
+        first=torch.full((count,), used),
     )
-    uniforms = torch.cat([tokens, noise], dim=1)
-    return Weighted(drawn_from(wrapped(proposer), draft, uniforms), weights)
+    return Weighted(drawn_from(Lyanna(proposer), draft, uniforms), weights)
 
 
-def wrapped(proposer: Any) -> Lyanna:
-    return Lyanna(proposer)
+@pytest.mark.parametrize("form", FORMS["recursive_rejection"])
+@pytest.mark.parametrize(
+    "proposer", [RsdS(2, 2), StochasticTree(2, 2, 4), StochasticTree(2, 2, 3)]
+)
+def test_law_under_recursive_rejection(proposer: Proposer, form: str) -> None:
+    """Red when what a token says is in the logits and not in the draws' law.
 
-
-def branches() -> Weighted:
-    """Every tree that RSD-C draws from a fresh chain."""
-    uniforms, weights = token_uniforms(CHAIN.language(ROOT), (2, 2))
-    draft = CHAIN.draft(ROOT, len(uniforms))
-    return Weighted(drawn_from(RsdC((2, 2)), draft, uniforms), weights)
-
-
-DRAWN = {
-    "rsd_s": lambda: beams(RsdS, 2, 2),
-    "stochastic": lambda: beams(StochasticTree, 2, 2, 4),
-    "stochastic, 3 drafts": lambda: beams(StochasticTree, 2, 2, 3),
-    "rsd_c": branches,
-}
-
-
-@pytest.mark.parametrize("rule", [recursive_rejection, rejection])
-@pytest.mark.parametrize("kind", DRAWN)
-def test_law_under_recursive_rejection(kind: str, rule: Scorer) -> None:
-    """Red when what a token says is in the logits and not in the draws' law."""
-    drawn = DRAWN[kind]()
-    _, target = random_tables("random", 3, 2)
+    The levels alone must be noticed.
+    """
+    drawn = all_drawn(proposer, LEFT, 1)
     assert float(drawn.weights.sum()) == pytest.approx(1.0)
-    assert law_error(rule, drawn, target) < EXACT
-
-
-def test_draws_without_what_tokens_say_are_noticed() -> None:
-    """Negative control: red when the law above would pass with the levels alone."""
-    drawn = DRAWN["rsd_c"]()
-    draws = drawn.tree.draws
-    assert draws is not None
-    bare = CHAIN.levels.softmax(-1)[torch.tensor([0, 1, 1])]
-    probs = bare.expand_as(draws.probs)
-    tree = replace(drawn.tree, draws=replace(draws, probs=probs))
-    _, target = random_tables("random", 3, 2)
-    error = law_error(recursive_rejection, Weighted(tree, drawn.weights), target)
-    assert error > NOTICEABLE
+    rule = FORMS["recursive_rejection"][form]
+    assert law_error(rule, drawn, TARGET) < EXACT
+    draws = draws_of(drawn.tree)
+    bare = LEFT.levels.softmax(-1)[torch.tensor([1, 2, 2])]
+    tree = replace(drawn.tree, draws=replace(draws, probs=bare.expand_as(draws.probs)))
+    assert law_error(rule, Weighted(tree, drawn.weights), TARGET) > NOTICEABLE
 
 
 def test_greedy_requests_get_the_likeliest_nodes() -> None:

@@ -8,8 +8,6 @@ from math import prod
 import pytest
 import torch
 
-from tests.fast.enumeration import Weighted, grid_law_error, grid_target
-from tests.fast.position_noise import by_position
 from tests.fast.tiny_heads import (
     DEPTH,
     VOCAB_SIZE,
@@ -19,8 +17,7 @@ from tests.fast.tiny_heads import (
     tiny_head,
     token_paths,
 )
-from tests.fast.wrong_scorers import WRONG_COUPLED_DRAW
-from vllm_treespec.proposers import Medusa, ProposerInputs
+from vllm_treespec.proposers import Medusa
 from vllm_treespec.proposers.medusa import grow_tree
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.builders import from_parents
@@ -131,47 +128,3 @@ def test_sampling_parameters_do_not_change_the_tree() -> None:
     plain = drafted(proposer, head, hidden, roots, greedy(3))
     assert tree.token_ids.equal(plain.token_ids)
     assert tree.num_nodes.equal(plain.num_nodes)
-
-
-class FixedGuesses:
-    """A draft model whose levels each have one ranking of three tokens."""
-
-    vocabulary = None
-
-    def __init__(self) -> None:
-        self.rankings = [[1, 2, 0], [0, 2, 1]]
-
-    def root_logits(self) -> torch.Tensor:
-        order = self.rankings.pop(0)
-        logits = [-float(order.index(token)) for token in range(3)]
-        return torch.tensor([logits])
-
-    def extend(self, token_ids: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        return self.root_logits()[:, None]
-
-
-def static_tree(num_drafts: int) -> Weighted:
-    tree = Medusa(num_drafts, [[0.6, 0.3, 0.1], [0.5, 0.2]]).propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros(1, dtype=torch.int64),
-            sampling=greedy(1),
-            uniforms=torch.zeros(1, 0),
-            draft_models=[FixedGuesses()],
-        )
-    )
-    return Weighted(tree, torch.ones(1).double())
-
-
-@pytest.mark.parametrize("num_drafts", [1, 3, 6, 9])
-def test_law_of_static_trees_under_coupled_draw(num_drafts: int) -> None:
-    """Red when a static tree is accepted by anything but draws from the target."""
-    drawn = static_tree(num_drafts)
-    assert drawn.tree.num_nodes.tolist() == [1 + num_drafts]
-    assert grid_law_error(by_position, drawn, grid_target()) < EXACT
-
-
-@pytest.mark.parametrize("name", WRONG_COUPLED_DRAW)
-def test_wrong_rules_are_noticed(name: str) -> None:
-    """Red when the law of a static tree could be wrong unseen."""
-    error = grid_law_error(WRONG_COUPLED_DRAW[name], static_tree(3), grid_target())
-    assert error > NOTICEABLE

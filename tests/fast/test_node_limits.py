@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 
@@ -18,9 +17,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests.fast.drawn_trees import drawn_trees, independent
-from tests.fast.enumeration import Weighted, law_error
-from tests.fast.languages import random_tables
 from tests.fast.small_engine import (
     PROMPT_LEN,
     engine_config,
@@ -31,7 +27,6 @@ from vllm_treespec.batch.views import scheduler_room
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.engine.refusals import refuse_short_chunks
 from vllm_treespec.engine.v1.views import token_budget
-from vllm_treespec.scorers import multi_round
 
 # Six draws; equal ones are one node, so a tree has one to six drafts.
 SPEC = {"method": "spectr", "model": "some/draft", "num_paths": 3, "depth": 2}
@@ -177,22 +172,3 @@ def limit(
         monkeypatch.setattr(
             config.scheduler_config, "long_prefill_token_threshold", value
         )
-
-
-@pytest.mark.parametrize(("room_counts", "exact"), [(True, True), (False, False)])
-def test_law_of_trees_cut_at_a_room(room_counts: bool, exact: bool) -> None:
-    """Red when a cut that looks at a tree's size would keep the law after all.
-
-    Three draws and room for two: a third draw counts in no tree, or in those alone
-    whose draws repeat each other and so fit.
-    """
-    draft, target = random_tables("random", 5, 1)
-    drawn = drawn_trees([draft], independent(3))
-    room = torch.full_like(drawn.tree.num_nodes, 3)
-    if not room_counts:
-        room = torch.where(drawn.tree.num_nodes <= 3, 64, room)
-    error = law_error(
-        multi_round, Weighted(drawn.tree.cut(room), drawn.weights), target
-    )
-    assert (error < 1e-12) == exact
-    assert exact or error > 1e-3

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.batched_rules import sizes_of
-from tests.fast.enumeration import LawMeter, Scorer, Weighted, propose, token_uniforms
+from tests.fast.enumeration import LawMeter, Scorer, Weighted, draft_uniforms, propose
 from tests.fast.interpreted import interpreted
 from tests.fast.languages import (
     NUM_TOKENS,
@@ -22,11 +21,11 @@ from tests.fast.languages import (
     prefix_tokens,
     random_tables,
 )
-from tests.fast.position_noise import numbers_of
 from tests.fast.random_trees import random_trees
+from tests.fast.rule_forms import numbers_of, sizes_of
 from tests.fast.test_batched_rules import batch
 from tests.fast.toy_workloads import SOME_ENGINES, make_engine
-from tests.fast.wrong_scorers import draws_of
+from tests.fast.wrong_rules import draws_of
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.proposers import RsdC
 from vllm_treespec.sampling.laws import SamplingTensors
@@ -239,8 +238,8 @@ def law_error(
 
     proposer = RsdC(factors)
     drawn_from = Language(naive_probs(draft.double() / 0.7, None, None))
-    uniforms, weights = token_uniforms(drawn_from, proposer.branching_factors)
-    tree = propose(proposer, Language(draft), sampling(len(weights)), uniforms)
+    uniforms, weights = draft_uniforms(drawn_from, proposer.branching_factors)
+    tree = propose(proposer, Language(draft), uniforms, sampling(len(weights)))
     tree.token_ids[:, 0] = root
     meter = LawMeter(scorer, Weighted(tree, weights), language, sampling, FLOAT32 / 4)
     expected = Language(naive_probs(language.table.double() / 0.7, None, None))

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.chi_square import p_value
 from tests.fast.interpreted import interpreted
-from tests.fast.position_noise import random_keys
+from tests.fast.rule_forms import random_keys
 from tests.fast.toy_workloads import NOT_DRAWN, make_engine
 from tests.tiers import cases
 from vllm_treespec.kernels import kv_move
@@ -56,16 +55,6 @@ def test_each_request_is_drawn_by_its_own_parameters(
         own = torch.tensor([place])
         drawn = draw_coupled(sampling.select(own).probs(row[None]), keys[place])
         assert int(tokens[place]) == int(row.argmax() if is_greedy else drawn)
-
-
-def test_the_law_is_the_targets() -> None:
-    """Red when a request without a tree follows another law."""
-    count = 20_000
-    sampling = SamplingTensors(torch.full((count,), 0.8), all_random=True)
-    rows = torch.zeros(count, dtype=torch.int64)
-    target = TargetLogits(logits_of(1)[:1], rows, sampling)
-    tokens = draw_plainly(target, random_keys(count, 1), batched=True)
-    assert p_value(tokens, (logits_of(1)[0] / 0.8).softmax(0)) > 1e-3
 
 
 def sampled(number: int, drafts: bool = True, seed: int | None = None) -> Request:

@@ -8,23 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.beam_trees import all_rsd_s_trees
-from tests.fast.drawn_trees import as_if_drawn
-from tests.fast.enumeration import (
-    Weighted,
-    grid_law_error,
-    grid_target,
-    law_error,
-    propose,
-)
+from tests.fast.enumeration import propose
 from tests.fast.languages import (
     Language,
     LanguageDraft,
     naive_probs,
-    plain_sampling,
     random_tables,
 )
-from tests.fast.position_noise import by_position
 from tests.fast.tiny_heads import (
     VOCAB_SIZE,
     drafted,
@@ -36,7 +26,6 @@ from tests.fast.tiny_heads import (
 from vllm_treespec.proposers import ReDrafter, RsdS
 from vllm_treespec.proposers.redrafter import prefix_match, tree_of_beams
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.scorers import recursive_rejection
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
@@ -192,7 +181,7 @@ def test_proposer_equals_slow_beam_search(
     vocabulary = None if hot is None else torch.tensor(hot)
     for beam_width, length, num_drafts in [(5, 3, 15), (7, 3, 9), (1, 4, 4)]:
         proposer = ReDrafter(beam_width, length, num_drafts)
-        tree = propose(proposer, language, sampling, torch.zeros(2, 0), vocabulary)
+        tree = propose(proposer, language, torch.zeros(2, 0), sampling, vocabulary)
         beams, log_probs = slow_beams(
             Language(restricted), min(beam_width, len(columns)), length, columns
         )
@@ -311,41 +300,9 @@ def test_limits(shape: tuple[int, int, int], limits: tuple[int, ...]) -> None:
 # The law
 
 
-def beam_tree(draft: Language, shape: tuple[int, int, int]) -> Weighted:
-    """The one tree that ReDrafter drafts from a language."""
-    tree = propose(ReDrafter(*shape), draft, plain_sampling(1), torch.zeros(1, 0))
-    return Weighted(tree, torch.ones(1).double())
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 2), (3, 2, 6), (5, 2, 4), (9, 2, 12)])
-@pytest.mark.parametrize("kind", ["random", "zeros", "one_token"])
-def test_law_of_beam_trees_under_coupled_draw(
-    kind: str, shape: tuple[int, int, int]
-) -> None:
-    """Red when beams are accepted by anything but draws from the target."""
-    drawn = beam_tree(random_tables(kind, 3, 2)[0], shape)
-    assert int(drawn.tree.num_nodes) > 2
-    assert grid_law_error(by_position, drawn, grid_target()) < EXACT
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 4), (3, 2, 4)])
-def test_rejection_sampling_of_beams_is_lossy(shape: tuple[int, int, int]) -> None:
-    """Red when beams verified like samples would pass for lossless (a hole in the
-    paper's section 2: beam candidates accepted with probability min(1, q / p)).
-
-    The same draft's tokens are verified without error where they are samples.
-    """
-    draft, target = random_tables("random", 3, 2)
-    drawn = beam_tree(draft, shape)
-    beams = Weighted(as_if_drawn(drawn.tree, draft), drawn.weights)
-    assert law_error(recursive_rejection, beams, target) > 10 * NOTICEABLE
-    samples = all_rsd_s_trees(draft, shape[0], seed=0)
-    assert law_error(recursive_rejection, samples, target) < EXACT
-
-
 def test_narrow_vocabulary_narrows_the_beam() -> None:
     """Red when a draft with fewer tokens than beams breaks the search."""
     draft = LanguageDraft(random_tables("random", 3, 2)[0], 1)
     assert draft.root_logits().shape == (1, 3)
-    tree = beam_tree(draft.language, (8, 2, 16)).tree
+    tree = propose(ReDrafter(8, 2, 16), draft.language)
     assert tree.depths[0].bincount()[1:].max() <= 3

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import Weighted, law_error
-from tests.fast.independent_draws import all_trees, grid, in_eighths, propose
+from tests.fast.enumeration import all_trees, propose
 from tests.fast.languages import Language, random_tables
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import SpecInfer
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.scorers import RULES, multi_round
+from vllm_treespec.scorers import RULES
 from vllm_treespec.trees.tree import draw_parents
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
 # vocabulary, branching factors of each draft model
 SHAPES: list[tuple[int, list[tuple[int, ...]]]] = [
     (4, [(2, 1)]),
@@ -67,25 +62,6 @@ def test_limits(
         assert int(tree.depths.max()) == proposer.sizes.max_depth
 
 
-def test_every_models_draws_follow_its_own_law() -> None:
-    """Red when models share random numbers, mix up rows, or draw without replacement.
-
-    Every number of the grid has the same weight, so that the law is a count.
-    """
-    one, other = in_eighths(3, 1, seed=5), in_eighths(3, 1, seed=6)
-    tree = propose(SpecInfer([(2,), (1, 1)]), [one, other], grid(4))
-    assert tree.draws is not None
-    tokens = tree.token_ids.gather(1, tree.draws.nodes)
-    # The first model's two draws, then the second model's path.
-    number = (tokens * torch.tensor([27, 9, 3, 1])).sum(1)
-    found = number.bincount(minlength=81).double() / len(tokens)
-    first = one.table[0]
-    path = other.table[0][:, None] * other.table[1:4]
-    assert found.view(3, 3, 3, 3).allclose(
-        first[:, None, None, None] * first[:, None, None] * path, atol=EXACT
-    )
-
-
 @pytest.mark.parametrize(("vocab_size", "branching_factors"), SHAPES)
 def test_rows_belong_to_the_drawing_model(
     vocab_size: int, branching_factors: list[tuple[int, ...]]
@@ -124,30 +100,6 @@ def test_merged_node_has_the_draws_of_both_models() -> None:
     assert tree.draws.nodes.tolist() == [[1, 1, 2, 2, 3]]
     # Rows: the first model's two levels, then the second model's.
     assert tree.draws.rows.tolist() == [[0, 2, 1, 1, 3]]
-
-
-@pytest.mark.parametrize(("vocab_size", "branching_factors"), SHAPES)
-@pytest.mark.parametrize("kind", ["random", "zeros", "disjoint", "peaked"])
-def test_emitted_law_is_the_targets(
-    kind: str, vocab_size: int, branching_factors: list[tuple[int, ...]]
-) -> None:
-    """Red when draws of several models no longer fit multi-round rejection."""
-    models = two_models(kind, vocab_size, len(branching_factors))
-    _, target = random_tables(kind, vocab_size, 2, seed=9)
-    drawn = all_trees(SpecInfer(branching_factors), models)
-    assert float(drawn.weights.sum()) == pytest.approx(1, abs=EXACT)
-    assert law_error(multi_round, drawn, target) < EXACT
-
-
-def test_another_models_rows_are_noticed() -> None:
-    """Red when swapped draft distributions would pass for lossless."""
-    _, target = random_tables("random", 3, 2, seed=9)
-    drawn = all_trees(SpecInfer([(1,), (1,)]), two_models("random", 3))
-    draws = drawn.tree.draws
-    assert draws is not None
-    tree = replace(drawn.tree, draws=replace(draws, rows=1 - draws.rows))
-    error = law_error(multi_round, Weighted(tree, drawn.weights), target)
-    assert error > NOTICEABLE
 
 
 # Greedy

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import Weighted, law_error
-from tests.fast.independent_draws import all_trees, grid, in_eighths, propose
+from tests.fast.enumeration import all_trees, propose
 from tests.fast.languages import (
     Language,
     LanguageDraft,
@@ -20,11 +16,9 @@ from tests.fast.languages import (
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import ProposerInputs, SpecTr
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.scorers import RULES, k_seq, multi_round
+from vllm_treespec.scorers import RULES, k_seq
 from vllm_treespec.trees.tree import draw_parents, num_draws
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
 SHAPES = [(3, 1, 3), (4, 3, 1), (3, 2, 2), (2, 3, 2), (2, 2, 3)]
 
 
@@ -60,30 +54,6 @@ class EvenDraft:
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         return self.root_logits().expand(*token_ids.shape, 1000)
-
-
-def test_paths_are_independent() -> None:
-    """Red when the paths' joint law stops being the product of the draft's laws.
-
-    Every number of the grid has the same weight, so that the law is a count.
-    """
-    draft = in_eighths(3, 1, seed=3)
-    proposer = SpecTr(2, 2)
-    tree = propose(proposer, [draft], grid(4))
-    assert tree.draws is not None
-    ends = draft.prefixes(tree).gather(1, tree.draws.nodes[:, 2:]) - 4
-    found = Counter(tuple(sorted(pair)) for pair in ends.tolist())
-    law = draft.joint_law(start(draft), 2)
-    for i in range(9):
-        for j in range(i, 9):
-            mass = float(law[i] * law[j]) * (1 if i == j else 2)
-            assert found[i, j] / len(ends) == pytest.approx(mass, abs=EXACT)
-
-
-def start(draft: Language) -> Tensor:
-    reached = draft.no_mass()
-    reached[0] = 1
-    return reached
 
 
 @pytest.mark.parametrize(("vocab_size", "num_paths", "depth"), SHAPES)
@@ -142,44 +112,6 @@ def test_equal_prefixes_share_one_distribution() -> None:
     tokens = tree.token_ids.gather(1, draws.nodes)
     assert bool((probs.gather(2, tokens[..., None]) > 0).all())
     k_seq(tree, target.target_logits(tree, sampling), uniforms.repeat(1, 2))
-
-
-@pytest.mark.parametrize(("vocab_size", "num_paths", "depth"), SHAPES)
-@pytest.mark.parametrize("kind", ["random", "zeros", "equal", "two_tokens", "peaked"])
-def test_multi_round_emits_the_targets_law(
-    kind: str, vocab_size: int, num_paths: int, depth: int
-) -> None:
-    """Red when draws, their order or their rows stop to fit multi-round rejection."""
-    draft, target = random_tables(kind, vocab_size, depth)
-    drawn = all_trees(SpecTr(num_paths, depth), [draft])
-    assert float(drawn.weights.sum()) == pytest.approx(1, abs=EXACT)
-    assert law_error(multi_round, drawn, target) < EXACT
-
-
-@pytest.mark.parametrize(
-    ("kind", "vocab_size", "num_paths", "depth"),
-    [("random", 4, 3, 1), ("zeros", 3, 2, 2), ("random", 2, 2, 2)],
-)
-def test_k_seq_emits_the_targets_law(
-    kind: str, vocab_size: int, num_paths: int, depth: int
-) -> None:
-    """Red when the paths through a node stop to be draws from its one law."""
-    draft, target = random_tables(kind, vocab_size, depth)
-    drawn = all_trees(SpecTr(num_paths, depth), [draft])
-    assert law_error(k_seq, drawn, target) < EXACT
-
-
-def test_forgotten_repeats_are_noticed() -> None:
-    """Red when dropping the draws that repeat a token would pass for lossless."""
-    draft, target = random_tables("random", 3, 1)
-    drawn = all_trees(SpecTr(2, 1), [draft])
-    draws = drawn.tree.draws
-    assert draws is not None
-    nodes = draws.nodes.clone()
-    nodes[nodes[:, 0] == nodes[:, 1], 1] = 0
-    tree = replace(drawn.tree, draws=replace(draws, nodes=nodes))
-    error = law_error(multi_round, Weighted(tree, drawn.weights), target)
-    assert error > NOTICEABLE
 
 
 # Greedy

@@ -7,27 +7,16 @@ from itertools import product
 import pytest
 import torch
 
-from tests.fast.drawn_trees import as_if_drawn
-from tests.fast.enumeration import (
-    Weighted,
-    grid_law_error,
-    grid_target,
-    law_error,
-    propose,
-)
+from tests.fast.enumeration import propose
 from tests.fast.languages import LanguageDraft, plain_sampling, random_tables
-from tests.fast.position_noise import by_position, by_position_batched
-from tests.fast.test_dynamic_tree import log_law, weighted
+from tests.fast.test_dynamic_tree import log_law
 from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token_paths
 from tests.fast.tree_bounds import CountingDraft, check_bounds
 from tests.reference.proposers import static_tree_reference
 from vllm_treespec.proposers import ProposerInputs, StaticTree
 from vllm_treespec.proposers.static_tree import RANK_ACCURACIES, sizes
-from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.trees.sizes import TreeSizes
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
 NO_UNIFORMS = torch.zeros(1, 0)
 # The tree that EAGLE-1 publishes, by ranks.
 EAGLE_1 = (
@@ -61,7 +50,7 @@ def test_nodes_hold_their_parents_own_guesses(num_drafts: int) -> None:
     """Red when a node gets the guess of another node, or of another rank."""
     language = random_tables("random", 5, 5)[0]
     proposer = StaticTree(4, 5, num_drafts)
-    tree = propose(proposer, language, plain_sampling(2), torch.zeros(2, 0))
+    tree = propose(proposer, language, torch.zeros(2, 0))
     expected = static_tree_reference(log_law(language), proposer.paths)
     for req in range(2):
         assert token_paths(tree, req)[1:] == expected
@@ -94,26 +83,3 @@ def test_sizes_bound_the_trees() -> None:
     eagle_1 = StaticTree(4, 5, 25).sizes
     assert isinstance(eagle_1, TreeSizes)
     assert (eagle_1.draft_width, eagle_1.draft_nodes) == (4, 10)
-
-
-def static(num_drafts: int) -> Weighted:
-    """The tree of two levels that is drafted from a random language."""
-    language = random_tables("random", 3, 2)[0]
-    proposer = StaticTree(3, 2, num_drafts)
-    return weighted(propose(proposer, language, plain_sampling(1), NO_UNIFORMS))
-
-
-@pytest.mark.parametrize("num_drafts", [1, 3, 6, 12])
-def test_law_under_coupled_draw(num_drafts: int) -> None:
-    """Red when the tree's nodes or their order change what is emitted."""
-    drawn = static(num_drafts)
-    assert grid_law_error(by_position, drawn, grid_target()) < EXACT
-    assert grid_law_error(by_position_batched, drawn, grid_target()) < EXACT
-
-
-@pytest.mark.parametrize("num_drafts", [3, 6])
-def test_rejection_of_a_static_tree_is_lossy(num_drafts: int) -> None:
-    """Red when a deterministic tree judged like a drawn one would pass."""
-    draft, target = random_tables("random", 3, 2)
-    tree = as_if_drawn(static(num_drafts).tree, draft)
-    assert law_error(recursive_rejection, weighted(tree), target) > NOTICEABLE

@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fast.independent_draws import grid, in_eighths
-from tests.fast.languages import plain_sampling
-from tests.fast.position_noise import by_position
 from tests.fast.tree_bounds import check_bounds
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.config import SpecConfigError, parse_spec_config
@@ -388,27 +385,6 @@ def test_order_of_finished_requests_does_not_matter() -> None:
 
 
 # Law
-
-
-def test_emitted_law_is_the_targets() -> None:
-    """Red when drafts without draws are verified by a rule that needs their law.
-
-    Every number of the grid has the same weight, so that the law is a count.
-    """
-    target = in_eighths(3, 2, seed=7)
-    tree = propose(Trees(3, 2, 4, 0), [[0, 1, 2, 2, 0, 1, 0, 1]])
-    assert paths(tree) == [(0,), (2,), (0, 1)]
-    uniforms = grid(4)
-    same = tree.select(torch.zeros(len(uniforms), dtype=torch.int64))
-    logits = target.target_logits(same, plain_sampling(len(uniforms)))
-    emitted = by_position(same, logits, uniforms).emitted(same)
-    reached = target.no_mass()
-    prefix = torch.zeros(len(emitted), dtype=torch.int64)
-    for token in emitted.T:
-        prefix = torch.where(token >= 0, prefix * 3 + 1 + token, prefix)
-    reached.index_add_(0, prefix, torch.full_like(prefix, 1).double() / len(prefix))
-    expected = target.true_law(3)
-    assert target.joint_law(reached, 3).allclose(expected, atol=1e-12, rtol=0)
 
 
 # Spec-config

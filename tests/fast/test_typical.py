@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import Weighted, grid_law_error, grid_target
+from tests.fast.enumeration import Weighted
 from tests.fast.languages import Language, plain_sampling
+from tests.fast.rule_forms import grid_law_error, grid_target
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, TypicalAcceptance
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import TreeBatch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fast.enumeration import LawMeter, Weighted, token_uniforms
+from tests.fast.enumeration import LawMeter, Weighted, draft_uniforms
 from tests.fast.languages import (
     NUM_TOKENS,
     Language,
@@ -202,7 +202,7 @@ def test_the_law_stays(kind: str, level: float) -> None:
     """
     draft, target = random_tables(kind, 3, 3)
     proposer = Sd(3)
-    uniforms, weights = token_uniforms(draft, proposer.branching_factors)
+    uniforms, weights = draft_uniforms(draft, proposer.branching_factors)
     prices = Prices(0.05, 0.0, [1.0], level=level)
     trees = [draw_alone(proposer, draft, row, prices) for row in uniforms]
     by_depth: dict[int, list[int]] = {}

@@ -1,14 +1,7 @@
-"""The law that RSD-S draws and emits: exactly where it can be, else by chi-square.
-
-Which tokens the beam holds and how many children a node gets are decided by the
-proposer's two kinds of uniforms. With those of the Gumbel values held fixed, every
-token draw can be enumerated, and the emitted law is the target's already: whether a
-node has a k-th child depends on its earlier children, never on which token comes next.
-"""
+"""RSD-S: its trees follow stochastic beam search, and its Gumbel values their law."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from typing import Any
@@ -19,22 +12,14 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from tests.fast.beam_trees import all_rsd_s_trees, rand
-from tests.fast.chi_square import emitted_p_value
-from tests.fast.enumeration import (
-    ALMOST_ONE,
-    Weighted,
-    law_error,
-    propose,
-)
+from tests.fast.enumeration import ALMOST_ONE, propose, rand
 from tests.fast.languages import (
-    Language,
     LanguageDraft,
     PlainSampling,
     plain_sampling,
     random_tables,
 )
-from tests.fast.wrong_scorers import RSD_S, WRONG_SCORERS, siblings_by_probability
+from tests.fast.wrong_proposers import MODULES, WRONG_PROPOSERS
 from tests.reference.proposers import (
     gumbel,
     gumbel_top_k,
@@ -43,131 +28,13 @@ from tests.reference.proposers import (
 )
 from tests.tiers import cases
 from vllm_treespec.proposers import RsdS
-from vllm_treespec.proposers.rsd_s import select_beam
 from vllm_treespec.sampling.draws import draw_without_replacement, truncated_gumbel
-from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.trees.tree import TreeBatch
 
 EXACT = 1e-12
 NOTICEABLE = 1e-3
 # A right program fails one chi-square test in a million; wrong ones are far beyond.
 LUCK = 1e-6
-
-
-# Exact, given the Gumbel uniforms
-
-
-@pytest.mark.parametrize(
-    ("kind", "vocab_size", "beam_width"),
-    cases(
-        [
-            (kind, *sizes)
-            for kind in ("random", "zeros", "equal", "disjoint", "top_k")
-            for sizes in ((3, 2), (4, 2), (3, 3))
-        ],
-        quick=[
-            ("random", 3, 3),
-            *((kind, 3, 2) for kind in ("zeros", "equal", "disjoint", "top_k")),
-        ],
-    ),
-)
-def test_emitted_law_is_the_targets(
-    kind: str, vocab_size: int, beam_width: int
-) -> None:
-    """Red when the beam's choice of nodes depends on tokens it must not look at."""
-    draft, target = random_tables(kind, vocab_size, 2)
-    for seed in range(5):
-        drawn = all_rsd_s_trees(draft, beam_width, seed)
-        assert law_error(recursive_rejection, drawn, target) < EXACT
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 6])
-def test_law_of_cut_trees(num_nodes: int) -> None:
-    """Red when a beam that the scheduler has cut is no longer verified losslessly."""
-    draft, target = random_tables("random", 3, 2)
-    drawn = all_rsd_s_trees(draft, 3, seed=0)
-    tree = drawn.tree.cut(torch.full_like(drawn.tree.num_nodes, num_nodes))
-    assert law_error(recursive_rejection, Weighted(tree, drawn.weights), target) < EXACT
-
-
-def theorem_error(drawn: Weighted, draft: Language) -> float:
-    """How far siblings are from draws without replacement (theorem 3.2).
-
-    For every node, given all that is above it: among the trees in which it has a
-    k-th child, the k-th child's token follows the draft distribution without the
-    first k - 1 tokens.
-    """
-    tree, mass = drawn.tree, defaultdict[tuple[Any, ...], float](float)
-    prefixes, parents = draft.prefixes(tree).tolist(), tree.parents.tolist()
-    tokens, depths = tree.token_ids.tolist(), tree.depths.tolist()
-    for req, weight in enumerate(drawn.weights.tolist()):
-        for node in range(int(tree.num_nodes[req])):
-            own = [
-                t for t, p in zip(tokens[req], parents[req], strict=True) if p == node
-            ]
-            above = [
-                p
-                for p, d in zip(prefixes[req], depths[req], strict=True)
-                if d <= depths[req][node]
-            ]
-            for k in range(1, len(own) + 1):
-                mass[(tuple(above), node, prefixes[req][node], tuple(own[:k]))] += (
-                    weight
-                )
-    with_child = defaultdict[tuple[Any, ...], float](float)
-    for (*context, siblings), weight in mass.items():
-        with_child[(*context, siblings[:-1])] += weight
-    error = 0.0
-    for (*context, siblings), weight in mass.items():
-        law = draft.table[context[-1]]
-        left = 1 - sum(float(law[t]) for t in siblings[:-1])
-        expected = float(law[siblings[-1]]) / left
-        found = weight / with_child[(*context, siblings[:-1])]
-        error = max(error, abs(found - expected))
-    return error
-
-
-@pytest.mark.parametrize("kind", cases(["random", "zeros", "top_k"], quick=["zeros"]))
-@pytest.mark.parametrize(("vocab_size", "beam_width"), [(4, 2), (3, 3)])
-def test_siblings_are_draws_without_replacement(
-    kind: str, vocab_size: int, beam_width: int
-) -> None:
-    """Red when theorem 3.2 stops to hold for the trees that the proposer draws."""
-    draft, _ = random_tables(kind, vocab_size, 2)
-    for seed in range(5):
-        drawn = all_rsd_s_trees(draft, beam_width, seed)
-        assert theorem_error(drawn, draft) < EXACT
-
-
-def select_likeliest(
-    perturbed: Tensor, beam_width: int, columns: Tensor, log_probs: Tensor, sure: Tensor
-) -> tuple[Tensor, ...]:
-    """``select_beam`` by log probability: looks at the tokens it selects."""
-    return select_beam(log_probs, beam_width, columns, log_probs, sure)
-
-
-WRONG_PROPOSERS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "siblings by probability": ("draw_children", siblings_by_probability),
-    "beam by probability": ("select_beam", select_likeliest),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_PROPOSERS)
-def test_wrong_proposers_are_noticed(name: str) -> None:
-    """Red when the checks of this file could no longer see a broken draw."""
-    draft, target = random_tables("random", 3, 2)
-    with patch.object(RSD_S, *WRONG_PROPOSERS[name]):
-        drawn = all_rsd_s_trees(draft, 2, seed=0)
-        assert theorem_error(drawn, draft) > NOTICEABLE
-        assert law_error(recursive_rejection, drawn, target) > NOTICEABLE
-
-
-@pytest.mark.parametrize("name", WRONG_SCORERS)
-def test_wrong_scorers_are_noticed(name: str) -> None:
-    """Red when the exact check could no longer see a lossy scorer."""
-    draft, target = random_tables("random", 4, 2)
-    drawn = all_rsd_s_trees(draft, 2, seed=0)
-    assert law_error(WRONG_SCORERS[name], drawn, target) > NOTICEABLE
 
 
 # The truncated Gumbel
@@ -276,7 +143,7 @@ def two_samples(
     draft, _ = random_tables(kind, vocab_size, 2)
     proposer, sampling = RsdS(beam_width, 2), plain_sampling(count)
     fast = propose(
-        proposer, draft, sampling, rand(count, proposer.sizes.num_uniforms, seed=4)
+        proposer, draft, rand(count, proposer.sizes.num_uniforms, seed=4), sampling
     )
     noise = [
         gumbel(rand(count, width, vocab_size, seed=5 + width))
@@ -299,14 +166,18 @@ def test_trees_follow_stochastic_beam_search(
     assert same_law(*two_samples(vocab_size, beam_width, kind, 60_000)) > LUCK
 
 
-@pytest.mark.parametrize("name", [*WRONG_PROPOSERS, "values not truncated"])
-def test_wrong_trees_are_noticed(name: str) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(make for name, (_, make) in WRONG_PROPOSERS.items() if "rsd_s" in name),
+        lambda: patch.object(
+            MODULES["rsd_s"], "truncated_gumbel", lambda at, _, u: at + gumbel(u)
+        ),
+    ],
+)
+def test_wrong_trees_are_noticed(wrong: Callable[[], Any]) -> None:
     """Red when the comparison could no longer see another law of trees."""
-    wrong = {
-        **WRONG_PROPOSERS,
-        "values not truncated": ("truncated_gumbel", lambda at, _, u: at + gumbel(u)),
-    }
-    with patch.object(RSD_S, *wrong[name]):
+    with wrong():
         assert same_law(*two_samples(3, 2, "random", 20_000)) < LUCK
 
 
@@ -320,27 +191,6 @@ def test_gumbel_top_k_draws_without_replacement() -> None:
     assert same_law(drawn.flip(1), gumbel_top_k(law.log(), 3, noise)) < LUCK
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("vocab_size", "beam_width", "depth", "count"),
-    [(5, 3, 2, 400_000), (4, 2, 3, 400_000), (5, 4, 3, 200_000)],
-)
-def test_first_two_tokens_follow_the_target(
-    vocab_size: int, beam_width: int, depth: int, count: int
-) -> None:
-    """Red when anything from float32 draws to the last draw changes the law."""
-    proposer = RsdS(beam_width, depth)
-    p_value = emitted_p_value(recursive_rejection, proposer, vocab_size, count)
-    assert p_value > LUCK
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", WRONG_SCORERS)
-def test_wrong_scorers_are_noticed_by_sampling(name: str) -> None:
-    """Red when the chi-square test could no longer see a lossy scorer."""
-    assert emitted_p_value(WRONG_SCORERS[name], RsdS(3, 2), 5, 100_000) < LUCK
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_beam_may_be_wider_than_the_vocabulary(temperature: float) -> None:
     """Red when a beam with empty places draws children below them."""
@@ -350,7 +200,7 @@ def test_beam_may_be_wider_than_the_vocabulary(temperature: float) -> None:
         torch.full((count,), temperature), all_random=temperature > 0
     )
     uniforms = rand(count, proposer.sizes.num_uniforms)
-    tree = propose(proposer, draft, sampling, uniforms)
+    tree = propose(proposer, draft, uniforms, sampling)
     assert tree.num_nodes.tolist() == [1 + 3 + 5] * count
     for row in draft.prefixes(tree).tolist():
         assert len(set(row)) == tree.max_nodes - 2
