@@ -50,7 +50,7 @@ test-rest: $(STAMP)  ## the thorough tests of both tiers, which make test leaves
 
 test-v2: $(V2_STAMP)  ## the GPU's V2 model runner on a CPU, Triton interpreted
 	@echo "V2 tier"
-	@$(V2)/bin/python -m pytest tests/v2
+	@$(V2)/bin/python -m pytest tests/v2 --numprocesses 2 --dist loadfile
 
 test-all: test test-rest test-v2  ## all tests
 

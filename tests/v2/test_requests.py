@@ -20,10 +20,10 @@ SAMPLED = PARAMS["sampled"]
 
 @pytest.fixture(scope="module")
 def index(target: str, expected: dict[str, list[list[int]]]) -> Iterator[Engine]:
-    """An engine whose index has all answers: most drafts are accepted."""
+    """An engine whose index has the sampled answers: most drafts are accepted."""
     with engine(target, INDEX) as running:
-        for kind, answers in expected.items():
-            assert running.generate(PROMPTS, PARAMS[kind], NUM_TOKENS) == answers
+        answers = running.generate(PROMPTS, SAMPLED, NUM_TOKENS)
+        assert answers == expected["sampled"]
         accepted(running)
         yield running
 
@@ -68,12 +68,9 @@ def test_requests_without_trees(
 ) -> None:
     """Red when a request that asks for no trees, or cannot have one, gets one."""
     off = {**SAMPLED, "extra_args": {"treespec": {"enabled": False}}}
-    accepted(index)
-    assert index.generate(PROMPTS, off, NUM_TOKENS) == expected["sampled"]
-    assert not accepted(index)
     del index.steps[:]
+    assert index.generate(PROMPTS, off, NUM_TOKENS) == expected["sampled"]
     index.generate(PROMPTS[:2], {**SAMPLED, "presence_penalty": 0.5}, NUM_TOKENS)
-    assert not accepted(index)
     assert not any(step.num_drafts for step in index.steps)
 
 
