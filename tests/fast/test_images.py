@@ -13,7 +13,7 @@ from tests.fast.small_engine import model_config
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.checks import check_text_only
 from vllm_treespec.engine.refusals import unsupported_features
-from vllm_treespec.engine.v1.views import drafters_can_read
+from vllm_treespec.engine.request_check import drafters_can_read
 
 VOCAB_SIZE = 100
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
@@ -11,8 +13,20 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm_treespec.config.request_options import request_options
 from vllm_treespec.engine.adapters import choose_adapter
 
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
+
+
+class Prompt(Protocol):
+    """What vLLM's runners know of a request's prompt."""
+
+    prompt_token_ids: list[int] | None
+    prompt_embeds: object | None
+    # images and the like
+    mm_features: Sequence[MultiModalFeatureSpec]
 
 
 class RequestCheck(LogitsProcessor):
@@ -39,6 +53,24 @@ def warn_of_min_p(model_config: ModelConfig) -> None:
             "--override-generation-config '{\"min_p\": 0}'",
             min_p,
         )
+
+
+def drafters_can_read(request: Prompt, vocab_size: int) -> bool:
+    """Whether what drafts can read a request's prompt; else it decodes plainly.
+
+    What drafts reads token ids. An image has ids of its own there, in some models
+    outside of the vocabulary. Other inputs than images were not tested.
+    """
+    if request.prompt_embeds is not None:
+        return False
+    if not request.mm_features:
+        return True
+    ids = request.prompt_token_ids or []
+    return (
+        all(feature.modality == "image" for feature in request.mm_features)
+        and min(ids) >= 0
+        and max(ids) < vocab_size
+    )
 
 
 def request_check(device: str) -> str:

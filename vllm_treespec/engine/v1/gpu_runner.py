@@ -10,12 +10,12 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_treespec.engine.attention_check import check_attention
 from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel, draft_graph
+from vllm_treespec.engine.measure import make_workspaces, measure_trees
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
-from vllm_treespec.step.profile import profile_trees
 from vllm_treespec.trees.tree import MAX_NODES
 
 
@@ -52,22 +52,12 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
 
         Buffers that last are made before, so that they are measured.
         """
-        num_heads = self.model_config.get_num_attention_heads(self.parallel_config)
-        self.masks.workspace(num_heads, self.model_config.get_head_size())
+        make_workspaces(self)
         for source in self.drafter.paged:
-            self.masks.workspace(*source.attention_shape)
             if isinstance(source, GraphedDraftModel):
                 source.prepare(self.masks.max_tokens, self.cudagraph_dispatcher)
         super().profile_run(*args, **options)
-        hidden = torch.zeros(
-            (
-                min(self.decoder.method.max_trees, self.max_num_reqs),
-                self.model_config.get_hidden_size(),
-            ),
-            dtype=self.model_config.dtype,
-            device=self.device,
-        )
-        profile_trees(self.decoder, self.model_config.get_vocab_size(), hidden)
+        measure_trees(self)
 
     @torch.inference_mode()
     def _dummy_run(

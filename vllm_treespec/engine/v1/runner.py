@@ -19,6 +19,7 @@ from vllm_treespec.engine.kv_cache import (
     own_group_first,
     with_fork_blocks,
 )
+from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v1.custom_processors import (
     custom_processors,
@@ -29,7 +30,6 @@ from vllm_treespec.engine.v1.sampler_output import (
     sampler_output,
 )
 from vllm_treespec.engine.v1.views import (
-    drafters_can_read,
     emitted_batch,
     forbidden_of,
     may_draft_trees,

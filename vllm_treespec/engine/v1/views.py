@@ -29,7 +29,6 @@ from vllm_treespec.sampling.texts import TextView
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     from vllm_treespec.engine.v1.vllm_types import InputBatch, V1Runner
 
@@ -82,24 +81,6 @@ def forbidden_of(
         bad_words=params.bad_words_token_ids or (),
         stop_tokens=stops,
         min_tokens=params.min_tokens,
-    )
-
-
-def drafters_can_read(request: CachedRequestState, vocab_size: int) -> bool:
-    """Whether what drafts can read a request's prompt; else it decodes plainly.
-
-    What drafts reads token ids. An image has ids of its own there, in some models
-    outside of the vocabulary. Other inputs than images were not tested.
-    """
-    if request.prompt_embeds is not None:
-        return False
-    if not request.mm_features:
-        return True
-    ids = request.prompt_token_ids or []
-    return (
-        all(feature.modality == "image" for feature in request.mm_features)
-        and min(ids) >= 0
-        and max(ids) < vocab_size
     )
 
 

@@ -8,6 +8,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_treespec.engine.attention_check import check_attention
 from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
+from vllm_treespec.engine.measure import make_workspaces, measure_trees
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
 from vllm_treespec.engine.v2.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
@@ -29,6 +30,12 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
             self.device,
         )
         return MaskLayout(limits, self.masks)
+
+    def profile_run(self, *args: object, **options: object) -> None:
+        """Run the models once, and draw and score trees."""
+        make_workspaces(self)
+        super().profile_run(*args, **options)
+        measure_trees(self)
 
     def connect_attention(self) -> None:
         """Let every metadata builder see the masks."""

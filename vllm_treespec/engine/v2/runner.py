@@ -18,6 +18,7 @@ from vllm_treespec.engine.kv_cache import (
     own_group_first,
     with_fork_blocks,
 )
+from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v2.blocks import HostBlocks
 from vllm_treespec.engine.v2.late import StepInFlight, drafts_by_request, trim
@@ -244,6 +245,8 @@ class TreeRunnerMixin(V2Runner):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Note the prompts of new requests, and all tokens of resumed ones."""
         super().add_requests(scheduler_output)
+        if not scheduler_output.scheduled_new_reqs:
+            return
         known = set(self.decoder.slots.names())
         for new in scheduler_output.scheduled_new_reqs:
             row = self.req_states.req_id_to_index[new.req_id]
@@ -252,9 +255,10 @@ class TreeRunnerMixin(V2Runner):
             if new.req_id not in known:
                 params = new.sampling_params
                 limit = request_options(params.extra_args).limit
-                self.decoder.slots.add(
-                    new.req_id, may_draft_trees(params), params.seed, limit
+                supported = may_draft_trees(params) and drafters_can_read(
+                    new, self.vocab_size
                 )
+                self.decoder.slots.add(new.req_id, supported, params.seed, limit)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Note the new blocks of running requests."""

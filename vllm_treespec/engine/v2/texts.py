@@ -49,7 +49,9 @@ class HostTexts:
         self.num_tokens[rows] = ends
 
     def view(self, rows: np.ndarray) -> TextView:
-        """The texts of a batch, by rows int [num_reqs]."""
+        """The texts of a batch, by rows int [num_reqs]; copied up to the longest."""
+        num_tokens = self.num_tokens[rows]
+        longest = int(num_tokens.max(initial=0))
         return TextView(
-            self.token_ids[rows], self.num_prompt_tokens[rows], self.num_tokens[rows]
+            self.token_ids[rows, :longest], self.num_prompt_tokens[rows], num_tokens
         )

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
-from vllm_treespec.engine.v2.views import final_sampling, sampling_view
+from vllm_treespec.engine.v2.views import final_sampling
 from vllm_treespec.scorers import ScorerOutput
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ class TreeSampler:
             scored = decoder.follow(sampled)
         else:
             final = sampler.apply_sampling_params(logits, *_rows_of(batch))
-            view = sampling_view(
-                runner, batch.idx_mapping_np, batch.idx_mapping, runner.texts
-            )
-            scored = decoder.score(final, final_sampling(view))
+            scored = decoder.score(final, final_sampling(runner, batch))
         tokens, num_emitted, nodes = self._emitted(sampled[roots], scored)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_emitted,

@@ -22,6 +22,7 @@ from vllm_treespec.batch.views import (
     ScheduledBatch,
     TargetInputs,
 )
+from vllm_treespec.sampling.texts import TextView
 from vllm_treespec.sources.base import FINAL_LAYER
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from vllm_treespec.engine.v2.late import StepInFlight
     from vllm_treespec.engine.v2.runner import TreeRunnerMixin
-    from vllm_treespec.engine.v2.texts import HostTexts
     from vllm_treespec.engine.v2.vllm_types import InputBatch
 
 
@@ -104,7 +104,7 @@ def target_inputs(
 
 
 def sampling_view(
-    runner: TreeRunnerMixin, rows: np.ndarray, index: Tensor, texts: HostTexts
+    runner: TreeRunnerMixin, rows: np.ndarray, index: Tensor, texts: TextView
 ) -> SamplingView:
     """Sampling parameters as requests gave them, by the runner's rows.
 
@@ -112,7 +112,7 @@ def sampling_view(
         runner: knows them.
         rows: int [num_reqs].
         index: the same on the device.
-        texts: of all requests.
+        texts: of the requests.
 
     """
     states = runner.sampler.sampling_states
@@ -124,17 +124,19 @@ def sampling_view(
         temperature=None if greedy else states.temperature.gpu[index],
         top_k=top_k,
         top_p=top_p,
-        texts=texts.view(rows),
+        texts=texts,
     )
 
 
-def final_sampling(view: SamplingView) -> SamplingView:
-    """The parameters that are left where logits are final: greedy, or as they are."""
+def final_sampling(runner: TreeRunnerMixin, batch: InputBatch) -> SamplingView:
+    """Sampling parameters where logits are final: greedy, or the logits as they are."""
+    nothing = TextView(np.zeros((0, 0), np.int32), *np.zeros((2, 0), np.int64))
+    view = sampling_view(runner, batch.idx_mapping_np, batch.idx_mapping, nothing)
     temperature = view.temperature
     if temperature is not None:
         greedy = temperature < GREEDY_BELOW
         temperature = torch.ones_like(temperature).masked_fill(greedy, 0.0)
-    return SamplingView(view.host_temperature, temperature, None, None, view.texts)
+    return SamplingView(view.host_temperature, temperature, None, None, nothing)
 
 
 def hidden_states(runner: TreeRunnerMixin, step: StepInFlight) -> HiddenStates:
@@ -158,16 +160,16 @@ def emitted_batch(
 
     """
     rows, index = step.rows, step.batch.idx_mapping
-    sampling = sampling_view(runner, rows, index, runner.texts)
+    texts = runner.texts.view(rows)
     table = runner.block_tables.block_tables[runner.group_order[0]].gpu
     return EmittedBatch(
         slots=step.scheduled.slots,
         num_computed=step.scheduled.num_computed,
         num_scheduled=step.scheduled.num_scheduled,
         num_emitted=num_emitted,
-        num_tokens=sampling.texts.num_tokens,
-        token_ids=sampling.texts.token_ids,
-        sampling=sampling,
+        num_tokens=texts.num_tokens,
+        token_ids=texts.token_ids,
+        sampling=sampling_view(runner, rows, index, texts),
         blocks=BlockTables(
             host_table=runner.host_blocks.table[rows],
             device_table=table[index],
