@@ -48,8 +48,9 @@ async def generate_all(request: dict) -> dict[str, Any]:
         await engine.do_log_stats()
         metrics = prometheus_client.generate_latest().decode()
         left = enumerate(request["aborted"])
+        # after 2, 3, ... outputs: the last ones run among few, so that they have trees
         await asyncio.gather(
-            *(generate(100 + i, p, params, 2) for i, (p, params) in left)
+            *(generate(100 + i, p, params, 2 + i) for i, (p, params) in left)
         )
         # The last requests' steps end.
         await asyncio.sleep(1)
