@@ -23,10 +23,9 @@ def test_windows(write: Callable[..., str], tmp_path: Path) -> None:
     Prefix caching is on, so that trees also lie behind blocks of other requests.
     """
     target = write(tmp_path / "target", WINDOW, **SIZES)
-    caching = {"enable_prefix_caching": True}
-    with engine(target, **caching) as plain:
+    with engine(target, enable_prefix_caching=True) as plain:
         expected = plain.generate(SEEN, PARAMS["sampled"], NUM_TOKENS)
-    with engine(target, INDEX, **caching) as running:
+    with engine(target, INDEX, enable_prefix_caching=True) as running:
         for _ in range(2):
             answers = running.generate(SEEN, PARAMS["sampled"], NUM_TOKENS)
             assert answers == expected

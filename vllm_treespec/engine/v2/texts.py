@@ -51,7 +51,7 @@ class HostTexts:
     def view(self, rows: np.ndarray) -> TextView:
         """The texts of a batch, by rows int [num_reqs]; copied up to the longest."""
         num_tokens = self.num_tokens[rows]
-        longest = int(num_tokens.max(initial=0))
+        longest = int(num_tokens.max())
         return TextView(
             self.token_ids[rows, :longest], self.num_prompt_tokens[rows], num_tokens
         )
