@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_treespec.engine.attention_check import check_attention
 from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel, draft_graph
-from vllm_treespec.engine.measure import make_workspaces, measure_trees
+from vllm_treespec.engine.masked_runner import (
+    make_masks,
+    make_workspaces,
+    measure_trees,
+    show_masks,
+)
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
 from vllm_treespec.engine.v1.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
-from vllm_treespec.trees.tree import MAX_NODES
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
@@ -27,25 +29,19 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     graphs of the same sizes, captured beside the target's.
     """
 
+    masks: NodeMasks
     draft_model_class = GraphedDraftModel
     batched_rules = True
 
     def make_layout(self, limits: LayoutLimits) -> MaskLayout:
         """Trees under masks, for our kernel; allocates what graphs keep."""
-        self.masks = NodeMasks(
-            max(self.max_num_tokens, limits.max_trees * MAX_NODES),
-            max(self.max_num_reqs, limits.max_trees),
-            self.device,
-        )
-        return MaskLayout(limits, self.masks)
+        return make_masks(self, limits)
 
     def connect_attention(self, kv_caches: dict[str, Tensor]) -> None:
         """Let every metadata builder see the masks."""
         layers = self.compilation_config.static_forward_context
         check_attention(layers, kv_caches, TreeAttentionImpl)
-        for group in chain.from_iterable(self.attn_groups):
-            for builder in group.metadata_builders:
-                builder.masks = self.masks
+        show_masks(self)
 
     def profile_run(self, *args: object, **options: object) -> None:
         """Run the models once, and draw and score trees.

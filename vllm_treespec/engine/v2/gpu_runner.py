@@ -8,28 +8,28 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_treespec.engine.attention_check import check_attention
 from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
-from vllm_treespec.engine.measure import make_workspaces, measure_trees
+from vllm_treespec.engine.masked_runner import (
+    make_masks,
+    make_workspaces,
+    measure_trees,
+    show_masks,
+)
 from vllm_treespec.engine.tree_attention import TreeAttentionImpl
 from vllm_treespec.engine.v2.runner import TreeRunnerMixin
 from vllm_treespec.layouts.base import LayoutLimits
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
-from vllm_treespec.trees.tree import MAX_NODES
 
 
 class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
     """vLLM's V2 GPU model runner with draft trees under masks."""
 
+    masks: NodeMasks
     draft_model_class = GraphedDraftModel
 
     def make_layout(self, limits: LayoutLimits) -> MaskLayout:
         """Trees under masks, for our kernel; allocates what graphs keep."""
-        self.masks = NodeMasks(
-            max(self.max_num_tokens, limits.max_trees * MAX_NODES),
-            max(self.max_num_reqs, limits.max_trees),
-            self.device,
-        )
-        return MaskLayout(limits, self.masks)
+        return make_masks(self, limits)
 
     def profile_run(self, *args: object, **options: object) -> None:
         """Run the models once, and draw and score trees."""
@@ -43,6 +43,4 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
         groups = self.kv_cache_config.kv_cache_groups
         names = chain.from_iterable(group.layer_names for group in groups)
         check_attention(layers, names, TreeAttentionImpl)
-        for group in chain.from_iterable(self.attn_groups):
-            for builder in group.metadata_builders:
-                builder.masks = self.masks
+        show_masks(self)

@@ -1,18 +1,24 @@
-"""What trees take of a GPU's memory, made or computed while vLLM measures it."""
+"""What runners whose trees lie under masks share: masks, buffers, memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vllm_treespec.layouts.base import LayoutLimits
+from vllm_treespec.layouts.masks import MaskLayout
+from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.step.profile import profile_trees
+from vllm_treespec.trees.tree import MAX_NODES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
+    from vllm.v1.worker.utils import AttentionGroup
 
     from vllm_treespec.engine.drafter import TreeDrafter
-    from vllm_treespec.layouts.node_masks import NodeMasks
     from vllm_treespec.step.decoder import TreeDecoder
 
 
@@ -24,8 +30,27 @@ class MaskedRunner(Protocol):
     decoder: TreeDecoder
     model_config: ModelConfig
     parallel_config: ParallelConfig
+    max_num_tokens: int
     max_num_reqs: int
     device: torch.device
+    attn_groups: Sequence[Sequence[AttentionGroup]]
+
+
+def make_masks(runner: MaskedRunner, limits: LayoutLimits) -> MaskLayout:
+    """Make the masks, which CUDA graphs keep, and their layout."""
+    runner.masks = NodeMasks(
+        max(runner.max_num_tokens, limits.max_trees * MAX_NODES),
+        max(runner.max_num_reqs, limits.max_trees),
+        runner.device,
+    )
+    return MaskLayout(limits, runner.masks)
+
+
+def show_masks(runner: MaskedRunner) -> None:
+    """Let every metadata builder see the masks."""
+    for group in chain.from_iterable(runner.attn_groups):
+        for builder in group.metadata_builders:
+            builder.masks = runner.masks
 
 
 def make_workspaces(runner: MaskedRunner) -> None:
