@@ -179,13 +179,9 @@ def stock_arguments(
     """
     adapter = adapter or choose_adapter(device)
     arguments: dict[str, Any] = {
-        "speculative_config": {
-            **adapter.carrier,
-            "num_speculative_tokens": max(
-                tree.config.proposer().sizes.max_nodes - 1
-                for tree in config.scheduled_trees()
-            ),
-        },
+        "speculative_config": adapter.carrier(
+            max(t.config.proposer().sizes.max_nodes for t in config.scheduled_trees())
+        ),
         "worker_cls": adapter.worker,
         "scheduler_cls": adapter.scheduler,
         "additional_config": {

@@ -61,6 +61,7 @@ def scheduled(
         num_drafts=counts,
         draft_token_ids=ints(token for row in drafts for token in row),
         room=np.full(len(slots), room),
+        num_rows=1 + counts,
     )
 
 

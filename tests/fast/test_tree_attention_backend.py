@@ -79,15 +79,19 @@ def test_trees_get_masks(builder: Any) -> None:
     assert metadata.workspace is masks.workspace(4, 64)
 
 
-def test_captured_graphs_hold_tree_attention(builder: Any) -> None:
-    """Red when a full graph, captured without any tree, holds the stock kernel.
-
-    Or when a step replays it that was built for the other kernel.
-    """
-    captured = build(builder, 1 + NUM_DRAFTS, capture=True)
+@pytest.mark.parametrize("max_query_len", [8, 1 + NUM_DRAFTS])
+def test_captured_graphs_hold_tree_attention(builder: Any, max_query_len: int) -> None:
+    """Red when a graph of several rows a request holds the stock kernel."""
+    captured, graphs = build(builder, max_query_len, capture=True), builder.masks.graphs
     assert captured.masks is builder.masks
     assert captured.seq_lens.tolist() == [1, 1]
-    assert build(builder, 1 + NUM_DRAFTS).masks is builder.masks
+    assert (2, 1 + max_query_len) in graphs
+
+
+def test_graphs_of_plain_steps_stay_stock(builder: Any) -> None:
+    """Red when plain decoding's graph leaves vLLM's own kernel."""
+    assert build(builder, 1, capture=True).masks is None
+    assert not builder.masks.graphs
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])

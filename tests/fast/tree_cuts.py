@@ -52,6 +52,7 @@ def come_back(
             num_drafts=counts,
             draft_token_ids=ints(t for slot in slots for t in drafts[slot]),
             room=np.full(len(slots), room),
+            num_rows=1 + counts,
         )
 
     if len(late):

@@ -28,11 +28,12 @@ def install() -> None:
     let_vllm_find_triton()
     set_platform()
     stand_in_for_cuda()
-    from tests.v2 import interpreter, torch_kernels, workers
+    from tests.v2 import graphs, interpreter, torch_kernels, workers
 
     interpreter.install()
     workers.install()
     torch_kernels.install()
+    graphs.install()
 
 
 def let_vllm_find_triton() -> None:

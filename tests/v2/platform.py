@@ -42,7 +42,15 @@ class FakeCard(CpuPlatform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
         parallel.disable_custom_all_reduce = True
-        vllm_config.compilation_config.cudagraph_capture_sizes = []
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        """Let engines that are not eager capture graphs."""
+        return True
+
+    @classmethod
+    def get_global_graph_pool(cls) -> None:
+        """Return nothing: graphs share no memory here."""
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:

@@ -29,31 +29,32 @@ class ScheduledBatch:
     slots: np.ndarray
     # int64 [num_reqs], tokens whose KV is in the cache
     num_computed: np.ndarray
-    # int64 [num_reqs], tokens of this step, drafts included
+    # int64 [num_reqs], tokens of this step, drafts and filling included
     num_scheduled: np.ndarray
-    # int64 [num_reqs], how many of them are drafts; these come last
+    # int64 [num_reqs], how many of them are drafts
     num_drafts: np.ndarray
     # int64 [sum of num_drafts], the drafts, request after request
     draft_token_ids: np.ndarray
     # int64 [num_reqs], tokens that the scheduler had room for, see ``scheduler_room``
     room: np.ndarray
+    # int64 [num_reqs], rows of logits: the root's, the drafts', and those that fill a
+    # batch up to a CUDA graph's, which nothing reads
+    num_rows: np.ndarray
 
     @cached_property
     def root_rows(self) -> np.ndarray:
         """Row of each request's root among the logits, int64 [num_reqs]."""
-        num_rows = 1 + self.num_drafts
-        return np.cumsum(num_rows) - num_rows
+        return np.cumsum(self.num_rows) - self.num_rows
 
     @cached_property
     def root_positions(self) -> np.ndarray:
         """Position of the last token before the drafts, int64 [num_reqs]."""
-        return self.num_computed + self.num_scheduled - self.num_drafts - 1
+        return self.num_computed + self.num_scheduled - self.num_rows
 
     @cached_property
     def only_decodes(self) -> bool:
         """Whether no request reads more than its last token and drafts."""
-        num_decoded = len(self.slots) + len(self.draft_token_ids)
-        return int(self.num_scheduled.sum()) == num_decoded
+        return np.array_equal(self.num_scheduled, self.num_rows)
 
 
 @dataclass(frozen=True)

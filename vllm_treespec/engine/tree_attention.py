@@ -45,8 +45,8 @@ class TreeAttentionMetadata(TritonAttentionMetadata):
 class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
     """The stock metadata builder, which adds the masks of a batch with trees.
 
-    Full CUDA graphs are captured for batches in which every request brings the
-    largest tree; those have our kernel in them, whatever the masks are at replay.
+    Full CUDA graphs of batches in which every request brings several rows have our
+    kernel in them, whatever the masks are at replay.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -66,9 +66,21 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         metadata = TreeAttentionMetadata(
             **{field.name: getattr(stock, field.name) for field in fields(stock)}
         )
-        largest_trees = common_attn_metadata.max_query_len == self.max_tree_nodes
-        if self.masks.has_masks or largest_trees:
+        if self.masks.has_masks:
             self.add_masks(metadata)
+        return metadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TritonAttentionMetadata:
+        """Build metadata of a graph, with masks where its batches may have trees."""
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        if common_attn_metadata.max_query_len > 1 and self.masks is not None:
+            assert isinstance(metadata, TreeAttentionMetadata)
+            self.add_masks(metadata)
+            self.masks.graphs.add(
+                (common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens)
+            )
         return metadata
 
     def add_masks(self, metadata: TreeAttentionMetadata) -> None:

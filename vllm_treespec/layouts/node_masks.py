@@ -29,6 +29,8 @@ class NodeMasks:
         self.tree_starts = torch.zeros(max_reqs, dtype=torch.int32, device=device)
         # whether any row has a mask; known on the host
         self.has_masks = False
+        # CUDA graphs that read the masks, by their numbers of requests and of rows
+        self.graphs: set[tuple[int, int]] = set()
         self.workspaces: dict[tuple[int, int], Workspace] = {}
 
     def clear(self) -> None:

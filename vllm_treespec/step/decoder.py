@@ -89,8 +89,6 @@ class TreeDecoder:
         self.chooser = Chooser(method.schedule, stats)
         self.trees: RunningTrees | None = None
         self.scored: ScorerOutput | None = None
-        # int64 [num_reqs], row of each request's root among the logits of the step
-        self.root_rows: Tensor
         # int64 [num_trees, max_nodes], query row of every node of ``trees``
         self.node_rows: Tensor | None = None
 
@@ -126,7 +124,6 @@ class TreeDecoder:
             self.step += 1
             self.layout.clear()
             self.batch = batch
-            self.root_rows = torch.from_numpy(batch.root_rows).to(self.limits.device)
             self.scored = None
             self.trees = self._match(batch)
             # Chains are laid out by the engine.
@@ -147,6 +144,11 @@ class TreeDecoder:
                 f"speculative_config"
             )
         return running_trees(self.proposal, matched, batch, self.limits.device)
+
+    @property
+    def root_rows(self) -> Tensor:
+        """Row of each request's root among the step's logits, int64 [num_reqs]."""
+        return torch.from_numpy(self.batch.root_rows).to(self.limits.device)
 
     def score(self, logits: Tensor, sampling: SamplingView) -> ScorerOutput | None:
         """Verify the step's trees; None when there are none.

@@ -62,6 +62,7 @@ class Step:
             num_drafts=ints(map(len, self.drafts)),
             draft_token_ids=ints(token for row in self.drafts for token in row),
             room=room,
+            num_rows=1 + ints(map(len, self.drafts)),
         )
 
     def target_inputs(self, max_blocks: int, habits: Habits) -> TargetInputs:

@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "7851a535b3704b1d", "0.33": "162b753f3d3755d1"}
+SEEN: dict[str, str] = {"0.32": "6e48e69e0d66bc09", "0.33": "2475da42fdfb97d8"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -154,6 +154,10 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
             "0.32": "85bc7b640d534b4a",
             "0.33": "85bc7b640d534b4a",
         },
+        "GPUModelRunner.prepare_inputs": {
+            "0.32": "53855579bd32779c",
+            "0.33": "cc80d3d8537b3ba1",
+        },
         "GPUModelRunner.prepare_attn": {
             "0.32": "1c3c56b3245eb628",
             "0.33": "eafc6ba7f7c1b83d",
@@ -229,6 +233,10 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "TritonAttentionMetadataBuilder.build": {
             "0.32": "677df89cf9ac6ed9",
             "0.33": "677df89cf9ac6ed9",
+        },
+        "TritonAttentionMetadataBuilder.build_for_cudagraph_capture": {
+            "0.32": "b1df01973bd6c0f3",
+            "0.33": "b1df01973bd6c0f3",
         },
         "TritonAttentionImpl.__init__": {
             "0.32": "3eba7f4c5f771c5b",

@@ -260,6 +260,7 @@ ATTENTION = (
     *_TRITON_BACKEND.overrides("get_builder_cls", "tree attention"),
     *_TRITON_BUILDER.extended("masks of a batch"),
     *_TRITON_BUILDER.overrides("build", "masks of a batch"),
+    *_TRITON_BUILDER.overrides("build_for_cudagraph_capture", "masks of a graph"),
     *_TRITON_BUILDER.writes("_cudagraph_support", "graphs of batches with trees"),
     *_TRITON_BUILDER.reads("num_heads_q headdim", "room for partial results"),
     *_TRITON_BUILDER.reads("vllm_config", "the nodes of the largest tree"),
@@ -415,6 +416,7 @@ LOADING = (
     ),
     *_CONFIG.on("cuda").reads("CUDAGraphMode", "graphs of draft models"),
     *_CUDAGRAPH_MODE.reads("PIECEWISE NONE", "graphs of draft models"),
+    *_CUDAGRAPH_MODE.reads("FULL", "which batches have a CUDA graph"),
     *Owner("vllm.v1.cudagraph_dispatcher:CudagraphDispatcher", "cuda").calls(
         "dispatch", "graphs of draft models"
     ),

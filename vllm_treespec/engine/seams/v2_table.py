@@ -18,6 +18,7 @@ V2_RUNNER = (
     *_RUNNER.overrides("finish_requests", "requests that ended have no trees"),
     *_RUNNER.overrides("add_requests", "texts and blocks of requests on the host"),
     *_RUNNER.overrides("update_requests", "blocks of requests on the host"),
+    *_RUNNER.overrides("prepare_inputs", "which CUDA graph a step replays"),
     *_RUNNER.overrides("prepare_attn", "nodes have masks and positions"),
     *_RUNNER.overrides("prepare_dummy_attn", "a run without requests has no masks"),
     *_RUNNER.overrides("sample_tokens", "the step's tokens are awaited later"),
@@ -36,6 +37,17 @@ V2_RUNNER = (
     ),
     *Owner("vllm.model_executor.models.interfaces:SupportsEagle3", "cuda").calls(
         "set_aux_hidden_state_layers", "hidden states for heads"
+    ),
+    *_RUNNER.reads("cudagraph_manager", "which batches have a CUDA graph"),
+    *_RUNNER.reads("lora_config lora_state", "which batches have a CUDA graph"),
+    *Owner(f"{_V2}.cudagraph_utils:ModelCudaGraphManager", "cuda").calls(
+        "dispatch", "which batches have a CUDA graph"
+    ),
+    *Owner(f"{_V2}.cudagraph_utils:BatchExecutionDescriptor", "cuda").reads(
+        "cg_mode num_reqs num_tokens", "which batches have a CUDA graph"
+    ),
+    *Owner(f"{_V2}.lora_utils", "cuda").calls(
+        "get_num_active_loras_for_dispatch", "which batches have a CUDA graph"
     ),
     *_RUNNER.reads("sampler", "draws after every node"),
     *_RUNNER.reads("req_states block_tables", "the requests' rows"),
@@ -133,4 +145,7 @@ V2_SCHEDULER = (
         "sampling_params", "which requests have placeholders"
     ),
     *_OUTPUT_OF_SCHEDULER.writes("num_invalid_spec_tokens", "trees stay whole"),
+    *_OUTPUT_OF_SCHEDULER.writes(
+        "num_spec_tokens_to_schedule", "placeholders go by request"
+    ),
 )

@@ -117,6 +117,7 @@ def scheduled_batch(
         num_drafts=num_drafts,
         draft_token_ids=np.fromiter(chain.from_iterable(by_request), np.int64),
         room=room,
+        num_rows=1 + num_drafts,
     )
 
 

@@ -70,7 +70,7 @@ def drafts_by_request(
 
 
 def trim(
-    scheduled: SchedulerOutput, drafts: Mapping[str, Sequence[int]]
+    scheduled: SchedulerOutput, drafts: Mapping[str, Sequence[int]], fill: int
 ) -> SchedulerOutput:
     """Leave of each request's placeholders as many as its tree has drafts.
 
@@ -80,21 +80,22 @@ def trim(
     Args:
         scheduled: with placeholders for the largest trees.
         drafts: of each request, at most as many as it has placeholders.
+        fill: placeholders that remain at least, with drafts in them or not.
 
     """
     reserved = scheduled.scheduled_spec_decode_tokens
     if not reserved:
         return scheduled
     num_tokens = dict(scheduled.num_scheduled_tokens)
+    remaining = {}
     for req_id, placeholders in reserved.items():
-        num_tokens[req_id] -= len(placeholders) - len(drafts.get(req_id, ()))
+        kept = placeholders[: max(len(drafts.get(req_id, ())), fill)]
+        num_tokens[req_id] -= len(placeholders) - len(kept)
+        if kept:
+            remaining[req_id] = kept
     return replace(
         scheduled,
-        scheduled_spec_decode_tokens={
-            req_id: reserved[req_id][: len(tree)]
-            for req_id, tree in drafts.items()
-            if tree
-        },
+        scheduled_spec_decode_tokens=remaining,
         num_scheduled_tokens=num_tokens,
         total_num_scheduled_tokens=sum(num_tokens.values()),
     )

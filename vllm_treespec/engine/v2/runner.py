@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch
 
 from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.config.request_options import request_options
@@ -26,6 +28,7 @@ from vllm_treespec.engine.v2.noise import SamplerNoise
 from vllm_treespec.engine.v2.scheduler import TreeCounts
 from vllm_treespec.engine.v2.speculator import LateDrafts
 from vllm_treespec.engine.v2.texts import HostTexts
+from vllm_treespec.engine.v2.tiers import can_fill, enough, tiers
 from vllm_treespec.engine.v2.verify import TreeSampler
 from vllm_treespec.engine.v2.views import (
     emitted_batch,
@@ -92,6 +95,7 @@ class TreeRunnerMixin(V2Runner):
         self.speculator = LateDrafts(
             self.max_num_reqs, self.num_speculative_steps, self.device
         )
+        self.tiers = tiers(1 + self.num_speculative_steps)
         self.texts = HostTexts(self.max_num_reqs, self.max_model_len)
         # steps whose tokens are not in ``texts`` yet; several while the schedule rests
         self.in_flight: list[StepInFlight] = []
@@ -184,9 +188,32 @@ class TreeRunnerMixin(V2Runner):
             for req_id, placeholders in self.reserved.items()
             if drawn.get(req_id)
         }
+        fill = 0
         if self.drafts:
             self._put_drafts()
-        return trim(scheduler_output, self.drafts)
+            fill = self._fill(scheduler_output) - 1
+        return trim(scheduler_output, self.drafts, fill)
+
+    def _fill(self, scheduler_output: SchedulerOutput) -> int:
+        """Rows that every request brings, so that the step has a full CUDA graph.
+
+        Returns:
+            1: the step has none, or has one as it is.
+
+        """
+        num_tokens = scheduler_output.num_scheduled_tokens
+        tier = enough(1 + max(map(len, self.drafts.values())), self.tiers)
+        if not can_fill(num_tokens, self.reserved, tier):
+            return 1
+        num_reqs, num_loras = len(num_tokens), 0
+        if self.lora_config is not None:
+            num_loras = get_num_active_loras_for_dispatch(
+                self.lora_config, self.lora_state, list(num_tokens), dummy_run=False
+            )
+        graph = self.cudagraph_manager.dispatch(
+            num_reqs, num_reqs * tier, tier, num_loras, max_query_len=tier
+        )
+        return tier if graph.cg_mode == CUDAGraphMode.FULL else 1
 
     def _draw(self) -> Proposal | None:
         """Draw the trees that follow the last step; None without any."""

@@ -16,6 +16,7 @@ from vllm_treespec.engine.scheduler import (
     TreeSchedulerMixin,
     fill_tree_masks,
 )
+from vllm_treespec.engine.v2.tiers import enough, fitting, tiers
 from vllm_treespec.engine.v2.views import may_draft_trees
 
 if TYPE_CHECKING:
@@ -50,23 +51,27 @@ class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):
         # of structured outputs: request id -> drafts and their parents
         self._trees: dict[str, tuple[list[int], list[int]]] = {}
         self._num_drafts: dict[str, int] = {}
-        # request id -> draft tokens that its trees may have
-        self._limits: dict[str, int] = {}
+        self.tiers = tiers(1 + self.num_spec_tokens)
+        # request id -> rows of a step that hold any tree it may have
+        self._rows: dict[str, int] = {}
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Reserve placeholders for the trees of the next step."""
+        scheduler_output.num_spec_tokens_to_schedule = self.num_spec_tokens
         super()._update_after_schedule(scheduler_output)
         for req_id in scheduler_output.finished_req_ids:
-            self._limits.pop(req_id, None)
+            self._rows.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            self._limits[new.req_id] = max_drafts(self.requests[new.req_id])
+            largest = 1 + max_drafts(self.requests[new.req_id])
+            rows = enough(min(largest, self.tiers[-1]), self.tiers)
+            self._rows[new.req_id] = rows
         tokens = self.scheduler_config.max_num_batched_tokens
         most = tokens // 2 // max(1, len(self.running))
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[req_id]
+            rows = min(fitting(1 + most, self.tiers), self._rows[req_id])
             # the stock scheduler's list is shared by all requests
-            count = min(most, self._limits[req_id])
-            request.spec_token_ids = request.spec_token_ids[:count]
+            request.spec_token_ids = request.spec_token_ids[: rows - 1]
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

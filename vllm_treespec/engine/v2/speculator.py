@@ -27,7 +27,7 @@ class LateDrafts:
         self, max_num_reqs: int, num_drafts: int, device: torch.device
     ) -> None:
         """Allocate the placeholders."""
-        # token 0 of every request: -1 would be read outside of the embedding
+        # token 0, always: -1 would be read outside of the embedding
         self.placeholders = torch.zeros(
             (max_num_reqs, num_drafts), dtype=torch.int64, device=device
         )
@@ -42,4 +42,4 @@ class LateDrafts:
         self, input_batch: InputBatch, *inputs: object, **options: object
     ) -> Tensor:
         """Placeholders, int64 [num_reqs, num_drafts]."""
-        return self.placeholders[: input_batch.num_reqs].zero_()
+        return self.placeholders[: input_batch.num_reqs]

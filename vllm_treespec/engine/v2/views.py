@@ -78,6 +78,7 @@ def scheduled_batch(
         num_drafts=np.fromiter(map(len, by_request), np.int64, num_reqs),
         draft_token_ids=np.fromiter(chain.from_iterable(by_request), np.int64),
         room=np.fromiter(room, np.int64, num_reqs),
+        num_rows=np.diff(batch.cu_num_logits_np).astype(np.int64),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from vllm.config import (
     CompilationConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     VllmConfig,
@@ -22,6 +23,12 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    ModelCudaGraphManager,
+)
+from vllm.v1.worker.gpu.lora_utils import LoraState
+from vllm.v1.worker.gpu.model_runner import BatchReqState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -95,6 +102,9 @@ class V2Runner:
     kernel_block_sizes: Sequence[int]
     execute_model_state: ExecuteModelState | None
     use_aux_hidden_state_outputs: bool
+    cudagraph_manager: ModelCudaGraphManager
+    lora_config: LoRAConfig | None
+    lora_state: LoraState
 
     def load_model(self, *args: object, **options: object) -> None:
         """Load the target, and make the samplers."""
@@ -119,6 +129,16 @@ class V2Runner:
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Note new blocks of running requests."""
+
+    def prepare_inputs(
+        self,
+        scheduler_output: SchedulerOutput,
+        batch_req_state: BatchReqState,
+        graph: BatchExecutionDescriptor,
+        *args: object,
+    ) -> InputBatch:
+        """Bring the step's requests to the device."""
+        raise NotImplementedError
 
     def prepare_attn(
         self, input_batch: InputBatch
