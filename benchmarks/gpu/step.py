@@ -133,7 +133,8 @@ class Work:
             "skip_tokenizer_init": True,
             # the scheduler lets no tree reach beyond it
             "max_model_len": self.context + 2 * MAX_NODES + tokens,
-            "max_num_seqs": most,
+            # so many that vLLM has CUDA graphs of every size of tree
+            "max_num_seqs": max(most, 8),
             "max_num_batched_tokens": 8192,
             "seed": 0,
             **(ours if side.family == FAMILY else {}),

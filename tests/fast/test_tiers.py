@@ -40,7 +40,7 @@ def test_vllms_key() -> None:
 
 
 def test_rows_of_a_request() -> None:
-    """Red when a request gets more rows than there are, or a tree more than its tier's."""
+    """Red when a request gets more rows than there are, or a tree too few."""
     some = tiers(32)
     assert [fitting(rows, some) for rows in (1, 5, 8, 15, 16, 40)] == [
         1,

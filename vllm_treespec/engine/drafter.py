@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
@@ -18,6 +20,7 @@ from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.engine.chain_head import ChainHead, EngineChainSource
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.head_source import EngineHeadSource
+from vllm_treespec.engine.kv_cache import check_groups, own_group_first
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.engine.schedule_cache import ScheduleCache, cache_folder, origin_of
@@ -26,11 +29,18 @@ from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.schedule.base import ListedSchedule, Schedule, ScheduledTree
 from vllm_treespec.schedule.measured import MeasuredSchedule
 from vllm_treespec.scorers import Rule, TypicalAcceptance
-from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.base import FINAL_LAYER, DraftSource
 from vllm_treespec.sources.chain import ChainMemory
 from vllm_treespec.step.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.trees.sizes import TreeSizes
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from vllm_treespec.engine.v1.vllm_types import V1Runner
+    from vllm_treespec.engine.v2.vllm_types import V2Runner
 
 
 class TreeDrafter:
@@ -79,6 +89,55 @@ class TreeDrafter:
         layout = make_layout(layout_limits(method, bool(self.paged)))
         self.decoder = self.decoder_class(method, sources, layout, limits, self.stats)
         return self.decoder
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Before which layers vLLM hands hidden states out, ascending."""
+        return tuple(sorted(self.decoder.committed_reader.features - {FINAL_LAYER}))
+
+    def num_fork_blocks(self, groups: Sequence[KVCacheGroupSpec]) -> int:
+        """How many blocks the KV cache needs behind the scheduler's.
+
+        Raises:
+            ValueError: see ``check_groups``.
+
+        """
+        check_groups(groups)
+        block_size = groups[0].kv_cache_spec.block_size
+        return self.decoder.layout.num_fork_blocks(block_size, len(groups))
+
+    def bind(
+        self,
+        groups: Sequence[KVCacheGroupSpec],
+        kv_caches: dict[str, Tensor],
+        size: tuple[int, int],
+        attn_groups: Sequence[Sequence[AttentionGroup]],
+    ) -> list[int]:
+        """Give the layout and the sources the KV caches of their layers.
+
+        Args:
+            groups: of the KV cache.
+            kv_caches: by layer.
+            size: number of the scheduler's blocks, and tokens of a block, as attention
+                counts blocks.
+            attn_groups: by group of the KV cache.
+
+        Returns:
+            vLLM's numbers of the groups in our order: that of draft sources first.
+
+        """
+        layout = self.decoder.layout
+        ours = {name for source in self.paged for name in source.layer_names}
+        order = own_group_first(groups, ours)
+        of_target = [
+            [kv_caches[name] for name in groups[number].layer_names if name not in ours]
+            for number in order
+        ]
+        layout.bind(of_target, *size)
+        self.decoder.committed_reader.bind(*size)
+        for source in self.paged:
+            source.bind(kv_caches, attn_groups[order[0]], layout)
+        return order
 
     def make_method(self, batched: bool) -> Method:
         """How trees are drawn and verified."""
@@ -150,6 +209,19 @@ class TreeDrafter:
         if self.cache is not None:
             self.cache.save_if_due()
         return self.decoder.draft(batch)
+
+
+def engine_limits(runner: V1Runner | V2Runner) -> EngineLimits:
+    """What a decoder knows of the engine that it runs in."""
+    parallel = runner.parallel_config
+    return EngineLimits(
+        device=runner.device,
+        rank=parallel.rank,
+        # Engines of a data-parallel launch must not draw alike.
+        seed=runner.model_config.seed + parallel.data_parallel_index,
+        max_model_len=runner.max_model_len,
+        max_num_tokens=runner.max_num_tokens,
+    )
 
 
 def make_schedule(

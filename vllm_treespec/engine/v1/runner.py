@@ -14,11 +14,8 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 
 from vllm_treespec.batch.views import HiddenStates
 from vllm_treespec.config.request_options import request_options
-from vllm_treespec.engine.kv_cache import (
-    check_groups,
-    own_group_first,
-    with_fork_blocks,
-)
+from vllm_treespec.engine.drafter import engine_limits
+from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v1.custom_processors import (
@@ -40,7 +37,6 @@ from vllm_treespec.engine.v1.views import (
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.step.decoder import TreeDecoder
-from vllm_treespec.step.method import EngineLimits
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -79,21 +75,12 @@ class TreeRunnerMixin(V1Runner):
 
     def init_trees(self) -> None:
         """Set up our state; called once, when the stock runner is made."""
-        limits = EngineLimits(
-            device=self.device,
-            rank=self.parallel_config.rank,
-            # Engines of a data-parallel launch must not draw alike.
-            seed=self.model_config.seed + self.parallel_config.data_parallel_index,
-            max_model_len=self.max_model_len,
-            max_num_tokens=self.max_num_tokens,
-        )
+        limits = engine_limits(self)
         self.decoder = self.drafter.make_decoder(
             self.make_layout, self.draft_model_class, self.batched_rules, limits
         )
-        layers = self.decoder.committed_reader.features - {FINAL_LAYER}
-        # ascending, as vLLM hands their hidden states out
-        self._aux_layers = tuple(sorted(layers))
-        self.use_aux_hidden_state_outputs = bool(layers)
+        self._aux_layers = self.drafter.aux_layers
+        self.use_aux_hidden_state_outputs = bool(self._aux_layers)
         self._forward_start = 0.0
         self._add_custom_processors()
 
@@ -117,34 +104,16 @@ class TreeRunnerMixin(V1Runner):
         **options: object,
     ) -> dict[str, Tensor]:
         """Allocate the KV cache with fork blocks behind the scheduler's blocks."""
-        groups, layout = kv_cache_config.kv_cache_groups, self.decoder.layout
-        check_groups(groups)
-        block_size = groups[0].kv_cache_spec.block_size
-        num_fork_blocks = layout.num_fork_blocks(block_size, len(groups))
+        groups = kv_cache_config.kv_cache_groups
         kv_caches = super().initialize_kv_cache_tensors(
-            with_fork_blocks(kv_cache_config, num_fork_blocks),
+            with_fork_blocks(kv_cache_config, self.drafter.num_fork_blocks(groups)),
             kernel_block_sizes,
             **options,
         )
         (kernel_block_size, *_) = kernel_block_sizes
-        num_blocks = kv_cache_config.num_blocks * (block_size // kernel_block_size)
-        ours = {n for source in self.drafter.paged for n in source.layer_names}
-        self.group_order = own_group_first(groups, ours)
-        of_target = [
-            set(groups[number].layer_names) - ours for number in self.group_order
-        ]
-        layout.bind(
-            [
-                [kv for name, kv in kv_caches.items() if name in names]
-                for names in of_target
-            ],
-            num_blocks,
-            kernel_block_size,
-        )
-        self.decoder.committed_reader.bind(num_blocks, kernel_block_size)
-        first_group = self.attn_groups[self.group_order[0]]
-        for source in self.drafter.paged:
-            source.bind(kv_caches, first_group, layout)
+        num_tokens = kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size
+        size = num_tokens // kernel_block_size, kernel_block_size
+        self.group_order = self.drafter.bind(groups, kv_caches, size, self.attn_groups)
         self.connect_attention(kv_caches)
         return kv_caches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +15,8 @@ from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch
 
 from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.config.request_options import request_options
-from vllm_treespec.engine.drafter import TreeDrafter
-from vllm_treespec.engine.kv_cache import (
-    check_groups,
-    own_group_first,
-    with_fork_blocks,
-)
+from vllm_treespec.engine.drafter import TreeDrafter, engine_limits
+from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v2.blocks import HostBlocks
@@ -37,9 +34,7 @@ from vllm_treespec.engine.v2.views import (
     target_inputs,
 )
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
-from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.step.decoder import TreeDecoder
-from vllm_treespec.step.method import EngineLimits
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -77,21 +72,11 @@ class TreeRunnerMixin(V2Runner):
     def init_trees(self) -> None:
         """Set up our state; called once, when the stock runner is made."""
         self.drafter = self.drafter_class(self.vllm_config)
-        limits = EngineLimits(
-            device=self.device,
-            rank=self.parallel_config.rank,
-            # Engines of a data-parallel launch must not draw alike.
-            seed=self.model_config.seed + self.parallel_config.data_parallel_index,
-            max_model_len=self.max_model_len,
-            max_num_tokens=self.max_num_tokens,
-        )
         self.decoder = self.drafter.make_decoder(
-            self.make_layout, self.draft_model_class, True, limits
+            self.make_layout, self.draft_model_class, True, engine_limits(self)
         )
         self.decoder.drafter.rank_by(SamplerNoise(self))
-        layers = self.decoder.committed_reader.features - {FINAL_LAYER}
-        # ascending, as vLLM hands their hidden states out
-        self.aux_layers = tuple(sorted(layers))
+        self.aux_layers = self.drafter.aux_layers
         self.speculator = LateDrafts(
             self.max_num_reqs, self.num_speculative_steps, self.device
         )
@@ -121,29 +106,23 @@ class TreeRunnerMixin(V2Runner):
 
         vLLM calls it twice where it measures graphs before.
         """
-        groups, layout = kv_cache_config.kv_cache_groups, self.decoder.layout
-        check_groups(groups)
-        block_size = groups[0].kv_cache_spec.block_size
-        num_fork_blocks = layout.num_fork_blocks(block_size, len(groups))
+        groups = kv_cache_config.kv_cache_groups
+        num_fork_blocks = self.drafter.num_fork_blocks(groups)
         super().initialize_kv_cache(
             with_fork_blocks(kv_cache_config, num_fork_blocks), *args, **options
         )
         # block tables count blocks of the scheduler's size
+        block_size = groups[0].kv_cache_spec.block_size
         assert set(self.kernel_block_sizes) == {block_size}
-        ours = {n for source in self.drafter.paged for n in source.layer_names}
-        self.group_order = own_group_first(groups, ours)
-        first = self.group_order[0]
         layers = self.compilation_config.static_forward_context
-        names = [set(groups[number].layer_names) for number in self.group_order]
-        layout.bind(
-            [[layers[name].kv_cache for name in sorted(g - ours)] for g in names],
-            kv_cache_config.num_blocks,
-            block_size,
+        names = chain.from_iterable(group.layer_names for group in groups)
+        self.group_order = self.drafter.bind(
+            groups,
+            {name: layers[name].kv_cache for name in names},
+            (kv_cache_config.num_blocks, block_size),
+            self.attn_groups,
         )
-        self.decoder.committed_reader.bind(kv_cache_config.num_blocks, block_size)
-        kv_caches = {name: layers[name].kv_cache for name in set().union(*names)}
-        for source in self.drafter.paged:
-            source.bind(kv_caches, self.attn_groups[first], layout)
+        first = self.group_order[0]
         width = self.block_tables.block_tables[first].gpu.shape[1]
         self.host_blocks = HostBlocks(self.max_num_reqs, width)
         self.connect_attention()
