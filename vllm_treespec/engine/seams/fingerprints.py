@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "7851a535b3704b1d", "0.33": "162b753f3d3755d1"}
+SEEN: dict[str, str] = {"0.32": "c20af172cd9c7c45", "0.33": "87846f5acc87c2f1"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -188,6 +188,22 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
             "0.32": "2b21d37f9b411f83",
             "0.33": "2b21d37f9b411f83",
         },
+    },
+    "vllm.v1.worker.gpu.sample.penalties": {
+        "PenaltiesState.apply": {"0.32": "e2dbb8dd1c1b2b9d", "0.33": "e2dbb8dd1c1b2b9d"}
+    },
+    "vllm.v1.worker.gpu.sample.bad_words": {
+        "BadWordsState.add_request": {
+            "0.32": "5679490301e5d85f",
+            "0.33": "5679490301e5d85f",
+        },
+        "BadWordsState.apply": {"0.32": "1aa336b8ccce8ef9", "0.33": "1aa336b8ccce8ef9"},
+    },
+    "vllm.v1.worker.gpu.sample.thinking_budget": {
+        "ThinkingBudgetState.apply": {
+            "0.32": "2c1f287d6ab7b23a",
+            "0.33": "2c1f287d6ab7b23a",
+        }
     },
     "vllm.v1.core.sched.async_scheduler": {
         "AsyncScheduler.__init__": {

@@ -16,7 +16,6 @@ from vllm_treespec.engine.scheduler import (
     TreeSchedulerMixin,
     fill_tree_masks,
 )
-from vllm_treespec.engine.v2.views import may_draft_trees
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -139,6 +138,4 @@ class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):
 def max_drafts(request: Request) -> int:
     """Draft tokens that a tree of a request may have."""
     params = request.sampling_params
-    if params is None or not may_draft_trees(params):
-        return 0
-    return request_options(params.extra_args).limit
+    return 0 if params is None else request_options(params.extra_args).limit
