@@ -3,7 +3,7 @@
 import torch
 
 from tests.fast.random_trees import random_trees
-from vllm_treespec.engine.v2.node_texts import NodeTexts
+from vllm_treespec.trees.node_texts import NodeTexts
 
 # Rows of roots: one before the first tree, and some behind each, belong to no node.
 NUM_TREES, MAX_NODES, STRIDE = 3, 8, 10

@@ -15,8 +15,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.fast.random_trees import random_trees
-from vllm_treespec.engine.v2.node_processors import read_paths
-from vllm_treespec.engine.v2.node_texts import StepTexts
+from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.trees.tree import TreeBatch
 
 # Few tokens, so that paths repeat each other, the texts, words and markers.

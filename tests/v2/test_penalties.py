@@ -16,7 +16,7 @@ from vllm.config.reasoning import ReasoningConfig
 from tests.v2.engines import Engine, engine
 from tests.v2.prompts import PARAMS, PROMPTS
 from tests.v2.test_trees import DRAWN, INDEX, accepted, spec_of
-from vllm_treespec.engine.v2.node_texts import NodeTexts
+from vllm_treespec.trees.node_texts import NodeTexts
 from vllm_treespec.trees.tree import TreeBatch
 
 GREEDY, SAMPLED, NARROW = (PARAMS[kind] for kind in ("greedy", "sampled", "narrow"))

@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "c20af172cd9c7c45", "0.33": "87846f5acc87c2f1"}
+SEEN: dict[str, str] = {"0.32": "08c1f3ebc6e39d6b", "0.33": "d0d768789dd2ee99"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -187,6 +187,14 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "LogitsProcessor.apply": {
             "0.32": "2b21d37f9b411f83",
             "0.33": "2b21d37f9b411f83",
+        },
+        "LogitsProcessor.__init__": {
+            "0.32": "af089f1b5ea63728",
+            "0.33": "af089f1b5ea63728",
+        },
+        "LogitsProcessor.apply_staged_writes": {
+            "0.32": "53a1238a615319e8",
+            "0.33": "53a1238a615319e8",
         },
     },
     "vllm.v1.worker.gpu.sample.penalties": {

@@ -88,6 +88,7 @@ V2_BATCH = (
 )
 _SAMPLER = Owner(f"{_V2}.sample.sampler:Sampler", "cuda")
 _SAMPLING_STATES = Owner(f"{_V2}.sample.states:SamplingStates", "cuda")
+_PROCESSOR = Owner(f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda")
 V2_SAMPLING = (
     *_SAMPLER.calls("sample", "a token after every node"),
     *_SAMPLER.calls("apply_sampling_params", "logits that drawn trees are verified by"),
@@ -95,6 +96,7 @@ V2_SAMPLING = (
     *_SAMPLER.reads("sampling_states logprobs_mode compute_nans", "how to sample"),
     *_SAMPLER.reads("logprob_token_ids_state", "logprobs of drafts"),
     *_SAMPLER.reads("logits_processors thinking_budget_state", "nodes have own texts"),
+    *_SAMPLER.reads("needs_logits_processing", "how many requests may run"),
     *_SAMPLING_STATES.reads("temperature seeds", "how requests are sampled"),
     *_SAMPLING_STATES.calls("get_top_k_top_p", "how requests are sampled"),
     *Owner(f"{_V2}.sample.logprob", "cuda").calls(
@@ -105,18 +107,16 @@ V2_SAMPLING = (
         "get_num_sampled_and_rejected", "what a step emits"
     ),
     *Owner(f"{_V2}.sample.output", "cuda").calls("SamplerOutput", "what a step emits"),
-    *Owner(f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda").extended(
-        "our check of requests"
+    *_PROCESSOR.extended("our check of requests"),
+    *_PROCESSOR.overrides("validate_params", "our check of requests"),
+    *_PROCESSOR.overrides("add_request", "our check changes no request"),
+    *_PROCESSOR.overrides("apply", "our check changes no request"),
+    *_PROCESSOR.overrides(
+        "__init__ apply_staged_writes", "custom processors are watched"
     ),
-    *Owner(
-        f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda"
-    ).overrides("validate_params", "our check of requests"),
-    *Owner(
-        f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda"
-    ).overrides("add_request", "our check changes no request"),
-    *Owner(
-        f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda"
-    ).overrides("apply", "our check changes no request"),
+    *Owner(f"{_V2}.sample.logit_bias", "cuda").reads(
+        "LogitBiasState", "which processors are vLLM's own"
+    ),
 )
 _PENALTIES = Owner(f"{_V2}.sample.penalties:PenaltiesState", "cuda")
 _BAD_WORDS = Owner(f"{_V2}.sample.bad_words:BadWordsState", "cuda")

@@ -16,15 +16,41 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState, apply_bad_words
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState, apply_penalties
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
-from vllm_treespec.engine.v2.node_texts import NodeTexts, StepTexts
+from vllm_treespec.trees.node_texts import NodeTexts
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+    from vllm_treespec.batch.matching import RunningTrees
+    from vllm_treespec.step.decoder import TreeDecoder
+
 # that stock gives the token which ends the thinking
 FORCED = 1.0e9
+
+
+class StepTexts:
+    """Gives the texts of the running step's trees, made once where they are read."""
+
+    def __init__(self, decoder: TreeDecoder) -> None:
+        """Take the decoder, which has the trees."""
+        self.decoder = decoder
+        self._trees: RunningTrees | None = None
+        self._texts: NodeTexts
+
+    def of_rows(self, num_rows: int) -> NodeTexts | None:
+        """Texts of all rows; None if each row has those before it as its path."""
+        trees = self.decoder.trees
+        if trees is None or not trees.branching:
+            return None
+        if trees is not self._trees:
+            proposer = self.decoder.method.proposers[trees.tree_index]
+            self._texts = NodeTexts.of_trees(
+                trees.tree, trees.root_rows, num_rows, proposer.sizes.max_depth
+            )
+            self._trees = trees
+        return self._texts
 
 
 class TreePenalties(PenaltiesState):

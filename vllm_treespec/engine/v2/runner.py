@@ -255,6 +255,7 @@ class TreeRunnerMixin(V2Runner):
                 params = new.sampling_params
                 limit = request_options(params.extra_args).limit
                 supported = drafters_can_read(new, self.vocab_size)
+                supported &= self.rejection_sampler.may_draft_trees(row)
                 self.decoder.slots.add(new.req_id, supported, params.seed, limit)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:

@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from vllm_treespec.engine.v2.node_processors import read_paths
-from vllm_treespec.engine.v2.node_texts import StepTexts
+from vllm_treespec.engine.v2.custom_processors import watch_custom_processors
+from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.engine.v2.views import final_sampling
 from vllm_treespec.scorers import ScorerOutput
 
@@ -37,6 +37,7 @@ class TreeSampler:
         """Take the runner, whose sampler and decoder are used."""
         self.runner = runner
         read_paths(runner.sampler, StepTexts(runner.decoder))
+        self.custom_processors = watch_custom_processors(runner.sampler)
 
     def __call__(
         self,
@@ -90,6 +91,13 @@ class TreeSampler:
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+    def may_draft_trees(self, row: int) -> bool:
+        """Whether no custom processor changes the request in this row of the runner.
+
+        All else that vLLM's sampler applies is that of each node.
+        """
+        return not any(custom.changes[row] for custom in self.custom_processors)
 
     def _emitted(
         self, at_roots: Tensor, scored: ScorerOutput | None

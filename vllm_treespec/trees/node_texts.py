@@ -1,18 +1,13 @@
-"""The texts that lead to the nodes of a step's trees, by row of the logits."""
+"""The texts that lead to the nodes of trees, by row of the logits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.trees.tree import TreeBatch, ancestor_bits
-
-if TYPE_CHECKING:
-    from vllm_treespec.batch.matching import RunningTrees
-    from vllm_treespec.step.decoder import TreeDecoder
 
 
 @dataclass(frozen=True)
@@ -74,26 +69,3 @@ class NodeTexts:
         drafts = self.paths.gather(1, place.clamp(min=0))
         committed = (num_tokens[:, None] + place.clamp(max=-1)).clamp(min=0)
         return torch.where(place >= 0, drafts, token_ids[reqs[:, None], committed])
-
-
-class StepTexts:
-    """Gives the texts of the running step's trees, made once where they are read."""
-
-    def __init__(self, decoder: TreeDecoder) -> None:
-        """Take the decoder, which has the trees."""
-        self.decoder = decoder
-        self._trees: RunningTrees | None = None
-        self._texts: NodeTexts
-
-    def of_rows(self, num_rows: int) -> NodeTexts | None:
-        """Texts of all rows; None if each row has those before it as its path."""
-        trees = self.decoder.trees
-        if trees is None or not trees.branching:
-            return None
-        if trees is not self._trees:
-            proposer = self.decoder.method.proposers[trees.tree_index]
-            self._texts = NodeTexts.of_trees(
-                trees.tree, trees.root_rows, num_rows, proposer.sizes.max_depth
-            )
-            self._trees = trees
-        return self._texts
