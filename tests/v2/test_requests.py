@@ -66,11 +66,10 @@ def test_what_limits_tokens(
 def test_requests_without_trees(
     index: Engine, expected: dict[str, list[list[int]]]
 ) -> None:
-    """Red when a request that asks for no trees, or cannot have one, gets one."""
+    """Red when a request that asks for no trees gets one."""
     off = {**SAMPLED, "extra_args": {"treespec": {"enabled": False}}}
     del index.steps[:]
     assert index.generate(PROMPTS, off, NUM_TOKENS) == expected["sampled"]
-    index.generate(PROMPTS[:2], {**SAMPLED, "presence_penalty": 0.5}, NUM_TOKENS)
     assert not any(step.num_drafts for step in index.steps)
 
 
@@ -100,10 +99,17 @@ def test_metrics_count_no_placeholders(index: Engine) -> None:
 
 
 def test_logprobs(target: str, index: Engine) -> None:
-    """Red when a log probability is read at another node than its token."""
-    params = {**SAMPLED, "logprobs": 2}
+    """Red when a log probability is read at another node than its token.
+
+    Or when the tokens that a request names are lost, or those of one beside it.
+    """
+    accepted(index)
+    chosen = {**SAMPLED, "logprob_token_ids": [5, 250, 17]}
+    params = [{**SAMPLED, "logprobs": 2}, chosen]
     with_trees = logprobs(index, params)
-    off = {**params, "extra_args": {"treespec": {"enabled": False}}}
+    assert accepted(index) > NUM_TOKENS
+    off = [{**one, "extra_args": {"treespec": {"enabled": False}}} for one in params]
+    assert {5, 250, 17} <= with_trees[1][0].keys()
     for found, want in zip(with_trees, logprobs(index, off), strict=True):
         for ours, plain in zip(found, want, strict=True):
             assert ours.keys() == plain.keys()
@@ -112,7 +118,7 @@ def test_logprobs(target: str, index: Engine) -> None:
                 assert ours[token].rank == logprob.rank
 
 
-def logprobs(running: Engine, params: dict[str, Any]) -> list[Any]:
+def logprobs(running: Engine, params: list[dict[str, Any]]) -> list[Any]:
     """Log probabilities of two answers."""
     outputs = running.outputs(PROMPTS[:2], params, NUM_TOKENS)
     return [output.outputs[0].logprobs for output in outputs]

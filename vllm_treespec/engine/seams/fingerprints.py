@@ -192,6 +192,30 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
             "0.32": "2b21d37f9b411f83",
             "0.33": "2b21d37f9b411f83",
         },
+        "LogitsProcessor.__init__": {
+            "0.32": "af089f1b5ea63728",
+            "0.33": "af089f1b5ea63728",
+        },
+        "LogitsProcessor.apply_staged_writes": {
+            "0.32": "53a1238a615319e8",
+            "0.33": "53a1238a615319e8",
+        },
+    },
+    "vllm.v1.worker.gpu.sample.penalties": {
+        "PenaltiesState.apply": {"0.32": "e2dbb8dd1c1b2b9d", "0.33": "e2dbb8dd1c1b2b9d"}
+    },
+    "vllm.v1.worker.gpu.sample.bad_words": {
+        "BadWordsState.add_request": {
+            "0.32": "5679490301e5d85f",
+            "0.33": "5679490301e5d85f",
+        },
+        "BadWordsState.apply": {"0.32": "1aa336b8ccce8ef9", "0.33": "1aa336b8ccce8ef9"},
+    },
+    "vllm.v1.worker.gpu.sample.thinking_budget": {
+        "ThinkingBudgetState.apply": {
+            "0.32": "2c1f287d6ab7b23a",
+            "0.33": "2c1f287d6ab7b23a",
+        }
     },
     "vllm.v1.core.sched.async_scheduler": {
         "AsyncScheduler.__init__": {

@@ -16,6 +16,7 @@ from vllm_treespec.engine.seams.runner_table import (
 from vllm_treespec.engine.seams.seam import Owner, Seam
 from vllm_treespec.engine.seams.v2_table import (
     V2_BATCH,
+    V2_NODE_PROCESSORS,
     V2_RUNNER,
     V2_SAMPLING,
     V2_SCHEDULER,
@@ -516,6 +517,7 @@ TOPICS: dict[str, tuple[Seam, ...]] = {
     "V2 runner": V2_RUNNER,
     "V2 runner's batch": V2_BATCH,
     "V2 runner's sampling": V2_SAMPLING,
+    "V2 runner's logits processors": V2_NODE_PROCESSORS,
     "V2 runner's scheduler": V2_SCHEDULER,
     "Attention": ATTENTION,
     "KV cache": KV_CACHE,

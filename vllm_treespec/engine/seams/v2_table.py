@@ -100,14 +100,17 @@ V2_BATCH = (
 )
 _SAMPLER = Owner(f"{_V2}.sample.sampler:Sampler", "cuda")
 _SAMPLING_STATES = Owner(f"{_V2}.sample.states:SamplingStates", "cuda")
+_PROCESSOR = Owner(f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda")
 V2_SAMPLING = (
     *_SAMPLER.calls("sample", "a token after every node"),
     *_SAMPLER.calls("apply_sampling_params", "logits that drawn trees are verified by"),
     *_SAMPLER.calls("get_logprobs_dims", "logprobs of drafts"),
     *_SAMPLER.reads("sampling_states logprobs_mode compute_nans", "how to sample"),
+    *_SAMPLER.reads("logprob_token_ids_state", "logprobs of drafts"),
+    *_SAMPLER.reads("logits_processors thinking_budget_state", "nodes have own texts"),
+    *_SAMPLER.reads("needs_logits_processing", "how many requests may run"),
     *_SAMPLING_STATES.reads("temperature seeds", "how requests are sampled"),
     *_SAMPLING_STATES.calls("get_top_k_top_p", "how requests are sampled"),
-    *Owner(f"{_V2}.sample.states", "cuda").reads("NO_LOGPROBS", "logprobs of drafts"),
     *Owner(f"{_V2}.sample.logprob", "cuda").calls(
         "compute_topk_scores", "logprobs of drafts"
     ),
@@ -116,18 +119,54 @@ V2_SAMPLING = (
         "get_num_sampled_and_rejected", "what a step emits"
     ),
     *Owner(f"{_V2}.sample.output", "cuda").calls("SamplerOutput", "what a step emits"),
-    *Owner(f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda").extended(
-        "our check of requests"
+    *_PROCESSOR.extended("our check of requests"),
+    *_PROCESSOR.overrides("validate_params", "our check of requests"),
+    *_PROCESSOR.overrides("add_request", "our check changes no request"),
+    *_PROCESSOR.overrides("apply", "our check changes no request"),
+    *_PROCESSOR.overrides(
+        "__init__ apply_staged_writes", "custom processors are watched"
     ),
-    *Owner(
-        f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda"
-    ).overrides("validate_params", "our check of requests"),
-    *Owner(
-        f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda"
-    ).overrides("add_request", "our check changes no request"),
-    *Owner(
-        f"{_V2}.sample.logits_processor.interface:LogitsProcessor", "cuda"
-    ).overrides("apply", "our check changes no request"),
+    *Owner(f"{_V2}.sample.logit_bias", "cuda").reads(
+        "LogitBiasState", "which processors are vLLM's own"
+    ),
+)
+_PENALTIES = Owner(f"{_V2}.sample.penalties:PenaltiesState", "cuda")
+_BAD_WORDS = Owner(f"{_V2}.sample.bad_words:BadWordsState", "cuda")
+_THINKING = Owner(f"{_V2}.sample.thinking_budget:ThinkingBudgetState", "cuda")
+V2_NODE_PROCESSORS = (
+    *_PENALTIES.extended("penalties of a node's own path"),
+    *_PENALTIES.overrides("apply", "penalties of a node's own path"),
+    *_PENALTIES.reads(
+        "use_penalty repetition_penalty frequency_penalty presence_penalty "
+        "output_bin_counts",
+        "penalties of a node's own path",
+    ),
+    *Owner(f"{_V2}.sample.penalties", "cuda").calls(
+        "apply_penalties", "penalties of a node's own path"
+    ),
+    *_BAD_WORDS.extended("bad words behind a node's own path"),
+    *_BAD_WORDS.overrides("add_request", "how long a request's words are"),
+    *_BAD_WORDS.overrides("apply", "bad words behind a node's own path"),
+    *_BAD_WORDS.reads(
+        "req_states num_bad_words bad_word_token_ids bad_word_offsets",
+        "bad words behind a node's own path",
+    ),
+    *Owner(f"{_V2}.sample.bad_words", "cuda").calls(
+        "apply_bad_words", "bad words behind a node's own path"
+    ),
+    *_THINKING.extended("thinking on a node's own path"),
+    *_THINKING.overrides("apply", "thinking on a node's own path"),
+    *_THINKING.reads(
+        "req_states enabled use_thinking_budget thinking_token_budget "
+        "cached_last_start cached_last_end reasoning_start_token_ids "
+        "natural_reasoning_end_token_ids reasoning_end_token_ids",
+        "thinking on a node's own path",
+    ),
+    *Owner(f"{_V2}.sample.logits_processor.interface:LogitsContext", "cuda").reads(
+        "expanded_idx_mapping expanded_local_pos idx_mapping_np input_ids",
+        "the rows of logits",
+    ),
+    *_STATES.reads("all_token_ids total_len prompt_len", "texts of requests"),
 )
 _SCHEDULER = Owner("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "cuda")
 _STOCK = Owner("vllm.v1.core.sched.scheduler:Scheduler", "cuda")
@@ -137,10 +176,6 @@ V2_SCHEDULER = (
     *_SCHEDULER.overrides("_update_after_schedule", "placeholders for trees"),
     *_STOCK.overrides("update_draft_token_ids_in_output", "no grammar cuts a tree"),
     *_STOCK.reads("running num_spec_tokens scheduler_config", "how many placeholders"),
-    *Owner("vllm.sampling_params:SamplingParams", "cuda").reads(
-        "repetition_penalty frequency_penalty presence_penalty bad_words",
-        "which requests have placeholders",
-    ),
     *Owner("vllm.v1.request:Request", "cuda").reads(
         "sampling_params", "which requests have placeholders"
     ),

@@ -29,7 +29,6 @@ from vllm_treespec.engine.v2.tiers import can_fill, enough, tiers
 from vllm_treespec.engine.v2.verify import TreeSampler
 from vllm_treespec.engine.v2.views import (
     emitted_batch,
-    may_draft_trees,
     scheduled_batch,
     target_inputs,
 )
@@ -261,9 +260,8 @@ class TreeRunnerMixin(V2Runner):
             if new.req_id not in known:
                 params = new.sampling_params
                 limit = request_options(params.extra_args).limit
-                supported = may_draft_trees(params) and drafters_can_read(
-                    new, self.vocab_size
-                )
+                supported = drafters_can_read(new, self.vocab_size)
+                supported &= self.rejection_sampler.may_draft_trees(row)
                 self.decoder.slots.add(new.req_id, supported, params.seed, limit)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:

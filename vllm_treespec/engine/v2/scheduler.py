@@ -17,7 +17,6 @@ from vllm_treespec.engine.scheduler import (
     fill_tree_masks,
 )
 from vllm_treespec.engine.v2.tiers import enough, fitting, tiers
-from vllm_treespec.engine.v2.views import may_draft_trees
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -144,6 +143,4 @@ class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):
 def max_drafts(request: Request) -> int:
     """Draft tokens that a tree of a request may have."""
     params = request.sampling_params
-    if params is None or not may_draft_trees(params):
-        return 0
-    return request_options(params.extra_args).limit
+    return 0 if params is None else request_options(params.extra_args).limit

@@ -11,8 +11,9 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
+from vllm_treespec.engine.v2.custom_processors import watch_custom_processors
+from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.engine.v2.views import final_sampling
 from vllm_treespec.scorers import ScorerOutput
 
@@ -35,6 +36,8 @@ class TreeSampler:
     def __init__(self, runner: TreeRunnerMixin) -> None:
         """Take the runner, whose sampler and decoder are used."""
         self.runner = runner
+        read_paths(runner.sampler, StepTexts(runner.decoder))
+        self.custom_processors = watch_custom_processors(runner.sampler)
 
     def __call__(
         self,
@@ -56,7 +59,7 @@ class TreeSampler:
         sampler, first_rows = runner.sampler, batch.cu_num_logits.long()
         roots = first_rows[:-1]
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
-        dims = sampler.get_logprobs_dims(batch.idx_mapping_np, include_token_ids=False)
+        dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if invalid_drafts is not None:
             decoder.cut_trees(valid_nodes(invalid_drafts, first_rows))
         sampled, processed = sampler.sample(
@@ -77,10 +80,10 @@ class TreeSampler:
             runner.req_states.prefill_len.gpu,
         )
         logprobs = None
-        if dims is not None and dims[0] != NO_LOGPROBS:
+        if dims is not None:
             raw = sampler.logprobs_mode.startswith("raw")
             used = logits if raw else processed
-            logprobs = self._logprobs(batch, used, tokens, num_emitted, nodes, dims[0])
+            logprobs = self._logprobs(batch, used, tokens, num_emitted, nodes, dims)
         return SamplerOutput(
             sampled_token_ids=tokens,
             logprobs_tensors=logprobs,
@@ -88,6 +91,13 @@ class TreeSampler:
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+    def may_draft_trees(self, row: int) -> bool:
+        """Whether no custom processor changes the request in this row of the runner.
+
+        All else that vLLM's sampler applies is that of each node.
+        """
+        return not any(custom.changes[row] for custom in self.custom_processors)
 
     def _emitted(
         self, at_roots: Tensor, scored: ScorerOutput | None
@@ -123,13 +133,14 @@ class TreeSampler:
         tokens: Tensor,
         num_emitted: Tensor,
         nodes: Tensor,
-        num_logprobs: int,
+        dims: tuple[int, int],
     ) -> LogprobsTensors:
         """Log probabilities of emitted tokens, as vLLM lays them out.
 
         Row i of a request's rows is for its i-th token; those behind are not read.
+        ``dims``: how many of the likeliest tokens, and of tokens that a request names.
         """
-        first_rows = batch.cu_num_logits.long()
+        sampler, first_rows = self.runner.sampler, batch.cu_num_logits.long()
         reqs = torch.repeat_interleave(
             torch.arange(batch.num_reqs, device=logits.device),
             first_rows.diff(),
@@ -141,10 +152,13 @@ class TreeSampler:
         rows = first_rows[reqs] + torch.where(emitted, nodes[reqs, column], place)
         return compute_topk_scores(
             logits[rows],
-            num_logprobs,
+            dims[0],
             torch.where(emitted, tokens[reqs, column], 0),
             batch.cu_num_logits_np.tolist(),
-            logits_mode=self.runner.sampler.logprobs_mode.endswith("logits"),
+            sampler.logprob_token_ids_state,
+            batch.expanded_idx_mapping,
+            max_per_req_token_ids=dims[1],
+            logits_mode=sampler.logprobs_mode.endswith("logits"),
         )
 
 

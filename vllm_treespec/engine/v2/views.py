@@ -26,29 +26,9 @@ from vllm_treespec.sampling.texts import TextView
 from vllm_treespec.sources.base import FINAL_LAYER
 
 if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
-
     from vllm_treespec.engine.v2.late import StepInFlight
     from vllm_treespec.engine.v2.runner import TreeRunnerMixin
     from vllm_treespec.engine.v2.vllm_types import InputBatch
-
-
-def may_draft_trees(params: SamplingParams) -> bool:
-    """Whether a request drafts trees; otherwise it decodes plainly.
-
-    vLLM's sampler reads the rows of a request as a chain where what is drawn depends on
-    the tokens before. Minimum lengths and allowed tokens go by position alone.
-    """
-    return not (
-        params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
-        or params.bad_words
-        or params.min_p
-        or params.logit_bias
-        or params.logprob_token_ids
-        or params.thinking_token_budget is not None
-    )
 
 
 def scheduled_batch(
