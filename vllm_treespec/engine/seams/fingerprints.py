@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "7851a535b3704b1d", "0.33": "162b753f3d3755d1"}
+SEEN: dict[str, str] = {"0.32": "e265f747a6d8a176", "0.33": "55768f61e3d3227d"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -173,6 +173,13 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "GPUModelRunner.take_draft_token_ids": {
             "0.32": "3beb9ecca4aa8ca4",
             "0.33": "3beb9ecca4aa8ca4",
+        },
+    },
+    "vllm.v1.worker.gpu.lora_utils": {
+        "LoraState.__init__": {"0.32": "ed9ad79e1f1296cd", "0.33": "ed9ad79e1f1296cd"},
+        "LoraState.make_lora_inputs": {
+            "0.32": "c96af81339401db8",
+            "0.33": "c96af81339401db8",
         },
     },
     "vllm.v1.worker.gpu.sample.logits_processor.interface": {

@@ -22,6 +22,7 @@ from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v2.blocks import HostBlocks
 from vllm_treespec.engine.v2.late import StepInFlight, drafts_by_request, trim
+from vllm_treespec.engine.v2.lora import TreeLoraState
 from vllm_treespec.engine.v2.noise import SamplerNoise
 from vllm_treespec.engine.v2.scheduler import TreeCounts
 from vllm_treespec.engine.v2.speculator import LateDrafts
@@ -92,6 +93,7 @@ class TreeRunnerMixin(V2Runner):
         self.speculator = LateDrafts(
             self.max_num_reqs, self.num_speculative_steps, self.device
         )
+        self.lora_state = TreeLoraState(self)
         self.texts = HostTexts(self.max_num_reqs, self.max_model_len)
         # steps whose tokens are not in ``texts`` yet; several while the schedule rests
         self.in_flight: list[StepInFlight] = []

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -87,6 +88,7 @@ class V2Runner:
     max_num_reqs: int
     num_speculative_steps: int
     speculator: Any
+    lora_state: LoraState
     sampler: Sampler
     rejection_sampler: Any
     req_states: RequestState
