@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "e265f747a6d8a176", "0.33": "55768f61e3d3227d"}
+SEEN: dict[str, str] = {"0.32": "4963300ef46b3c87", "0.33": "117cb10d3bcba59f"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -174,6 +174,12 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
             "0.32": "3beb9ecca4aa8ca4",
             "0.33": "3beb9ecca4aa8ca4",
         },
+    },
+    "vllm.v1.worker.gpu.mm.rope": {
+        "RopeState.prepare_positions": {
+            "0.32": "889da6b3a1a318bc",
+            "0.33": "889da6b3a1a318bc",
+        }
     },
     "vllm.v1.worker.gpu.lora_utils": {
         "LoraState.__init__": {"0.32": "ed9ad79e1f1296cd", "0.33": "ed9ad79e1f1296cd"},

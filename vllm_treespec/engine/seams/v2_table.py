@@ -87,6 +87,19 @@ V2_BATCH = (
     ),
     *_CACHED_REQUESTS.reads("req_ids new_block_ids", "blocks of requests on the host"),
 )
+_ROPE = Owner(f"{_V2}.mm.rope:RopeState", "cuda")
+V2_AXES = (
+    *_RUNNER.reads("model_state", "positions with several axes"),
+    *Owner("vllm.config.model:ModelConfig", "cuda").reads(
+        "uses_mrope", "positions with several axes"
+    ),
+    *Owner(f"{_V2}.model_states.default:DefaultModelState", "cuda").reads(
+        "rope_state", "positions with several axes"
+    ),
+    *_ROPE.extended("tree positions on every axis"),
+    *_ROPE.overrides("prepare_positions", "tree positions on every axis"),
+    *_ROPE.writes("positions", "tree positions on every axis: contents"),
+)
 _LORA = Owner(f"{_V2}.lora_utils:LoraState", "cuda")
 V2_LORA = (
     *_LORA.extended("adapters of every node"),

@@ -20,6 +20,7 @@ from vllm_treespec.engine.kv_cache import (
 )
 from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
+from vllm_treespec.engine.v2.axes import TreeRopeState
 from vllm_treespec.engine.v2.blocks import HostBlocks
 from vllm_treespec.engine.v2.late import StepInFlight, drafts_by_request, trim
 from vllm_treespec.engine.v2.lora import TreeLoraState
@@ -108,6 +109,8 @@ class TreeRunnerMixin(V2Runner):
         super().load_model(*args, **options)
         self.drafter.load_model(self.model)
         self.rejection_sampler = TreeSampler(self)
+        if self.model_config.uses_mrope:
+            self.model_state.rope_state.__class__ = TreeRopeState
         if self.aux_layers:
             self.model.set_aux_hidden_state_layers(self.aux_layers)
             self.use_aux_hidden_state_outputs = True

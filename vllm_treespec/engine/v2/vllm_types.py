@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.lora_utils import LoraState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -91,6 +92,7 @@ class V2Runner:
     lora_state: LoraState
     sampler: Sampler
     rejection_sampler: Any
+    model_state: DefaultModelState
     req_states: RequestState
     block_tables: BlockTables
     attn_groups: Sequence[Sequence[AttentionGroup]]
