@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from vllm.outputs import RequestOutput
 
 from tests.engine.child import sessions
 from tests.v2.engines import GREEDY, Engine, engine
@@ -72,6 +74,24 @@ def test_sessions(index: Engine, stock: dict[str, Any]) -> None:
         for name in ("session", "token_ids", "num_cached_tokens"):
             assert answer[name] == expected[name]
     assert accepted(index) > NUM_TOKENS
+
+
+def test_reset_of_the_cache(index: Engine, stock: dict[str, Any]) -> None:
+    """Red when requests that are preempted, and go on in the same step, are lost."""
+    llm_engine = index.llm.llm_engine
+    stock_step, steps = llm_engine.step, []
+
+    def step() -> list[RequestOutput]:
+        steps.append(len(index.scheduler.running))
+        if len(steps) in (4, 7):
+            llm_engine.reset_prefix_cache(reset_running_requests=True)
+        return stock_step()
+
+    before = index.count("num_preemptions")
+    with patch.object(llm_engine, "step", step):
+        answers = index.generate(PROMPTS, PARAMS["sampled"], NUM_TOKENS)
+    assert index.count("num_preemptions") > before
+    assert answers == stock["sampled"]
 
 
 def test_cached_prefixes_of_draft_models(target: str, stock: dict[str, Any]) -> None:
