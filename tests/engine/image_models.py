@@ -64,15 +64,20 @@ GEMMA_TEXT = {
 VISION = {"hidden_size": 64, "intermediate_size": 64, "patch_size": 14}
 
 
-def write_qwen(folder: Path) -> None:
-    """Write a Qwen2.5-VL: positions have three axes, that of an image is a grid."""
+def write_qwen(folder: Path, **sizes: int) -> None:
+    """Write a Qwen2.5-VL: positions have three axes, that of an image is a grid.
+
+    ``sizes`` are other sizes of its language model than ``TEXT``.
+    """
+    text_sizes = {**TEXT, **sizes}
+    eighth = text_sizes["hidden_size"] // text_sizes["num_attention_heads"] // 8
     config = Qwen2_5_VLConfig(
         text_config={
-            **TEXT,
+            **text_sizes,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10_000.0,
-                "mrope_section": [4, 6, 6],
+                "mrope_section": [eighth, 3 * eighth // 2, 3 * eighth // 2],
             },
         },
         vision_config={
@@ -89,7 +94,7 @@ def write_qwen(folder: Path) -> None:
         vision_end_token_id=END,
         tie_word_embeddings=False,
     )
-    text = Qwen2ForCausalLM(Qwen2Config(**TEXT, tie_word_embeddings=False))
+    text = Qwen2ForCausalLM(Qwen2Config(**text_sizes, tie_word_embeddings=False))
     write_both(Qwen2_5_VLForConditionalGeneration(config), text, folder)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",

@@ -28,6 +28,7 @@ from tests.engine.support_jobs import (
     tight_jobs,
     usual_jobs,
 )
+from tests.engine.tiny_models import write_adapter
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.plugin import register
 
@@ -81,32 +82,7 @@ def encode(tokenize: Callable[[str], list[int]]) -> Callable[[str | int], list[i
 @pytest.fixture(scope="module")
 def adapter(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a LoRA adapter with random weights."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((Path(target) / "config.json").read_text())
-    size, rank = config["hidden_size"], 8
-    kv_size = config["num_key_value_heads"] * config["head_dim"]
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, out in (("q_proj", size), ("v_proj", kv_size)):
-            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            first = torch.randn(rank, size, generator=generator) / size**0.5
-            weights[f"{key}.lora_A.weight"] = first
-            second = torch.randn(out, rank, generator=generator) * 0.2
-            weights[f"{key}.lora_B.weight"] = second
-    folder = tmp_path_factory.mktemp("adapter")
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return str(folder)
+    return write_adapter(Path(target), tmp_path_factory.mktemp("adapter"))
 
 
 def run(

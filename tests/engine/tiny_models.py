@@ -1,9 +1,11 @@
 """Small targets with random weights, and draft models that often agree with them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
@@ -165,3 +167,44 @@ def write_random(model: PreTrainedModel, folder: Path, sharpness: float = 1.0) -
                 weight.normal_(std=2 * weight.shape[1] ** -0.5)
         model.lm_head.weight *= sharpness
     model.save_pretrained(folder)
+
+
+def write_adapter(target: Path, folder: Path, lm_head: bool = False) -> str:
+    """Write a LoRA adapter with random weights for a Llama; its folder.
+
+    Args:
+        target: folder of the Llama.
+        folder: gets the adapter.
+        lm_head: whether it changes the LM head, too.
+
+    """
+    config = json.loads((target / "config.json").read_text())
+    size, rank = config["hidden_size"], 8
+    outputs = {
+        f"model.layers.{layer}.self_attn.{name}": heads * config["head_dim"]
+        for layer in range(config["num_hidden_layers"])
+        for name, heads in (
+            ("q_proj", config["num_attention_heads"]),
+            ("v_proj", config["num_key_value_heads"]),
+        )
+    }
+    if lm_head:
+        outputs["lm_head"] = config["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, out in outputs.items():
+        key = f"base_model.model.{name}"
+        first = torch.randn(rank, size, generator=generator) / size**0.5
+        weights[f"{key}.lora_A.weight"] = first
+        second = torch.randn(out, rank, generator=generator) * 0.2
+        weights[f"{key}.lora_B.weight"] = second
+    save_file(weights, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in outputs}),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)

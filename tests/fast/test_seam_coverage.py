@@ -101,6 +101,7 @@ FOREIGN = {
         "default_factory",
         "exist_ok",
         "exitpriority",
+        "frozen",
         "missing_ok",
     ),
     "strict",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.metrics.reader import Counter
@@ -80,6 +81,7 @@ class Engine:
         prompts: list[list[int]],
         params: dict[str, Any] | list[dict[str, Any]] = GREEDY,
         max_tokens: int = 16,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[list[int]]:
         """Answer prompts, as many at once as the engine takes.
 
@@ -87,12 +89,13 @@ class Engine:
             prompts: token ids.
             params: of ``SamplingParams``, for all prompts or for each one.
             max_tokens: of each answer, unless its ``params`` say otherwise.
+            adapters: of each prompt, None: without; None: all are without.
 
         Returns:
             token ids of the answers.
 
         """
-        outputs = self.outputs(prompts, params, max_tokens)
+        outputs = self.outputs(prompts, params, max_tokens, adapters)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def outputs(
@@ -100,6 +103,7 @@ class Engine:
         prompts: list[list[int]],
         params: dict[str, Any] | list[dict[str, Any]],
         max_tokens: int,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Do the same, and return all that vLLM says of the answers."""
         each = params if isinstance(params, list) else [params] * len(prompts)
@@ -108,6 +112,7 @@ class Engine:
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
             [SamplingParams(**{**common, **one}) for one in each],
             use_tqdm=False,
+            lora_request=adapters,
         )
 
     def warm_up(self) -> None:

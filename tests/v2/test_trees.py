@@ -14,6 +14,7 @@ from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS
 
 # for methods: chunks and waiting requests are the same for all of them
 SHORT = PROMPTS[:2]
+FEW = 10
 INDEX: dict[str, Any] = {
     "method": "suffix_tree",
     "num_drafts": 11,
@@ -34,6 +35,8 @@ DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
     "sd": ("draft model", {"depth": 3}),
     "rsd_s": ("draft model", {"beam_width": 3, "depth": 2}),
     "spectr": ("draft model", {"num_paths": 2, "depth": 2}),
+    "rsd_c": ("draft model", {"branching_factors": [2, 2]}),
+    "specinfer": ("draft models", {"branching_factors": ([2, 1], [2])}),
 }
 
 
@@ -73,7 +76,12 @@ def test_text_equals_plain(
 def spec_of(
     method: str, needs: str, keys: dict[str, Any], pair: tuple[str, str], folder: Path
 ) -> dict[str, Any]:
-    """A spec-config with a draft model, or with a head of random weights."""
+    """A spec-config with draft models, or with a head of random weights."""
+    if needs == "draft models":
+        # the target is the second one, so that its draws are accepted, too
+        factors = zip(pair[::-1], keys["branching_factors"], strict=True)
+        drafts = [{"model": m, "branching_factors": each} for m, each in factors]
+        return {"method": method, "drafts": drafts, "schedule": "fixed"}
     model = pair[1]
     if needs != "draft model":
         model = write_head(folder / "head", needs, hidden_size=128, vocab_size=256)
@@ -109,9 +117,9 @@ def test_drawn_trees(
     """Red when greedy text changes, or a seed gives another text in the same batch."""
     spec = spec_of(method, *DRAWN[method], pair, tmp_path)
     with engine(pair[0], spec) as running:
-        answers = running.generate(SHORT, PARAMS["greedy"], NUM_TOKENS)
-        assert answers == expected["greedy"][: len(SHORT)]
-        assert accepted(running) > NUM_TOKENS // 4
-        answers = running.generate(SHORT, PARAMS["sampled"], NUM_TOKENS)
+        answers = running.generate(SHORT, PARAMS["greedy"], FEW)
+        assert answers == [answer[:FEW] for answer in expected["greedy"][: len(SHORT)]]
+        assert accepted(running) > FEW // 4
+        answers = running.generate(SHORT, PARAMS["sampled"], FEW)
         assert accepted(running) > 0
-        assert running.generate(SHORT, PARAMS["sampled"], NUM_TOKENS) == answers
+        assert running.generate(SHORT, PARAMS["sampled"], FEW) == answers

@@ -210,12 +210,6 @@ def refuse_models(config: MethodConfig, vllm_config: VllmConfig, device: str) ->
             "another; unset VLLM_USE_V2_MODEL_RUNNER, or remove speculative_config"
         )
     target = vllm_config.model_config
-    if runner == "V2" and target.uses_mrope:
-        raise SpecConfigError(
-            "draft trees on vLLM's V2 model runner do not support positions with "
-            "several axes (M-RoPE) yet; unset VLLM_USE_V2_MODEL_RUNNER, or remove "
-            "speculative_config"
-        )
     if target.is_moe and vllm_config.parallel_config.data_parallel_size > 1:
         raise SpecConfigError(
             "draft trees do not support data_parallel_size above 1 for mixtures of "

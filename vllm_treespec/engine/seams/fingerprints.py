@@ -4,7 +4,7 @@ Written by ``python -m tests.fingerprints``.
 """
 
 # release -> hash of the names of all seams that were found in it
-SEEN: dict[str, str] = {"0.32": "6e48e69e0d66bc09", "0.33": "2475da42fdfb97d8"}
+SEEN: dict[str, str] = {"0.32": "4559adfd69ee7a31", "0.33": "3d0f1b74e5d47714"}
 
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
@@ -177,6 +177,19 @@ FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {
         "GPUModelRunner.take_draft_token_ids": {
             "0.32": "3beb9ecca4aa8ca4",
             "0.33": "3beb9ecca4aa8ca4",
+        },
+    },
+    "vllm.v1.worker.gpu.mm.rope": {
+        "RopeState.prepare_positions": {
+            "0.32": "889da6b3a1a318bc",
+            "0.33": "889da6b3a1a318bc",
+        }
+    },
+    "vllm.v1.worker.gpu.lora_utils": {
+        "LoraState.__init__": {"0.32": "ed9ad79e1f1296cd", "0.33": "ed9ad79e1f1296cd"},
+        "LoraState.make_lora_inputs": {
+            "0.32": "c96af81339401db8",
+            "0.33": "c96af81339401db8",
         },
     },
     "vllm.v1.worker.gpu.sample.logits_processor.interface": {

@@ -15,7 +15,9 @@ from vllm_treespec.engine.seams.runner_table import (
 )
 from vllm_treespec.engine.seams.seam import Owner, Seam
 from vllm_treespec.engine.seams.v2_table import (
+    V2_AXES,
     V2_BATCH,
+    V2_LORA,
     V2_NODE_PROCESSORS,
     V2_RUNNER,
     V2_SAMPLING,
@@ -516,6 +518,8 @@ TOPICS: dict[str, tuple[Seam, ...]] = {
     "Scheduler": SCHEDULER,
     "V2 runner": V2_RUNNER,
     "V2 runner's batch": V2_BATCH,
+    "V2 runner's axes": V2_AXES,
+    "V2 runner's adapters": V2_LORA,
     "V2 runner's sampling": V2_SAMPLING,
     "V2 runner's logits processors": V2_NODE_PROCESSORS,
     "V2 runner's scheduler": V2_SCHEDULER,

@@ -27,6 +27,7 @@ V2_RUNNER = (
     *_RUNNER.calls("get_kv_cache_spec", "room for fork blocks"),
     *_RUNNER.calls("_dummy_run", "forwards are timed at the start"),
     *_RUNNER.writes("speculator", "drafts are drawn later"),
+    *_RUNNER.writes("lora_state", "adapters of every node"),
     *_RUNNER.writes("rejection_sampler", "trees are verified"),
     *_RUNNER.writes("use_aux_hidden_state_outputs", "hidden states for heads"),
     *_RUNNER.reads(
@@ -97,6 +98,25 @@ V2_BATCH = (
         "a request that comes",
     ),
     *_CACHED_REQUESTS.reads("req_ids new_block_ids", "blocks of requests on the host"),
+)
+_ROPE = Owner(f"{_V2}.mm.rope:RopeState", "cuda")
+V2_AXES = (
+    *_RUNNER.reads("model_state", "positions with several axes"),
+    *Owner("vllm.config.model:ModelConfig", "cuda").reads(
+        "uses_mrope", "positions with several axes"
+    ),
+    *Owner(f"{_V2}.model_states.default:DefaultModelState", "cuda").reads(
+        "rope_state", "positions with several axes"
+    ),
+    *_ROPE.extended("tree positions on every axis"),
+    *_ROPE.overrides("prepare_positions", "tree positions on every axis"),
+    *_ROPE.writes("positions", "tree positions on every axis: contents"),
+)
+_LORA = Owner(f"{_V2}.lora_utils:LoraState", "cuda")
+V2_LORA = (
+    *_LORA.extended("adapters of every node"),
+    *_LORA.overrides("__init__", "adapters of every node"),
+    *_LORA.overrides("make_lora_inputs", "adapters of every node"),
 )
 _SAMPLER = Owner(f"{_V2}.sample.sampler:Sampler", "cuda")
 _SAMPLING_STATES = Owner(f"{_V2}.sample.states:SamplingStates", "cuda")

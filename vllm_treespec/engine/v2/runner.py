@@ -19,8 +19,10 @@ from vllm_treespec.engine.drafter import TreeDrafter, engine_limits
 from vllm_treespec.engine.kv_cache import with_fork_blocks
 from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
+from vllm_treespec.engine.v2.axes import TreeRopeState
 from vllm_treespec.engine.v2.blocks import HostBlocks
 from vllm_treespec.engine.v2.late import StepInFlight, drafts_by_request, trim
+from vllm_treespec.engine.v2.lora import TreeLoraState
 from vllm_treespec.engine.v2.noise import SamplerNoise
 from vllm_treespec.engine.v2.scheduler import TreeCounts
 from vllm_treespec.engine.v2.speculator import LateDrafts
@@ -80,20 +82,23 @@ class TreeRunnerMixin(V2Runner):
             self.max_num_reqs, self.num_speculative_steps, self.device
         )
         self.tiers = tiers(1 + self.num_speculative_steps)
+        self.lora_state = TreeLoraState(self)
         self.texts = HostTexts(self.max_num_reqs, self.max_model_len)
         # steps whose tokens are not in ``texts`` yet; several while the schedule rests
         self.in_flight: list[StepInFlight] = []
         # of the step that begins: the scheduler's placeholders, and drafts in them
         self.reserved: dict[str, list[int]] = {}
         self.drafts: dict[str, list[int]] = {}
-        # requests that were preempted and keep their slots
-        self.preempted: set[str] = set()
+        # requests that were preempted and keep their slots: id -> length of its prompt
+        self.preempted: dict[str, int] = {}
 
     def load_model(self, *args: object, **options: object) -> None:
         """Load the target, then draft models or a head."""
         super().load_model(*args, **options)
         self.drafter.load_model(self.model)
         self.rejection_sampler = TreeSampler(self)
+        if self.model_config.uses_mrope:
+            self.model_state.rope_state.__class__ = TreeRopeState
         if self.aux_layers:
             self.model.set_aux_hidden_state_layers(self.aux_layers)
             self.use_aux_hidden_state_outputs = True
@@ -232,19 +237,26 @@ class TreeRunnerMixin(V2Runner):
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Forget the requests that ended, and discard trees of preempted ones."""
-        decoder = self.decoder
+        decoder, new = self.decoder, scheduler_output.scheduled_new_reqs
         ended = scheduler_output.finished_req_ids
         preempted = scheduler_output.preempted_req_ids or set()
-        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-        # The next turn of a session is scheduled as a new request: it is one here, too.
-        turns = new - self.preempted
         if self.in_flight and (ended or preempted or new):
             # their rows may become those of others
             self._settle()
+        decoder.discard_trees(decoder.slots.lookup(sorted(preempted)))
+        for req_id in preempted:
+            row = self.req_states.req_id_to_index[req_id]
+            self.preempted[req_id] = self.texts.num_prompt_tokens[row]
+        # Preempted ones go on as new ones, some at once. So does a session, whose next
+        # turn has a longer prompt: here it is a new request.
+        turns = {
+            request.req_id
+            for request in new
+            if self.preempted.pop(request.req_id, None) != request.prompt_len
+        }
+        for req_id in ended:
+            self.preempted.pop(req_id, None)
         decoder.finish_requests(decoder.slots.release(ended | turns))
-        self.preempted = (self.preempted | preempted) - ended - new
-        known = sorted(preempted - ended)
-        decoder.discard_trees(decoder.slots.lookup(known))
         super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:

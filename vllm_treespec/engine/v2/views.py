@@ -22,6 +22,7 @@ from vllm_treespec.batch.views import (
     ScheduledBatch,
     TargetInputs,
 )
+from vllm_treespec.engine.v2.axes import InputsWithAxes
 from vllm_treespec.sampling.texts import TextView
 from vllm_treespec.sources.base import FINAL_LAYER
 
@@ -69,7 +70,7 @@ def target_inputs(
     slot_mappings: Tensor,
 ) -> TargetInputs:
     """The input buffers of this step; KV cache groups in the decoder's order."""
-    return TargetInputs(
+    inputs = TargetInputs(
         input_ids=batch.input_ids,
         positions=(batch.positions,),
         logits_indices=batch.logits_indices,
@@ -82,6 +83,9 @@ def target_inputs(
             ),
         ),
     )
+    if not runner.model_config.uses_mrope:
+        return inputs
+    return InputsWithAxes(**vars(inputs), rope_state=runner.model_state.rope_state)
 
 
 def sampling_view(

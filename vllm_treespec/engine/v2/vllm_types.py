@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import BatchReqState
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
@@ -94,8 +95,10 @@ class V2Runner:
     max_num_reqs: int
     num_speculative_steps: int
     speculator: Any
+    lora_state: LoraState
     sampler: Sampler
     rejection_sampler: Any
+    model_state: DefaultModelState
     req_states: RequestState
     block_tables: BlockTables
     attn_groups: Sequence[Sequence[AttentionGroup]]
