@@ -121,16 +121,9 @@ class OracleDecoder(TreeDecoder):
     ) -> ScorerOutput:
         """Run the rule, then let coins decide what is accepted."""
         scored = super().verify(index, tree, target, numbers)
-        return self._by_coins(tree, scored)
+        return self.by_coins(tree, scored)
 
-    def follow(self, tokens: Tensor) -> ScorerOutput | None:
-        """Follow the trees, then let coins decide what is accepted."""
-        scored = super().follow(tokens)
-        if scored is not None and self.trees is not None:
-            self.scored = self._by_coins(self.trees.tree, scored)
-        return self.scored
-
-    def _by_coins(self, tree: TreeBatch, scored: ScorerOutput) -> ScorerOutput:
+    def by_coins(self, tree: TreeBatch, scored: ScorerOutput) -> ScorerOutput:
         """Replace what was accepted; greedy steps bring no numbers for the coins."""
         coins = torch.rand(
             (len(tree.num_nodes), len(self.path)),

@@ -1,14 +1,41 @@
 """The oracle's trees on vLLM's V2 runner; needs vLLM 0.33."""
 
-from benchmarks.gpu.oracle import OracleDrafter
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from benchmarks.gpu.oracle import OracleDecoder, OracleDrafter
 from vllm_treespec.engine.v2.gpu_runner import TreeGPUModelRunner
 from vllm_treespec.engine.v2.gpu_worker import TreeGPUWorker
+from vllm_treespec.engine.v2.verify import TreeSampler
+
+if TYPE_CHECKING:
+    from vllm_treespec.batch.matching import RunningTrees
+    from vllm_treespec.engine.v2.vllm_types import InputBatch
+
+
+class OracleSampler(TreeSampler):
+    """Has drafts accepted by coins."""
+
+    def follow(
+        self, trees: RunningTrees, sampled: Tensor, batch: InputBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Follow the trees, then let coins decide what is accepted."""
+        tokens, _, _ = super().follow(trees, sampled, batch)
+        decoder = self.runner.decoder
+        assert isinstance(decoder, OracleDecoder)
+        assert decoder.scored is not None
+        decoder.accept(decoder.by_coins(trees.tree, decoder.scored))
+        return self.emitted(tokens[:, 0], decoder.scored)
 
 
 class OracleRunner(TreeGPUModelRunner):
     """Drafts by the oracle."""
 
     drafter_class = OracleDrafter
+    sampler_class = OracleSampler
 
 
 class OracleWorker(TreeGPUWorker):

@@ -11,7 +11,7 @@ from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.batch.views import GroupBlocks, PagedBatch, TargetInputs
 from vllm_treespec.engine.graphed_draft_model import GraphInputs
 from vllm_treespec.layouts.base import LayoutLimits
-from vllm_treespec.layouts.masks import MaskLayout, node_rows
+from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch
@@ -25,13 +25,6 @@ TREES = TreeBatch(
     depths=torch.tensor([[0, 1, 1, 2], [0, 1, 0, 0]]),
     num_nodes=torch.tensor([4, 2]),
 )
-
-
-def test_node_rows() -> None:
-    """Red when a node's query row or its place in padded tensors is another's."""
-    rows, nodes = node_rows(np.array([3, 9]), np.array([4, 2]), 4)
-    assert rows.tolist() == [3, 4, 5, 6, 9, 10]
-    assert nodes.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def two_trees(
@@ -72,6 +65,7 @@ def two_trees(
         query_starts=np.array([3, 9]),
         num_nodes=np.array([4, 2]),
         root_positions=np.array([20, 31]),
+        parents=TREES.parents[:, 1:].numpy(),
         slots=np.array([5, 0]),
         proposal_rows=np.array([0, 1]),
         branching=True,

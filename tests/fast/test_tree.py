@@ -16,6 +16,7 @@ from vllm_treespec.trees.tree import (
     TreeBatch,
     ancestor_bits,
     ancestor_mask,
+    ancestors,
     first_child,
     first_draw,
     next_draw,
@@ -123,6 +124,12 @@ def test_ancestor_bits_are_the_masks(seed: int) -> None:
         for bits, seen in zip(found, expected, strict=True):
             assert [bool(bits >> j & 1) for j in range(len(seen))] == seen
             assert (bits < 0) == (len(seen) == MAX_NODES and seen[-1])
+        on_host = ancestors(tree.parents[:, 1:].numpy(), depth)
+        for of_host, of_device in zip(
+            on_host, (ancestor_bits(tree, depth), tree.depths), strict=True
+        ):
+            used = tree.is_node()
+            assert of_host[used].tolist() == of_device[used].tolist()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -43,6 +43,8 @@ class Proposal:
     num_drafts: np.ndarray
     # int64 [num_trees], nodes that a tree may have, whatever was drawn
     node_limits: np.ndarray
+    # int64 [num_trees], nodes that were drawn
+    num_drawn: np.ndarray
     # int64 [num_trees, max_nodes - 1], see ``TreeBatch.parts``
     parts: np.ndarray | None = None
     # float64 [num_trees], see ``TreeBatch.promised``; 0 where not all is proposed
@@ -97,6 +99,7 @@ class Proposal:
             reqs,
             num_drafts=num_nodes - 1,
             node_limits=node_limits,
+            num_drawn=drawn,
             num_levels=tree.num_levels,
             num_caught_up=num_caught_up,
             **host,
@@ -209,6 +212,8 @@ class RunningTrees:
     num_nodes: np.ndarray
     # int64 [num_trees], positions of the roots
     root_positions: np.ndarray
+    # int64 [num_trees, max_nodes - 1], parents of the draft nodes
+    parents: np.ndarray
     # int64 [num_trees]
     slots: np.ndarray
     # int64 [num_trees], rows of the proposal
@@ -281,7 +286,7 @@ def running_trees(
         tree = tree.select(on_device[1])
     num_nodes = np.minimum(matched.node_limits, 1 + proposal.num_drafts[rows])
     # Draws that add no node are cut, too.
-    if tree.draws is not None or (matched.node_limits == num_nodes).any():
+    if tree.draws is not None or (num_nodes < proposal.num_drawn[rows]).any():
         tree = tree.cut(on_device[2])
     query_starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     return RunningTrees(
@@ -293,6 +298,7 @@ def running_trees(
         query_starts=query_starts[reqs],
         num_nodes=num_nodes,
         root_positions=batch.root_positions[reqs],
+        parents=proposal.parents[rows],
         slots=batch.slots[reqs],
         proposal_rows=rows,
         branching=proposal.is_branching(rows, num_nodes),

@@ -102,23 +102,17 @@ class TargetInputs:
     logits_indices: Tensor
     batch: PagedBatch
 
-    def place_nodes(
-        self, rows: Tensor, nodes: Tensor, reqs: Tensor, depths: Tensor
-    ) -> None:
+    def place_nodes(self, rows: Tensor, roots: Tensor, depths: Tensor) -> None:
         """Give the nodes of trees the positions of their depths, on every axis.
 
         Args:
             rows: int64 [num_nodes], query rows of the nodes.
-            nodes: int64 [num_nodes], their places in the flattened ``depths``.
-            reqs: int64 [num_trees], places in the batch of the trees' requests, whose
-                first query token is the root.
-            depths: int [num_trees, max_nodes].
+            roots: int64 [num_nodes], those of their trees' roots.
+            depths: int64 [num_nodes].
 
         """
-        roots = self.batch.query_start_loc[reqs].long()
         for positions in self.positions:
-            of_trees = positions[..., roots, None] + depths
-            positions[..., rows] = of_trees.flatten(-2)[..., nodes]
+            positions[..., rows] = positions[..., roots] + depths
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_treespec.kernels import kv_move
+from vllm_treespec.kernels import follow, kv_move
 from vllm_treespec.kernels.tree_attention import Inputs, Launch, Workspace
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -239,9 +239,10 @@ def attention_cases(shapes: Iterator[Shape]) -> Iterator[CompileCase]:
             )
 
 
-def kv_move_cases() -> Iterator[CompileCase]:
-    """The kernel that moves accepted nodes' keys and values."""
-    for name, kernel, types, constants, num_warps in kv_move.compile_cases():
+def small_cases() -> Iterator[CompileCase]:
+    """The kernels that follow trees, and move accepted nodes' keys and values."""
+    cases = [*kv_move.compile_cases(), *follow.compile_cases()]
+    for name, kernel, types, constants, num_warps in cases:
         signature = types | dict.fromkeys(constants, "constexpr")
         yield CompileCase(name, ASTSource(kernel, signature, constants), num_warps, 1)
 
@@ -249,7 +250,7 @@ def kv_move_cases() -> Iterator[CompileCase]:
 # Kernels in the table: families of cases, and for a quick look the heaviest of them.
 CASES: tuple[Callable[[], Iterator[CompileCase]], ...] = (
     lambda: attention_cases(attention_shapes()),
-    kv_move_cases,
+    small_cases,
 )
 HEAVIEST: tuple[Callable[[], Iterator[CompileCase]], ...] = (
     lambda: attention_cases(heaviest_shapes()),

@@ -87,9 +87,8 @@ class BranchLayout:
         plan = plans[0]
         is_node = trees.tree.is_node()
         rows = plan.node_rows[is_node]
-        inputs.place_nodes(
-            rows, is_node.flatten().nonzero()[:, 0], trees.reqs, trees.tree.depths
-        )
+        roots = batch.query_start_loc[trees.reqs].long()[:, None].expand_as(is_node)
+        inputs.place_nodes(rows, roots[is_node], trees.tree.depths[is_node])
         ids = inputs.input_ids[: len(plan.row_order)]
         ids.copy_(ids[plan.row_order])
         nodes = torch.arange(trees.tree.max_nodes, device=rows.device)

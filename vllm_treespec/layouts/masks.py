@@ -22,7 +22,7 @@ from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branch_plan import fork_block_table
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.trees.tree import ancestor_bits
+from vllm_treespec.trees.tree import ancestors
 
 
 class MaskLayout:
@@ -73,17 +73,17 @@ class MaskLayout:
 
     def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
         """Give the nodes their masks and their depths' positions."""
-        tree, batch = trees.tree, inputs.batch
-        rows, nodes = node_rows(trees.query_starts, trees.num_nodes, tree.max_nodes)
-        index = torch.from_numpy(np.stack([rows, nodes])).to(trees.reqs.device)
+        batch = inputs.batch
+        host = host_nodes(trees, self.limits.sizes.max_depth)
+        on_device = torch.from_numpy(host).to(trees.reqs.device, non_blocking=True)
+        rows, roots_of_nodes, masks, depths = on_device
         self.root_positions = roots = batch.context_lens[trees.reqs].long()
         self.block_tables = {
             number: batch.groups[number].block_table[trees.reqs]
             for number in self.movers
         }
-        masks = ancestor_bits(tree, self.limits.sizes.max_depth)
-        self.masks.set_masks(index[0], masks.flatten()[index[1]], trees.reqs, roots)
-        inputs.place_nodes(index[0], index[1], trees.reqs, tree.depths)
+        self.masks.set_masks(rows, masks, trees.reqs, roots)
+        inputs.place_nodes(rows, roots_of_nodes, depths)
 
     def query_rows(self, trees: RunningTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]."""
@@ -168,20 +168,16 @@ class MaskLevelReader:
         self.masks.clear()
 
 
-def node_rows(
-    starts: np.ndarray, num_nodes: np.ndarray, max_nodes: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Query row of every node of a batch of trees, and its place in padded tensors.
-
-    Args:
-        starts: int [num_trees], first query row of each tree's request.
-        num_nodes: int [num_trees].
-        max_nodes: width of the padded tensors.
+def host_nodes(trees: RunningTrees, max_depth: int) -> np.ndarray:
+    """What is known on the host of every node of a batch of trees.
 
     Returns:
-        int64 [total_num_nodes], both.
+        int64 [4, total_num_nodes]: its query row, that of its tree's root, its
+        ancestors and itself as bits, its depth.
 
     """
-    tree = np.repeat(np.arange(len(num_nodes)), num_nodes)
-    node = np.arange(len(tree)) - np.repeat(np.cumsum(num_nodes) - num_nodes, num_nodes)
-    return starts[tree].astype(np.int64) + node, tree * max_nodes + node
+    bits, depths = ancestors(trees.parents, max_depth)
+    nodes = np.arange(bits.shape[1])
+    used = nodes < trees.num_nodes[:, None]
+    roots = np.broadcast_to(trees.query_starts[:, None], used.shape)
+    return np.stack([part[used] for part in (roots + nodes, roots, bits, depths)])

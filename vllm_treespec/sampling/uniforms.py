@@ -88,6 +88,8 @@ def keyed_uniforms(
         float64 [num_reqs, count] in (0, 1), on the CPU.
 
     """
+    if not count:
+        return torch.empty((len(request_keys), 0), dtype=torch.float64)
     keys = position_keys(
         torch.from_numpy(request_keys), torch.from_numpy(positions), purpose
     )

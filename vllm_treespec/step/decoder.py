@@ -33,8 +33,6 @@ from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.choosing import Chooser
 from vllm_treespec.schedule.shares import count_parts
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
-from vllm_treespec.scorers.batched import node_numbers
-from vllm_treespec.scorers.follow_path import follow_path_batched
 from vllm_treespec.sources.base import DraftSource, TextSource
 from vllm_treespec.step.committed import CommittedReader, committed_rows
 from vllm_treespec.step.drafting import StepEnd, TreeDrafter
@@ -171,19 +169,9 @@ class TreeDecoder:
             self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
         return self.scored
 
-    def follow(self, tokens: Tensor) -> ScorerOutput | None:
-        """Accept of the step's trees what the engine drew; None without trees.
-
-        Args:
-            tokens: int64 [num_rows], drawn after every node by noise that belongs to
-                its position.
-
-        """
-        trees = self.trees
-        if trees is not None:
-            rows = trees.root_rows[:, None] + node_numbers(trees.tree)
-            self.scored = follow_path_batched(trees.tree, tokens[rows], self.sizes)
-        return self.scored
+    def accept(self, scored: ScorerOutput) -> None:
+        """Take what an engine has verified, which draws after every node itself."""
+        self.scored = scored
 
     def cut_trees(self, num_nodes: Tensor) -> None:
         """Cut the step's trees to their first nodes, whatever these are.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -252,6 +253,31 @@ def node_bits(tree: TreeBatch) -> Tensor:
     """Bit of every node, int64 [max_nodes]: bit i, of 64, is node i's."""
     columns = torch.arange(tree.max_nodes, device=tree.token_ids.device)
     return torch.ones_like(columns) << columns
+
+
+def ancestors(parents: np.ndarray, max_depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ancestors of every node as bits, and its depth, on the host.
+
+    Args:
+        parents: int64 [num_trees, max_nodes - 1], of the draft nodes; -1 in unused
+            entries, of which nothing is told.
+        max_depth: levels below the root, or more.
+
+    Returns:
+        int64 [num_trees, max_nodes], bits as those of ``ancestor_bits``; the same of
+        depths.
+
+    """
+    ancestor = np.pad(parents.clip(min=0), ((0, 0), (1, 0)))
+    columns = np.arange(ancestor.shape[1])
+    bits = np.broadcast_to(np.int64(1) << columns, ancestor.shape)
+    depths = np.broadcast_to((columns > 0).astype(np.int64), ancestor.shape)
+    # as in ``ancestor_bits``
+    for _ in range(max_depth.bit_length()):
+        bits = bits | np.take_along_axis(bits, ancestor, axis=1)
+        depths = depths + np.take_along_axis(depths, ancestor, axis=1)
+        ancestor = np.take_along_axis(ancestor, ancestor, axis=1)
+    return bits, depths
 
 
 def ancestor_bits(tree: TreeBatch, max_depth: int) -> Tensor:

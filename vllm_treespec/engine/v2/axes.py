@@ -35,17 +35,13 @@ class InputsWithAxes(TargetInputs):
 
     rope_state: TreeRopeState
 
-    def place_nodes(
-        self, rows: Tensor, nodes: Tensor, reqs: Tensor, depths: Tensor
-    ) -> None:
+    def place_nodes(self, rows: Tensor, roots: Tensor, depths: Tensor) -> None:
         """Give the nodes of trees the positions of their depths, on every axis."""
-        super().place_nodes(rows, nodes, reqs, depths)
+        super().place_nodes(rows, roots, depths)
         later = TargetInputs(
             self.input_ids,
             (self.rope_state.positions,),
             self.logits_indices,
             self.batch,
         )
-        self.rope_state.place_nodes = partial(
-            later.place_nodes, rows, nodes, reqs, depths
-        )
+        self.rope_state.place_nodes = partial(later.place_nodes, rows, roots, depths)

@@ -61,6 +61,7 @@ class TreeRunnerMixin(V2Runner):
     group_order: list[int]
     draft_model_class: type[PagedDraftModel]
     drafter_class = TreeDrafter
+    sampler_class = TreeSampler
 
     @abstractmethod
     def make_layout(self, limits: LayoutLimits) -> TreeLayout:
@@ -96,7 +97,7 @@ class TreeRunnerMixin(V2Runner):
         """Load the target, then draft models or a head."""
         super().load_model(*args, **options)
         self.drafter.load_model(self.model)
-        self.rejection_sampler = TreeSampler(self)
+        self.rejection_sampler = self.sampler_class(self)
         if self.model_config.uses_mrope:
             self.model_state.rope_state.__class__ = TreeRopeState
         if self.aux_layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
@@ -15,9 +16,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm_treespec.engine.v2.custom_processors import watch_custom_processors
 from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.engine.v2.views import final_sampling
+from vllm_treespec.kernels.follow import follow_trees
 from vllm_treespec.scorers import ScorerOutput
 
 if TYPE_CHECKING:
+    from vllm_treespec.batch.matching import RunningTrees
     from vllm_treespec.engine.v2.runner import TreeRunnerMixin
     from vllm_treespec.engine.v2.vllm_types import InputBatch
 
@@ -56,22 +59,24 @@ class TreeSampler:
 
         """
         runner, decoder = self.runner, self.runner.decoder
-        sampler, first_rows = runner.sampler, batch.cu_num_logits.long()
-        roots = first_rows[:-1]
+        sampler = runner.sampler
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if invalid_drafts is not None:
-            decoder.cut_trees(valid_nodes(invalid_drafts, first_rows))
+            decoder.cut_trees(valid_nodes(invalid_drafts, batch.cu_num_logits.long()))
         sampled, processed = sampler.sample(
             logits, *_rows_of(batch), return_logprobs=dims is not None
         )
         sampled = sampled.view(-1)
-        if decoder.method.rule.follows_noise:
-            scored = decoder.follow(sampled)
+        if decoder.trees is not None and decoder.method.rule.follows_noise:
+            tokens, num_emitted, nodes = self.follow(decoder.trees, sampled, batch)
         else:
-            final = sampler.apply_sampling_params(logits, *_rows_of(batch))
-            scored = decoder.score(final, final_sampling(runner, batch))
-        tokens, num_emitted, nodes = self._emitted(sampled[roots], scored)
+            scored = None
+            if decoder.trees is not None:
+                final = sampler.apply_sampling_params(logits, *_rows_of(batch))
+                scored = decoder.score(final, final_sampling(runner, batch))
+            at_roots = sampled[batch.cu_num_logits[:-1]]
+            tokens, num_emitted, nodes = self.emitted(at_roots, scored)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_emitted,
             batch.seq_lens,
@@ -99,7 +104,24 @@ class TreeSampler:
         """
         return not any(custom.changes[row] for custom in self.custom_processors)
 
-    def _emitted(
+    def follow(
+        self, trees: RunningTrees, sampled: Tensor, batch: InputBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Follow trees along the tokens drawn after every node; see ``emitted``."""
+        decoder = self.runner.decoder
+        tree_of = np.full(batch.num_reqs, -1, dtype=np.int32)
+        tree_of[trees.host_reqs] = np.arange(len(trees.host_reqs))
+        followed = follow_trees(
+            trees.tree,
+            sampled,
+            batch.cu_num_logits,
+            torch.from_numpy(tree_of).to(sampled.device, non_blocking=True),
+            decoder.sizes.max_depth,
+        )
+        decoder.accept(followed.scored)
+        return followed.emitted, followed.num_emitted, followed.nodes
+
+    def emitted(
         self, at_roots: Tensor, scored: ScorerOutput | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Put trees and requests without one together.

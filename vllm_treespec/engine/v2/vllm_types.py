@@ -107,7 +107,6 @@ class V2Runner:
     use_aux_hidden_state_outputs: bool
     cudagraph_manager: ModelCudaGraphManager
     lora_config: LoRAConfig | None
-    lora_state: LoraState
 
     def load_model(self, *args: object, **options: object) -> None:
         """Load the target, and make the samplers."""
