@@ -19,16 +19,18 @@ from tests.v2.engines import Engine
 
 OURS = str(Path(vllm_treespec.__file__).parent)
 VLLM = f"{Path('site-packages') / 'vllm'}/"
+# of which a card sees one launch
+TRITON = f"{Path('triton') / 'runtime'}/"
 
 
 def caller() -> str | None:
-    """Place in our code that called torch; None: vLLM called it."""
+    """Place in our code that called torch; None: vLLM did, or a kernel of ours."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(OURS):
             return f"{name[len(OURS) + 1 :]}:{frame.f_lineno}"
-        if VLLM in name:
+        if VLLM in name or TRITON in name:
             return None
         frame = frame.f_back
     return None
