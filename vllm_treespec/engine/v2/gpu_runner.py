@@ -10,7 +10,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_treespec.engine.attention_check import check_attention
-from vllm_treespec.engine.graphed_draft_model import GraphedDraftModel
+from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.masked_runner import (
     make_masks,
     make_workspaces,
@@ -36,7 +36,8 @@ class TreeGPUModelRunner(TreeRunnerMixin, GPUModelRunner):
 
     masks: NodeMasks
     graph: BatchExecutionDescriptor
-    draft_model_class = GraphedDraftModel
+    # without graphs: vLLM's V2 runner has another way of capturing them
+    draft_model_class = PagedDraftModel
 
     def make_layout(self, limits: LayoutLimits) -> MaskLayout:
         """Trees under masks, for our kernel; allocates what graphs keep."""
