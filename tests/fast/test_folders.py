@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "vllm_treespec"
 # From the ground up.
 FLOORS = (
-    *("trees", "sampling", "batch", "kernels", "scorers", "layouts", "sources"),
+    *("trees", "sampling", "batch", "scorers", "kernels", "layouts", "sources"),
     *("heads", "schedule", "proposers", "config", "step"),
     *("engine", "tools", "train", "testing"),
 )
