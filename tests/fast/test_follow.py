@@ -65,6 +65,11 @@ def test_follows_as_torch_does(max_nodes: int, filling: int) -> None:
         assert int(expected.num_accepted.max()) > 1
 
 
+def test_warm_up() -> None:
+    """Red when the warm-up ends an engine's start."""
+    follow.warm_up(torch.device("cpu"))
+
+
 def test_compile_cases_name_every_argument() -> None:
     """Red when an argument of the kernel is forgotten in the ahead-of-time table."""
     ((_, kernel, signature, constants, _),) = compile_cases()

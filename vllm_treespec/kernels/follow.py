@@ -139,6 +139,13 @@ def follow_trees(
     return Followed(emitted, nodes, num_emitted, scored)
 
 
+def warm_up(device: torch.device) -> None:
+    """Follow one root, so that no request waits for the kernel's compiler."""
+    root = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    tree = TreeBatch(root, root - 1, root, root[0] + 1)
+    follow_trees(tree, root[0], torch.arange(2, device=device).int(), root[0].int(), 1)
+
+
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, int], int]]:
     """The kernel's one form, to be compiled ahead of time.
 
