@@ -17,6 +17,7 @@ from benchmarks.gpu import card, step
 from benchmarks.gpu.step import Row, Work
 from benchmarks.harness import models, options, plan, report
 from vllm_treespec.config import parse_spec_config
+from vllm_treespec.engine.adapters import GPU_V2
 from vllm_treespec.engine.refusals import GPU_ATTENTION
 from vllm_treespec.plugin import stock_arguments
 from vllm_treespec.tools.prompts import SHIPPED
@@ -42,6 +43,9 @@ EVERY_METHOD = ",".join(METHODS)
 IEEE = {"TRITON_F32_DEFAULT": "ieee"}
 Only = Annotated[str, typer.Option(help="Some of lossless,speed.")]
 OfLossless = Annotated[str, typer.Option(help="Of lossless, comma-separated.")]
+V2 = Annotated[
+    bool, typer.Option("--v2", help="Lossless on vLLM's V2 runner, in another folder.")
+]
 Plain = Annotated[
     bool, typer.Option(help="Plain answers too, or have those in --out already.")
 ]
@@ -57,6 +61,7 @@ def gpu_end_to_end(
     target: options.Target = "",
     draft: options.Draft = "",
     head: options.Heads = None,
+    v2: V2 = False,
     shapes: card.Shapes = "8b",
     nodes: card.Numbers = "32",
     batches: card.Numbers = "1,8,32",
@@ -93,14 +98,16 @@ def gpu_end_to_end(
             kinds = list(models.SHIPPED_HEADS)
             chosen = models.find_models(target, draft, head or [], kinds)
             texts, _ = models.take_prompts(prompts, num_prompts)
+            kind = options.words(dtypes)
             every = [
                 side
-                for side in lossless_sides(chosen, names, options.words(dtypes), work)
+                for side in lossless_sides(chosen, names, kind, work, v2)
                 if plain or side.family != PLAIN
             ]
             engines = [plan.Engine(side, lossless_cells(side, sizes)) for side in every]
             job = plan.base_job(chosen.target, texts, work.count)
             deciding = [card.card_and_versions(), chosen.named(), work.extra]
+            deciding += [{"runner": "V2"}] if v2 else []
             where = folder / "lossless"
             plans.append(plan.make_plan(job, engines, where, deciding, fresh))
         if "speed" in parts:
@@ -114,21 +121,27 @@ def gpu_end_to_end(
 
 
 def lossless_sides(
-    folders: models.Models, methods: Sequence[str], dtypes: Sequence[str], work: Work
+    folders: models.Models,
+    methods: Sequence[str],
+    dtypes: Sequence[str],
+    work: Work,
+    v2: bool = False,
 ) -> list[Side]:
     """Make plain vLLM and our methods in each dtype; on a card with one attention."""
-    arguments: dict[str, dict[str, Any]] = {PLAIN: {"async_scheduling": False}}
+    arguments: dict[str, dict[str, Any]] = {PLAIN: {"async_scheduling": v2}}
+    runner, adapter = (step.V2_RUNNER, GPU_V2) if v2 else (step.V1_RUNNER, None)
     for name in methods:
         spec = {"method": name, "schedule": "fixed", **METHODS[name]}
         whole = with_model(spec, folders.draft, folders.heads)
-        arguments[name] = stock_arguments(parse_spec_config(whole), None, work.device)
+        spec_config = parse_spec_config(whole)
+        arguments[name] = stock_arguments(spec_config, None, work.device, adapter)
     attention = {"attention_backend": GPU_ATTENTION} if work.device == "cuda" else {}
     return [
         Side(
             name=f"{dtype}-{name}",
             family=name,
             engine={"dtype": dtype, **work.extra, **attention, **own},
-            environment=step.V1_RUNNER | (IEEE if dtype == "float32" else {}),
+            environment=runner | (IEEE if dtype == "float32" else {}),
         )
         for dtype in dtypes
         for name, own in arguments.items()

@@ -15,9 +15,9 @@ from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.gpu.oracle import use_acceptance
-from benchmarks.gpu.step import WARM_UP_STEPS
+from benchmarks.gpu.step import FAMILY, WARM_UP_STEPS
 from vllm_treespec.tools.side_engine import SideEngine
-from vllm_treespec.tools.sides import PLAIN, Cell, CellResult
+from vllm_treespec.tools.sides import Cell, CellResult
 from vllm_treespec.trees.tree import MAX_NODES
 
 WARM_UP_TOKENS = 24
@@ -128,9 +128,11 @@ def answers(engine: SideEngine, cell: Cell) -> CellResult:
 
 def prepare(engine: SideEngine, cell: Cell) -> list[TokensInput]:
     """Set the cell's acceptance; returns random prompts, others for every request."""
-    if engine.job.side.family != PLAIN:
-        rate = cell.options["acceptance"]
-        engine.llm.collective_rpc(use_acceptance, args=(rate,))
+    side = engine.job.side
+    if side.family == FAMILY:
+        # a worker in another process is told by name
+        call = use_acceptance if side.one_process else use_acceptance.__name__
+        engine.llm.collective_rpc(call, args=(cell.options["acceptance"],))
     config = engine.llm.llm_engine.vllm_config.model_config
     tokens = range(FIRST_TOKEN, config.get_vocab_size())
     rng = random.Random(cell.name)

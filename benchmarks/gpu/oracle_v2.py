@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from benchmarks.gpu.oracle import OracleDecoder, OracleDrafter
+from benchmarks.gpu.oracle import OracleDecoder, OracleDrafter, use_acceptance
 from vllm_treespec.engine.v2.gpu_runner import TreeGPUModelRunner
 from vllm_treespec.engine.v2.gpu_worker import TreeGPUWorker
 from vllm_treespec.engine.v2.verify import TreeSampler
@@ -42,3 +42,7 @@ class OracleWorker(TreeGPUWorker):
     """Has the oracle's runner."""
 
     runner_class = OracleRunner
+
+    def use_acceptance(self, acceptance: float) -> None:
+        """Change the acceptance from now on."""
+        use_acceptance(self, acceptance)

@@ -6,6 +6,7 @@ is measured and how.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +32,11 @@ WARM_UP_STEPS = 20
 V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 PLAIN_DEFAULT, PLAIN_SYNC = "plain-default", "plain-v1-sync"
+# vLLM's own drafts: their names, and drafts a step
+STOCK_NGRAM, STOCK_EAGLE = "stock-ngram", "stock-eagle3"
+NGRAM = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 3}
+EAGLE_DRAFTS = 5
+DRAFT_VOCABULARY = 32000
 STAGES = ("tree_build", "score", "commit", "draft")
 
 
@@ -57,6 +63,22 @@ class Shape(NamedTuple):
             dtype="bfloat16",
             **self._asdict(),
         ).save_pretrained(folder)
+        return str(folder)
+
+    def write_head(self, folder: Path) -> str:
+        """Write a folder of an EAGLE-3 head, to be loaded alike; returns it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = self._asdict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": min(self.vocab_size, DRAFT_VOCABULARY),
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+        (folder / "config.json").write_text(json.dumps(sizes))
         return str(folder)
 
 
@@ -114,7 +136,7 @@ class Work:
                 options=shared | accepted,
             )
             for batch in self.batches
-            for accepted in ([{}] if side.family == PLAIN else ours)
+            for accepted in (ours if side.family == FAMILY else [{}])
         ]
 
     def side(self, side: Side, shape: str, models: Path) -> Side:
@@ -139,10 +161,21 @@ class Work:
             "seed": 0,
             **(ours if side.family == FAMILY else {}),
             **side.engine,
+            **self.stock_drafts(side, shape, models),
             **self.extra,
         }
         named = {"name": f"{shape}-{side.name}", "engine": engine}
         return side.model_copy(update=named)
+
+    def stock_drafts(self, side: Side, shape: str, models: Path) -> dict[str, Any]:
+        """The spec-config of vLLM's own drafts; nothing for other sides."""
+        if side.family == STOCK_NGRAM:
+            return {"speculative_config": NGRAM}
+        if side.family != STOCK_EAGLE:
+            return {}
+        head = SHAPES[shape].write_head(models / f"{shape}-eagle3")
+        spec = {"method": "eagle3", "model": head}
+        return {"speculative_config": spec | {"num_speculative_tokens": EAGLE_DRAFTS}}
 
 
 def default_depth(num_nodes: int) -> int:
@@ -182,11 +215,16 @@ def oracle_arguments(
 
 
 def named_sides(nodes: str, chosen: str) -> list[Side]:
-    """Both honest baselines and trees of so many nodes, as far as they are chosen."""
+    """Plain decoding, vLLM's own drafts, and trees of so many nodes; what is chosen.
+
+    Engines on the V2 runner have processes of their own, as users have them.
+    """
     sync = {"async_scheduling": False}
     every = [
         Side(name=PLAIN_SYNC, family=PLAIN, engine=sync, environment=V1_RUNNER),
         Side(name=PLAIN_DEFAULT, family=PLAIN, engine={}, one_process=False),
+        Side(name=STOCK_NGRAM, family=STOCK_NGRAM, engine={}, one_process=False),
+        Side(name=STOCK_EAGLE, family=STOCK_EAGLE, engine={}, one_process=False),
         *(
             Side(
                 name=f"{name}-{count}",
@@ -194,6 +232,7 @@ def named_sides(nodes: str, chosen: str) -> list[Side]:
                 engine={},
                 environment=environment,
                 budget=count - 1,
+                one_process=environment != V2_RUNNER,
             )
             for name, environment in (("ours", {}), ("ours-v2", V2_RUNNER))
             for count in options.numbers(nodes, "--nodes", int, 1)

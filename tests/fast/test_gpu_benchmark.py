@@ -206,8 +206,11 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
     """Red when a resumed run starts an engine that has nothing to do."""
     plan = plan_of(tmp_path, [1, 8])
     jobs = [job for _, job in plan.todo()]
-    sync, default, ours, v2 = (job.side for job in jobs)
-    assert [len(job.cells) for job in jobs] == [2, 2, 2, 2]
+    sync, default, ngram, eagle, ours, v2 = (job.side for job in jobs)
+    assert [len(job.cells) for job in jobs] == [2] * 6
+    assert ngram.engine["speculative_config"]["method"] == "ngram_gpu"
+    assert (Path(eagle.engine["speculative_config"]["model"]) / "config.json").exists()
+    assert not v2.one_process
     assert v2.environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert v2.engine["speculative_config"]["method"] == "ngram_gpu"
     assert sync.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -215,15 +218,17 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
     assert all(side.engine["seed"] == 3 for side in (sync, default, ours))
     assert "async_scheduling" not in default.engine
     assert not default.one_process
-    assert jobs[2].cells[0].options["acceptance"] == 0.7
+    assert jobs[4].cells[0].options["acceptance"] == 0.7
     config = json.loads((Path(ours.engine["model"]) / "config.json").read_text())
     assert config["head_dim"] == 128
-    for job, cell in ((jobs[0], 0), (jobs[0], 1), (jobs[2], 0)):
+    for job, cell in ((jobs[0], 0), (jobs[0], 1), (jobs[4], 0)):
         plan.keep(job, 0, engine_result(job.cells[cell]))
     left = plan_of(tmp_path, [1, 8, 32]).todo()
     assert [(job.side.name, len(job.cells)) for _, job in left] == [
         ("8b-plain-v1-sync", 1),
         ("8b-plain-default", 3),
+        ("8b-stock-ngram", 3),
+        ("8b-stock-eagle3", 3),
         ("8b-ours-8", 2),
         ("8b-ours-v2-8", 3),
     ]
