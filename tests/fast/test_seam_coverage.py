@@ -92,6 +92,7 @@ LIBRARIES = (
         PretrainedConfig,
     ),
     *(prometheus_client, CounterMetricFamily, MmapedDict),
+    torch.distributed.ReduceOp,
 )
 # Parameters of their functions, and a key of models' config files.
 FOREIGN = {
@@ -104,6 +105,7 @@ FOREIGN = {
         "frozen",
         "missing_ok",
     ),
+    "async_op",
     "strict",
     "non_blocking",
     "max_position_embeddings",

@@ -21,6 +21,7 @@ WITH_GRAPHS: dict[str, Any] = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "custom_ops": ["none"],
+        "cudagraph_capture_sizes": [1, 2, 3, 8, 16, 24, 32, 48],
     },
 }
 

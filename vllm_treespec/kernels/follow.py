@@ -27,6 +27,12 @@ NUM_WARPS = 1
         "tree_of",
         "token_ids",
         "parents",
+        "emitted",
+        "nodes",
+        "num_emitted",
+        "path",
+        "num_accepted",
+        "next_token_ids",
     ],
 )
 def follow_kernel(

@@ -461,6 +461,9 @@ LOADING = (
     *Owner("vllm.distributed.parallel_state:GroupCoordinator").reads(
         "is_first_rank", "rank 0's times are kept"
     ),
+    *Owner("vllm.distributed.parallel_state:GroupCoordinator", "cuda").reads(
+        "world_size cpu_group", "ranks compare their trees"
+    ),
     *Owner("vllm.distributed").calls(
         "tensor_model_parallel_all_gather", "the parts of all ranks"
     ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.batch.matching import NO_SLOT, Proposal
 from vllm_treespec.batch.requests import RequestSlots
 
 if TYPE_CHECKING:
@@ -56,16 +56,14 @@ class StepInFlight:
         return self.output.sampled_token_ids, counts
 
 
-def drafts_by_request(
-    proposal: Proposal | None, slots: RequestSlots
+def by_request(
+    proposal: Proposal, of_trees: Sequence[list[int]], slots: RequestSlots
 ) -> dict[str, list[int]]:
-    """The draft tokens of every proposed tree that was not discarded."""
-    if proposal is None:
-        return {}
+    """What belongs to each proposed tree that was not discarded, by request."""
     return {
-        slots.name(slot): drafts
-        for slot, drafts in zip(proposal.slots.tolist(), proposal.drafts(), strict=True)
-        if slot >= 0
+        slots.name(slot): of_tree
+        for slot, of_tree in zip(proposal.slots.tolist(), of_trees, strict=True)
+        if slot != NO_SLOT
     }
 
 

@@ -42,6 +42,5 @@ class TreeLoraState(LoraState):
         of_requests, of_tokens, active = super().make_lora_inputs(
             req_ids, idx_mapping, num_scheduled_tokens
         )
-        num_rows = 1 + self.runner.decoder.batch.num_drafts
-        of_rows = np.repeat(of_requests, num_rows).tolist()
+        of_rows = np.repeat(of_requests, self.runner.decoder.batch.num_rows).tolist()
         return tuple(of_rows), of_tokens, active

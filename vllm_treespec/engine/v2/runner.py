@@ -21,13 +21,14 @@ from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v2.axes import TreeRopeState
 from vllm_treespec.engine.v2.blocks import HostBlocks
-from vllm_treespec.engine.v2.late import StepInFlight, drafts_by_request, trim
+from vllm_treespec.engine.v2.late import StepInFlight, by_request, trim
 from vllm_treespec.engine.v2.lora import TreeLoraState
 from vllm_treespec.engine.v2.noise import SamplerNoise
+from vllm_treespec.engine.v2.ranks import RankCheck
 from vllm_treespec.engine.v2.scheduler import TreeCounts
 from vllm_treespec.engine.v2.speculator import LateDrafts
 from vllm_treespec.engine.v2.texts import HostTexts
-from vllm_treespec.engine.v2.tiers import can_fill, enough, tiers
+from vllm_treespec.engine.v2.tiers import can_fill, tiers
 from vllm_treespec.engine.v2.verify import TreeSampler
 from vllm_treespec.engine.v2.views import (
     emitted_batch,
@@ -82,6 +83,7 @@ class TreeRunnerMixin(V2Runner):
         self.speculator = LateDrafts(
             self.max_num_reqs, self.num_speculative_steps, self.device
         )
+        self.rank_check = RankCheck()
         self.tiers = tiers(1 + self.num_speculative_steps)
         self.lora_state = TreeLoraState(self)
         self.texts = HostTexts(self.max_num_reqs, self.max_model_len)
@@ -166,7 +168,9 @@ class TreeRunnerMixin(V2Runner):
         """Draw the trees of the step that begins, and trim its placeholders."""
         proposal = self._draw()
         self.reserved = dict(scheduler_output.scheduled_spec_decode_tokens)
-        drawn = drafts_by_request(proposal, self.decoder.slots)
+        drawn: dict[str, list[int]] = {}
+        if proposal is not None:
+            drawn = by_request(proposal, proposal.drafts(), self.decoder.slots)
         self.drafts = {
             req_id: drawn[req_id][: len(placeholders)]
             for req_id, placeholders in self.reserved.items()
@@ -174,6 +178,8 @@ class TreeRunnerMixin(V2Runner):
         }
         fill = 0
         if self.drafts:
+            assert self.decoder.proposal is not None
+            self.rank_check.compare(self.decoder.proposal, self.decoder.step)
             self._put_drafts()
             fill = self._fill(scheduler_output) - 1
         return trim(scheduler_output, self.drafts, fill)
@@ -186,18 +192,20 @@ class TreeRunnerMixin(V2Runner):
 
         """
         num_tokens = scheduler_output.num_scheduled_tokens
-        tier = enough(1 + max(map(len, self.drafts.values())), self.tiers)
-        if not can_fill(num_tokens, self.reserved, tier):
-            return 1
         num_reqs, num_loras = len(num_tokens), 0
         if self.lora_config is not None:
             num_loras = get_num_active_loras_for_dispatch(
                 self.lora_config, self.lora_state, list(num_tokens), dummy_run=False
             )
-        graph = self.cudagraph_manager.dispatch(
-            num_reqs, num_reqs * tier, tier, num_loras, max_query_len=tier
-        )
-        return tier if graph.cg_mode == CUDAGraphMode.FULL else 1
+        most = 1 + max(map(len, self.drafts.values()))
+        for rows in self.tiers:
+            if rows >= most and can_fill(num_tokens, self.reserved, rows):
+                graph = self.cudagraph_manager.dispatch(
+                    num_reqs, num_reqs * rows, rows, num_loras, max_query_len=rows
+                )
+                if graph.cg_mode == CUDAGraphMode.FULL:
+                    return rows
+        return 1
 
     def _draw(self) -> Proposal | None:
         """Draw the trees that follow the last step; None without any."""
@@ -352,8 +360,7 @@ class TreeRunnerMixin(V2Runner):
         proposal = self.decoder.proposal
         parents: dict[str, list[int]] = {}
         if proposal is not None:
-            names = [self.decoder.slots.name(slot) for slot in proposal.slots]
-            parents = dict(zip(names, proposal.draft_parents(), strict=True))
+            parents = by_request(proposal, proposal.draft_parents(), self.decoder.slots)
         return TreeDraftTokenIds(
             list(self.drafts),
             list(self.drafts.values()),

@@ -18,6 +18,7 @@ from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.engine.v2.views import final_sampling
 from vllm_treespec.kernels.follow import follow_trees
 from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.trees.tree import MAX_NODES
 
 if TYPE_CHECKING:
     from vllm_treespec.batch.matching import RunningTrees
@@ -63,7 +64,14 @@ class TreeSampler:
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if invalid_drafts is not None:
-            decoder.cut_trees(valid_nodes(invalid_drafts, batch.cu_num_logits.long()))
+            num_nodes = torch.from_numpy(1 + decoder.batch.num_drafts)
+            decoder.cut_trees(
+                valid_nodes(
+                    invalid_drafts,
+                    batch.cu_num_logits.long(),
+                    num_nodes.to(logits.device, non_blocking=True),
+                )
+            )
         sampled, processed = sampler.sample(
             logits, *_rows_of(batch), return_logprobs=dims is not None
         )
@@ -184,26 +192,32 @@ class TreeSampler:
         )
 
 
-def valid_nodes(invalid_drafts: Tensor, first_rows: Tensor) -> Tensor:
-    """How many nodes of each request come before the first invalid one.
+def valid_nodes(
+    invalid_drafts: Tensor, first_rows: Tensor, num_nodes: Tensor
+) -> Tensor:
+    """How many nodes each request's tree may keep: those before the first invalid one.
+
+    A tree without an invalid node stays whole: it keeps the draws that add no node.
+    Rows that fill a batch up to a CUDA graph's are no nodes.
 
     Args:
         invalid_drafts: bool [num_rows].
         first_rows: int64 [num_reqs + 1], first row of each request.
+        num_nodes: int64 [num_reqs], of each request's tree.
 
     Returns:
-        int64 [num_reqs].
+        int64 [num_reqs], MAX_NODES for whole trees.
 
     """
-    num_rows = first_rows.diff()
     reqs = torch.repeat_interleave(
-        torch.arange(len(num_rows), device=num_rows.device),
-        num_rows,
+        torch.arange(len(num_nodes), device=num_nodes.device),
+        first_rows.diff(),
         output_size=len(invalid_drafts),
     )
     node = torch.arange(len(invalid_drafts), device=reqs.device) - first_rows[reqs]
-    node = torch.where(invalid_drafts, node, num_rows[reqs])
-    return num_rows.scatter_reduce(0, reqs, node, "amin")
+    is_invalid = invalid_drafts & (node < num_nodes[reqs])
+    node = node.masked_fill(~is_invalid, MAX_NODES)
+    return torch.full_like(num_nodes, MAX_NODES).scatter_reduce(0, reqs, node, "amin")
 
 
 def _rows_of(batch: InputBatch) -> tuple[object, ...]:
