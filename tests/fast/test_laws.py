@@ -39,7 +39,14 @@ from tests.fast.law_trees import (
     side_by_side,
 )
 from tests.fast.rule_forms import FORMS, grid_law_error
-from tests.fast.tree_cuts import at_a_size, by_value, come_back, cut_by, keeps_draws
+from tests.fast.tree_cuts import (
+    at_a_size,
+    at_its_size,
+    by_value,
+    come_back,
+    cut_by,
+    keeps_draws,
+)
 from tests.fast.wrong_proposers import MODULES, WRONG_PROPOSERS
 from tests.fast.wrong_rules import (
     K_SEQ_JUDGE,
@@ -184,6 +191,8 @@ WRONG_CUTS: dict[str, tuple[str, str, Callable[[Weighted], Weighted]]] = {
     "room by size": ("multi_round", "3 draws of 5", at_a_size),
     # The worker does not know why two drafts came: trees without more keep all draws.
     "sent by size": ("multi_round", "3 draws of 5", lambda d: come_back(d, sent=2)),
+    # As a grammar's masks would, that end behind a tree's nodes.
+    "at its own size": ("k_seq", "2 paths", at_its_size),
     "stochastic tree": ("recursive_rejection", "stochastic 3, best 4", keeps_draws),
 }
 

@@ -103,6 +103,11 @@ def at_a_size(drawn: Weighted) -> Weighted:
     return drawn.cut(torch.where(drawn.tree.num_nodes <= 3, PLENTY, 3))
 
 
+def at_its_size(drawn: Weighted) -> Weighted:
+    """Cut no node, but the draws that would have come behind the last one."""
+    return drawn.cut(drawn.tree.num_nodes)
+
+
 def keeps_draws(drawn: Weighted) -> Weighted:
     """Cut a tree whose nodes were chosen by draws below them, and keep its draws."""
     draws = replace(draws_of(drawn.tree), min_nodes=0)
