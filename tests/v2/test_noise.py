@@ -9,8 +9,9 @@ from tests.v2.engines import engine
 from tests.v2.prompts import NUM_TOKENS, PROMPTS
 from tests.v2.test_trees import accepted
 from vllm_treespec.engine.v2 import noise
+from vllm_treespec.kernels.gumbel import gumbel_noise
 from vllm_treespec.sampling.coupling import noise_of
-from vllm_treespec.sampling.gumbel import gumbel_keys, gumbel_noise
+from vllm_treespec.sampling.gumbel import gumbel_keys
 
 SEEDS = torch.tensor([0, 5, -7, 2**62 + 12345, -(2**63)])
 COUNT, VOCAB_SIZE = 4, 300

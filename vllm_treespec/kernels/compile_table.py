@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_treespec.kernels import follow, kv_move
+from vllm_treespec.kernels import follow, gumbel, kv_move
 from vllm_treespec.kernels.tree_attention import Inputs, Launch, Workspace
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -240,8 +240,12 @@ def attention_cases(shapes: Iterator[Shape]) -> Iterator[CompileCase]:
 
 
 def small_cases() -> Iterator[CompileCase]:
-    """The kernels that follow trees, and move accepted nodes' keys and values."""
-    cases = [*kv_move.compile_cases(), *follow.compile_cases()]
+    """The kernels that rank drafts, follow trees, and move keys and values."""
+    cases = [
+        *kv_move.compile_cases(),
+        *follow.compile_cases(),
+        *gumbel.compile_cases(),
+    ]
     for name, kernel, types, constants, num_warps in cases:
         signature = types | dict.fromkeys(constants, "constexpr")
         yield CompileCase(name, ASTSource(kernel, signature, constants), num_warps, 1)

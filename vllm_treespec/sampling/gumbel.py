@@ -2,7 +2,7 @@
 
 vLLM adds Gumbel noise to logits: a MurmurHash3 of the request's seed, the position and
 the token (``vllm/v1/worker/gpu/sample/gumbel.py``). Drafts that are ranked by the same
-noise are the likelier ones. Torch only.
+noise are the likelier ones. A kernel mixes the tokens in (``kernels/gumbel.py``).
 """
 
 from __future__ import annotations
@@ -33,21 +33,6 @@ def gumbel_keys(seeds: Tensor, root_positions: Tensor, count: int) -> Tensor:
     return state
 
 
-def gumbel_noise(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Noise of tokens, float64: the token of the highest probability / noise is drawn.
-
-    It is standard exponential; vLLM's Gumbel noise is the negative of its logarithm.
-
-    Args:
-        keys: int64, see ``gumbel_keys``; shapes are broadcast.
-        token_ids: int64.
-
-    """
-    bits = _finished(_mixed(keys, token_ids) ^ 16)
-    uniforms = (bits.double() + 0.5) * 2.0**-32
-    return -torch.log1p(-uniforms)
-
-
 def _mixed(state: Tensor, part: Tensor) -> Tensor:
     """Mix 32 more bits into a state of MurmurHash3, int64 both."""
     part = (part * 0xCC9E2D51) & MASK
@@ -58,10 +43,3 @@ def _mixed(state: Tensor, part: Tensor) -> Tensor:
 def _rotated(bits: Tensor, shift: int) -> Tensor:
     """Rotate 32 bits to the left."""
     return ((bits << shift) | (bits >> (32 - shift))) & MASK
-
-
-def _finished(state: Tensor) -> Tensor:
-    """The hash of a state, 32 bits."""
-    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & MASK
-    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & MASK
-    return state ^ (state >> 16)

@@ -10,7 +10,7 @@ from vllm_treespec.engine.refusals import TREE_ATTENTION
 from vllm_treespec.engine.v2.gpu_runner import TreeGPUModelRunner
 from vllm_treespec.engine.warm_up import warm_up_attention, warm_up_commit
 from vllm_treespec.engine.worker import TreeWorkerMixin
-from vllm_treespec.kernels import follow
+from vllm_treespec.kernels import follow, gumbel
 
 
 class TreeGPUWorker(TreeWorkerMixin, Worker):
@@ -30,4 +30,5 @@ class TreeGPUWorker(TreeWorkerMixin, Worker):
         warm_up_attention(self.model_runner)
         warm_up_commit(self.model_runner.decoder.layout)
         follow.warm_up(self.model_runner.device)
+        gumbel.warm_up(self.model_runner.device)
         return super().compile_or_warm_up_model()

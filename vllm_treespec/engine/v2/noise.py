@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_treespec.sampling.gumbel import gumbel_keys, gumbel_noise
+from vllm_treespec.kernels.gumbel import gumbel_noise
+from vllm_treespec.sampling.gumbel import gumbel_keys
 
 if TYPE_CHECKING:
     from vllm_treespec.engine.v2.runner import TreeRunnerMixin
