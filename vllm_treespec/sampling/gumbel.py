@@ -7,13 +7,12 @@ noise are the likelier ones. A kernel mixes the tokens in (``kernels/gumbel.py``
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-MASK = 0xFFFFFFFF
+import numpy as np
 
 
-def gumbel_keys(seeds: Tensor, root_positions: Tensor, count: int) -> Tensor:
+def gumbel_keys(
+    seeds: np.ndarray, root_positions: np.ndarray, count: int
+) -> np.ndarray:
     """Keys of the noise by which the tokens behind each root are drawn.
 
     Args:
@@ -25,21 +24,19 @@ def gumbel_keys(seeds: Tensor, root_positions: Tensor, count: int) -> Tensor:
         int64 [num_reqs, count]: column d is for the token after a node of depth d.
 
     """
-    depths = torch.arange(count, device=seeds.device)
-    positions = root_positions[:, None] + depths
-    state = torch.zeros_like(positions)
-    for part in (seeds[:, None] & MASK, (seeds[:, None] >> 32) & MASK, positions):
-        state = _mixed(state, part & MASK)
-    return state
+    positions = root_positions[:, None] + np.arange(count)
+    state = np.zeros(positions.shape, dtype=np.uint32)
+    for part in (seeds[:, None], seeds[:, None] >> 32, positions):
+        state = _mixed(state, part.astype(np.uint32))
+    return state.astype(np.int64)
 
 
-def _mixed(state: Tensor, part: Tensor) -> Tensor:
-    """Mix 32 more bits into a state of MurmurHash3, int64 both."""
-    part = (part * 0xCC9E2D51) & MASK
-    part = (_rotated(part, 15) * 0x1B873593) & MASK
-    return (_rotated(state ^ part, 13) * 5 + 0xE6546B64) & MASK
+def _mixed(state: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """Mix 32 more bits into a state of MurmurHash3, uint32 both."""
+    part = _rotated(part * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    return _rotated(state ^ part, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
-def _rotated(bits: Tensor, shift: int) -> Tensor:
+def _rotated(bits: np.ndarray, shift: int) -> np.ndarray:
     """Rotate 32 bits to the left."""
-    return ((bits << shift) | (bits >> (32 - shift))) & MASK
+    return (bits << np.uint32(shift)) | (bits >> np.uint32(32 - shift))

@@ -28,9 +28,7 @@ class SamplerNoise:
         names = map(runner.decoder.slots.name, roots.slots.tolist())
         rows = [runner.req_states.req_id_to_index[name] for name in names]
         seeds = runner.sampler.sampling_states.seeds.np[rows]
-        keys = gumbel_keys(
-            torch.from_numpy(seeds), torch.from_numpy(roots.positions), count
-        )
+        keys = torch.from_numpy(gumbel_keys(seeds, roots.positions, count))
         return keys.to(runner.device, non_blocking=True)
 
     def of(self, keys: Tensor, token_ids: Tensor) -> Tensor:
