@@ -6,7 +6,6 @@ is measured and how.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,35 +50,32 @@ class Shape(NamedTuple):
     head_dim: int
     vocab_size: int
 
-    def write(self, folder: Path) -> str:
-        """Write a folder that vLLM loads with ``load_format="dummy"``; returns it."""
+    def write(self, folder: Path, **changes: Any) -> str:
+        """Write a folder that vLLM loads with ``load_format="dummy"``; returns it.
+
+        ``changes``: of the config file.
+        """
         from transformers import LlamaConfig
 
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
-            dtype="bfloat16",
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+            "dtype": "bfloat16",
             **self._asdict(),
-        ).save_pretrained(folder)
+        }
+        LlamaConfig(**{**config, **changes}).save_pretrained(folder)
         return str(folder)
 
     def write_head(self, folder: Path) -> str:
         """Write a folder of an EAGLE-3 head, to be loaded alike; returns it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        sizes = self._asdict() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
-            "draft_vocab_size": min(self.vocab_size, DRAFT_VOCABULARY),
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-        }
-        (folder / "config.json").write_text(json.dumps(sizes))
-        return str(folder)
+        return self.write(
+            folder,
+            architectures=["LlamaForCausalLMEagle3"],
+            num_hidden_layers=1,
+            draft_vocab_size=min(self.vocab_size, DRAFT_VOCABULARY),
+        )
 
 
 # 70b-tp8 is what one of eight tensor-parallel ranks computes of a 70B model, without
@@ -161,16 +157,14 @@ class Work:
             "seed": 0,
             **(ours if side.family == FAMILY else {}),
             **side.engine,
-            **self.stock_drafts(side, shape, models),
+            **self.stock_head(side, shape, models),
             **self.extra,
         }
         named = {"name": f"{shape}-{side.name}", "engine": engine}
         return side.model_copy(update=named)
 
-    def stock_drafts(self, side: Side, shape: str, models: Path) -> dict[str, Any]:
-        """The spec-config of vLLM's own drafts; nothing for other sides."""
-        if side.family == STOCK_NGRAM:
-            return {"speculative_config": NGRAM}
+    def stock_head(self, side: Side, shape: str, models: Path) -> dict[str, Any]:
+        """The spec-config of vLLM's own EAGLE-3; nothing for other sides."""
         if side.family != STOCK_EAGLE:
             return {}
         head = SHAPES[shape].write_head(models / f"{shape}-eagle3")
@@ -223,7 +217,12 @@ def named_sides(nodes: str, chosen: str) -> list[Side]:
     every = [
         Side(name=PLAIN_SYNC, family=PLAIN, engine=sync, environment=V1_RUNNER),
         Side(name=PLAIN_DEFAULT, family=PLAIN, engine={}, one_process=False),
-        Side(name=STOCK_NGRAM, family=STOCK_NGRAM, engine={}, one_process=False),
+        Side(
+            name=STOCK_NGRAM,
+            family=STOCK_NGRAM,
+            engine={"speculative_config": NGRAM},
+            one_process=False,
+        ),
         Side(name=STOCK_EAGLE, family=STOCK_EAGLE, engine={}, one_process=False),
         *(
             Side(
