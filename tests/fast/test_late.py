@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from vllm_treespec.trees.builders import from_parents
 RESERVED = {"a": [-1] * 15, "b": [-1] * 7, "c": [-1] * 7}
 
 
-class Scheduled(NamedTuple):
+@dataclass
+class Scheduled:
     """What ``trim`` changes of a scheduler's output."""
 
     num_scheduled_tokens: dict[str, int]
@@ -22,17 +24,15 @@ class Scheduled(NamedTuple):
     scheduled_spec_decode_tokens: dict[str, list[int]]
 
 
-def trimmed(drafts: dict[str, list[int]], fill: int, monkeypatch: Any) -> Scheduled:
+def trimmed(drafts: dict[str, list[int]], fill: int) -> Any:
     """Trim the placeholders of three requests."""
-    monkeypatch.setattr("vllm_treespec.engine.v2.late.replace", Scheduled._replace)
-    before = Scheduled({"a": 16, "b": 8, "c": 8}, 32, RESERVED)
-    after: Any = trim(before, drafts, fill)
-    return Scheduled(*after)
+    before: Any = Scheduled({"a": 16, "b": 8, "c": 8}, 32, RESERVED)
+    return trim(before, drafts, fill)
 
 
-def test_trees_keep_as_many_placeholders(monkeypatch: Any) -> None:
+def test_trees_keep_as_many_placeholders() -> None:
     """Red when a request without a tree reads rows, or one with a tree too few."""
-    after = trimmed({"a": [5, 6], "c": [7]}, 0, monkeypatch)
+    after = trimmed({"a": [5, 6], "c": [7]}, 0)
     assert after.num_scheduled_tokens == {"a": 3, "b": 1, "c": 2}
     assert after.total_num_scheduled_tokens == 6
     kept = {"a": [-1] * 2, "c": [-1]}
@@ -40,9 +40,9 @@ def test_trees_keep_as_many_placeholders(monkeypatch: Any) -> None:
     assert [len(reserved) for reserved in RESERVED.values()] == [15, 7, 7]
 
 
-def test_steps_with_a_graph_are_filled(monkeypatch: Any) -> None:
+def test_steps_with_a_graph_are_filled() -> None:
     """Red when a request brings other rows than the graph has."""
-    after = trimmed({"a": [5, 6], "c": [7]}, 7, monkeypatch)
+    after = trimmed({"a": [5, 6], "c": [7]}, 7)
     assert after.num_scheduled_tokens == {"a": 8, "b": 8, "c": 8}
     assert after.total_num_scheduled_tokens == 24
 

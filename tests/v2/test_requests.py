@@ -135,7 +135,7 @@ def test_preemption(
     spec = {**INDEX, "schedule": method, "schedule_cache": False}
     blocks = {"num_gpu_blocks_override": 10, "max_model_len": 96}
     with engine(target, spec, **blocks) as running:
-        for kind in ("sampled", "sampled"):
+        for kind in ("greedy", "sampled", "sampled"):
             answers = running.generate(PROMPTS, PARAMS[kind], NUM_TOKENS)
             assert answers == expected[kind]
         assert running.count("num_preemptions") > 0
