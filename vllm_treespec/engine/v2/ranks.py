@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, Work, all_reduce
@@ -69,7 +68,7 @@ class RankCheck:
 
 def checksum(proposal: Proposal, step: int) -> int:
     """A number that hardly two different proposals share, 32 bits."""
-    number = crc32(np.int64(step).tobytes())
+    number = crc32(step.to_bytes(8, "little"))
     for part in (proposal.slots, proposal.token_ids, proposal.parents):
         number = crc32(part.tobytes(), number)
     return number

@@ -65,10 +65,10 @@ class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):
             rows = enough(min(largest, self.tiers[-1]), self.tiers)
             self._rows[new.req_id] = rows
         tokens = self.scheduler_config.max_num_batched_tokens
-        most = tokens // 2 // max(1, len(self.running))
+        room = fitting(1 + tokens // 2 // max(1, len(self.running)), self.tiers)
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests[req_id]
-            rows = min(fitting(1 + most, self.tiers), self._rows[req_id])
+            rows = min(room, self._rows[req_id])
             # the stock scheduler's list is shared by all requests
             request.spec_token_ids = request.spec_token_ids[: rows - 1]
 

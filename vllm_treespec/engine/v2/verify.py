@@ -171,11 +171,7 @@ class TreeSampler:
         ``dims``: how many of the likeliest tokens, and of tokens that a request names.
         """
         sampler, first_rows = self.runner.sampler, batch.cu_num_logits.long()
-        reqs = torch.repeat_interleave(
-            torch.arange(batch.num_reqs, device=logits.device),
-            first_rows.diff(),
-            output_size=len(logits),
-        )
+        reqs = requests_of_rows(first_rows, len(logits))
         place = batch.expanded_local_pos.long()
         emitted = place < num_emitted[reqs]
         column = place.clamp(max=tokens.shape[1] - 1)
@@ -190,6 +186,22 @@ class TreeSampler:
             max_per_req_token_ids=dims[1],
             logits_mode=sampler.logprobs_mode.endswith("logits"),
         )
+
+
+def requests_of_rows(first_rows: Tensor, num_rows: int) -> Tensor:
+    """Place in the batch of each row's request, int64 [num_rows].
+
+    Args:
+        first_rows: int64 [num_reqs + 1], first row of each request.
+        num_rows: of the logits, so that the host does not wait for the device.
+
+    """
+    num_reqs = len(first_rows) - 1
+    return torch.repeat_interleave(
+        torch.arange(num_reqs, device=first_rows.device),
+        first_rows.diff(),
+        output_size=num_rows,
+    )
 
 
 def valid_nodes(
@@ -209,11 +221,7 @@ def valid_nodes(
         int64 [num_reqs], MAX_NODES for whole trees.
 
     """
-    reqs = torch.repeat_interleave(
-        torch.arange(len(num_nodes), device=num_nodes.device),
-        first_rows.diff(),
-        output_size=len(invalid_drafts),
-    )
+    reqs = requests_of_rows(first_rows, len(invalid_drafts))
     node = torch.arange(len(invalid_drafts), device=reqs.device) - first_rows[reqs]
     is_invalid = invalid_drafts & (node < num_nodes[reqs])
     node = node.masked_fill(~is_invalid, MAX_NODES)
