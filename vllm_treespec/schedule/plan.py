@@ -1,0 +1,95 @@
+"""A step's plan, what a step did, and what it brought."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_treespec.trees.source import Source
+
+
+class Work(NamedTuple):
+    """What a step did, or would do: the regressors of its time."""
+
+    # that run, each with one row of its own
+    requests: int
+    # whether some of them is sampled
+    sampled: bool = False
+    # draft nodes that the target reads, of all requests
+    rows: float = 0.0
+    # whether there are any; as a mean over steps, their share
+    drafted: float = 0.0
+    # whether some tree is no chain; the same
+    branches: float = 0.0
+    # whether an index is looked up; the same
+    lookup: float = 0.0
+    # that draft models read
+    levels: float = 0.0
+    # tokens of earlier steps that draft models read
+    caught_up: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All that drafting may spend, fixed before it draws.
+
+    Costs are in tokens: seconds times the tokens a second that time is worth. The
+    sequences have an entry for each of ``slots``.
+    """
+
+    # index of the tree in the schedule; None: a plain step
+    tree: int | None = None
+    # of the requests that draft
+    slots: Sequence[int] = ()
+    # whether the index is looked up, and whether draft models may read
+    lookup: bool = False
+    model: bool = False
+    # whether drafts are left out that are worth less than their row
+    prunes: bool = False
+    # of one more row of the target, of any drafts at all, of trees that are no chains,
+    # and of a level that draft models read
+    row_cost: float = 0.0
+    fixed_cost: float = 0.0
+    branch_cost: float = 0.0
+    level_cost: float = 0.0
+    # accepted over claimed tokens
+    kept: Mapping[Source, Sequence[float]] = field(default_factory=dict)
+    # accepted tokens that a model's first level adds where an index finds nothing
+    first_level: Sequence[float] = ()
+    # that draft models read; None: as many as what they draft is worth
+    max_levels: int | None = None
+
+    def min_claim(self, source: Source, at_least: float = 0.0) -> list[float]:
+        """The probability from which on a request's draft is worth its row."""
+        return [max(at_least, self.row_cost / kept) for kept in self.kept[source]]
+
+
+PLAIN_PLAN = StepPlan()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step brought, and what it took.
+
+    The sequences have an entry for each request whose tree came back.
+    """
+
+    # of the tree in the schedule; None: plain
+    tree: int | None
+    work: Work
+    slots: Sequence[int] = ()
+    num_drafts: Sequence[int] = ()
+    num_accepted: Sequence[int] = ()
+    # draft tokens that the request lets its tree have
+    limits: Sequence[int] = ()
+    # sum of the claims of each source's nodes, and how many of these were accepted. An
+    # index also claims the likeliest token where no draft was worth its row
+    claimed: Mapping[Source, Sequence[float]] = field(default_factory=dict)
+    accepted: Mapping[Source, Sequence[int]] = field(default_factory=dict)
+    # of a step, from its plan to the next one; None: it did other work, too
+    seconds: float | None = None
+    # of these, from the plan to the drafts
+    drafting_seconds: float = 0.0
+    # that it was, all alike
+    num_steps: int = 1
