@@ -9,8 +9,8 @@ from collections.abc import Iterable
 BATCH_SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
-def measured_together(num_reqs: int) -> int:
-    """The largest batch size that is measured together with this one."""
+def size_group(num_reqs: int) -> int:
+    """The largest batch size whose steps are measured together with this one's."""
     return BATCH_SIZES[min(bisect_left(BATCH_SIZES, num_reqs), len(BATCH_SIZES) - 1)]
 
 

@@ -36,6 +36,16 @@ class ForwardTimes:
     target: Mapping[int, float] = field(default_factory=dict)
     draft: Mapping[int, float] = field(default_factory=dict)
 
+    def forward(self, num_rows: int) -> float | None:
+        """Seconds of the target's forward of so many rows; None: not timed."""
+        return at(self.target, num_rows) if self.target else None
+
+    def extra(self, requests: int, rows: float) -> float | None:
+        """How much longer it takes with so many rows of drafts; None: not timed."""
+        if not self.target:
+            return None
+        return more(self.target, requests, requests + rows)
+
     def target_row(self, batch_size: int) -> float | None:
         """Seconds of one more row of the target, beside a row of each request."""
         if not self.target:
@@ -70,7 +80,7 @@ class ForwardTimes:
 NOT_TIMED = ForwardTimes()
 
 
-def at(seconds: Mapping[int, float], num_rows: int) -> float:
+def at(seconds: Mapping[int, float], num_rows: float) -> float:
     """Seconds of a forward of any number of rows: a line between the timed ones.
 
     ``seconds`` ascends in its rows. Behind the last one the last line goes on.
@@ -84,7 +94,7 @@ def at(seconds: Mapping[int, float], num_rows: int) -> float:
     return found
 
 
-def more(seconds: Mapping[int, float], num_rows: int, num_more: int) -> float:
+def more(seconds: Mapping[int, float], num_rows: float, num_more: float) -> float:
     """How much longer a forward of more rows takes."""
     return max(at(seconds, num_more) - at(seconds, num_rows), 0.0)
 

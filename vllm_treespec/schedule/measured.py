@@ -14,7 +14,7 @@ from vllm_treespec.schedule.base import (
     ScheduledTree,
     StepOutcome,
 )
-from vllm_treespec.schedule.batch_sizes import measured_together
+from vllm_treespec.schedule.batch_sizes import size_group
 from vllm_treespec.schedule.costs import StepCosts
 from vllm_treespec.schedule.learned import FadingMean
 from vllm_treespec.schedule.levels import AcceptedLevels
@@ -166,7 +166,7 @@ class MeasuredSchedule(Schedule):
         """Go on with the round, or begin one with the best option."""
         self.steps_left -= 1
         self.settled = True
-        batch_size = measured_together(requests.num_reqs)
+        batch_size = size_group(requests.num_reqs)
         self._count_steps(batch_size, 1)
         for slot in requests.slots:
             self.begun.setdefault(slot, self.step)

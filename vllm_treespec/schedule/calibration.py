@@ -1,0 +1,102 @@
+"""How many claimed tokens are accepted, and how deep trees survive.
+
+Only additions, products and quotients: they give the same bits on any processor, so
+that all ranks compute alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vllm_treespec.schedule.decay import DecayedMean
+from vllm_treespec.schedule.plan import StepResult
+from vllm_treespec.trees.source import Source
+
+# Claimed tokens that "as many are accepted" counts for: of a text, and of a request
+# beside its text. A few trees tell nothing yet.
+TEXT_CLAIMS, REQUEST_CLAIMS = 6.0, 4.0
+# How often a level is accepted below an accepted one before any was read, and the trees
+# that this counts for.
+PRIOR_SURVIVAL, PRIOR_TREES = 0.6, 4.0
+
+
+class Calibration:
+    """Accepted over claimed tokens by source, and survival by depth.
+
+    Greedy and sampled requests are apart. A request's ratio begins with its text's.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing measured."""
+        # source, sampled -> accepted over claimed tokens
+        self.texts: dict[tuple[Source, bool], DecayedMean] = {}
+        # source, slot -> accepted tokens over those that the text's ratio makes of the
+        # claims
+        self.requests: dict[tuple[Source, int], DecayedMean] = {}
+        # sampled -> of each level from the first, the share of trees accepted to it
+        self.levels: dict[bool, list[DecayedMean]] = {False: [], True: []}
+
+    def kept(self, step: int, source: Source, slot: int, sampled: bool) -> float:
+        """Accepted over claimed tokens of a request's next tree."""
+        ratio = self._text(step, source, sampled)
+        request = self.requests.get((source, slot))
+        return ratio * (
+            1.0 if request is None else request.mean(step, 1.0, REQUEST_CLAIMS)
+        )
+
+    def _text(self, step: int, source: Source, sampled: bool) -> float:
+        """The same of a request that is like most."""
+        text = self.texts.get((source, sampled))
+        return 1.0 if text is None else text.mean(step, 1.0, TEXT_CLAIMS)
+
+    def observe(self, step: int, kinds: Mapping[int, bool], result: StepResult) -> None:
+        """Learn what was accepted of the claims of a step's trees.
+
+        Args:
+            step: its number.
+            kinds: whether requests are sampled, by slot. Others tell nothing.
+            result: what the step brought.
+
+        """
+        for source, claims in result.claimed.items():
+            both = zip(result.slots, claims, result.accepted[source], strict=True)
+            for slot, claimed, accepted in both:
+                if claimed and slot in kinds:
+                    sampled = kinds[slot]
+                    usual = claimed * self._text(step, source, sampled)
+                    request = self.requests.setdefault((source, slot), DecayedMean())
+                    request.add(step, usual, accepted)
+                    text = self.texts.setdefault((source, sampled), DecayedMean())
+                    text.add(step, claimed, accepted)
+
+    def observe_levels(
+        self, step: int, sampled: bool, num_levels: int, num_accepted: int
+    ) -> None:
+        """Learn how deep a tree was accepted of which a model read so many levels."""
+        levels = self.levels[sampled]
+        levels += [DecayedMean() for _ in range(num_levels - len(levels))]
+        for level, share in enumerate(levels[:num_levels], start=1):
+            share.add(step, 1.0, float(num_accepted >= level))
+
+    def survival(self, step: int, sampled: bool, depth: int) -> list[float]:
+        """How often trees are accepted down to each of so many levels.
+
+        A level that was hardly read survives, below the one above it, as often as that
+        one does below its own.
+        """
+        levels = self.levels[sampled]
+        above, rate = 1.0, PRIOR_SURVIVAL
+        found = []
+        for level in range(depth):
+            share = levels[level] if level < len(levels) else DecayedMean()
+            mean = min(share.mean(step, above * rate, PRIOR_TREES), 1.0)
+            found.append(mean)
+            rate = mean / above if above else 0.0
+            above = mean
+        return found
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Forget requests that ended; their slots will be other requests'."""
+        for slot in slots:
+            for source in Source:
+                self.requests.pop((source, slot), None)

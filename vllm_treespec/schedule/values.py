@@ -1,0 +1,276 @@
+"""What the trees of an option bring, and what work they are.
+
+Only additions, products and quotients: they give the same bits on any processor, so
+that all ranks compute alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm_treespec.schedule.base import ScheduledTree
+from vllm_treespec.schedule.batch_sizes import nearest_size
+from vllm_treespec.schedule.decay import DecayedMean
+from vllm_treespec.schedule.plan import StepResult, Work
+from vllm_treespec.trees.source import Source
+
+# Trees that a prior of their accepted tokens counts for, and tokens that the prior of a
+# text, and of a request, counts for.
+PRIOR_TREES, PRIOR_TEXT, PRIOR_REQUEST = 4.0, 3.0, 4.0
+# Rows of a pruned tree for each token that is accepted, before any was drawn.
+PRIOR_ROWS = 2.0
+# Stands for any batch size: of trees that are the same in all of them.
+ANY_SIZE = 0
+
+
+@dataclass(frozen=True)
+class TreeOption:
+    """A tree of the schedule, as the scheduler sees it."""
+
+    index: int
+    # draft nodes at most
+    num_drafts: int
+    # accepted tokens before any was measured; of a model beside an index those it adds
+    prior: float
+    # what drafts it
+    sources: Source
+    # whether drafts are left out that are worth less than their row
+    prunes: bool
+    # that draft models read, at most
+    levels: int
+    branches: bool
+
+    @property
+    def index_only(self) -> bool:
+        """Whether no model drafts."""
+        return Source.MODEL not in self.sources
+
+    @classmethod
+    def of_tree(cls, index: int, tree: ScheduledTree, has_index: bool) -> TreeOption:
+        """Describe a tree; ``has_index``: an index drafts alone or beside a model."""
+        sizes = tree.sizes
+        rate = min(0.6 + 0.08 * math.log2(sizes.max_leaves), 0.85)
+        beside = has_index and not tree.is_free
+        depth = sizes.draft_depth if beside else sizes.max_depth
+        sources = Source.INDEX if has_index else Source.MODEL
+        if beside:
+            sources |= Source.MODEL
+        return cls(
+            index,
+            sizes.max_nodes - 1,
+            sum(rate**level for level in range(1, depth + 1)),
+            sources,
+            tree.weighs_drafts,
+            0 if tree.is_free else sizes.draft_depth,
+            sizes.max_leaves > 1,
+        )
+
+
+@dataclass
+class TreeStats:
+    """Means of an option's trees at one batch size."""
+
+    # sampled -> accepted tokens of a tree
+    accepted: dict[bool, DecayedMean] = field(
+        default_factory=lambda: {False: DecayedMean(), True: DecayedMean()}
+    )
+    # rows of a tree; and of a step, the shares with any drafts and with branches, and
+    # levels that were read
+    rows: DecayedMean = field(default_factory=DecayedMean)
+    drafted: DecayedMean = field(default_factory=DecayedMean)
+    branches: DecayedMean = field(default_factory=DecayedMean)
+    levels: DecayedMean = field(default_factory=DecayedMean)
+
+
+class OptionValues:
+    """Accepted tokens and work of each option's trees.
+
+    Greedy and sampled requests are apart. Each request has a factor of its own: how
+    much more is accepted of its trees than of others'. Of an index and a model that
+    draft together each part has its own means: the index's are those of the index
+    alone, the model's are of what it adds.
+    """
+
+    def __init__(self, options: Iterable[TreeOption], steps: Counter[int]) -> None:
+        """Begin with nothing measured.
+
+        Args:
+            options: of which trees are drawn.
+            steps: so far, by batch size; those of ``ANY_SIZE`` are all. A mean does not
+                decay while other batch sizes run.
+
+        """
+        self.options = list(options)
+        self.steps = steps
+        self.index_only = next((o for o in self.options if o.index_only), None)
+        # option, batch size -> means
+        self.stats: dict[tuple[int, int], TreeStats] = {}
+        # sources, sampled -> accepted tokens over those of the priors
+        self.texts: dict[tuple[Source, bool], DecayedMean] = {}
+        # sources, slot -> accepted tokens over those of most requests
+        self.requests: dict[tuple[Source, int], DecayedMean] = {}
+
+    def parts(self, option: TreeOption) -> list[TreeOption]:
+        """The index alone and the option that adds to it; else the option itself."""
+        if self.index_only is None or option is self.index_only:
+            return [option]
+        return [self.index_only, option]
+
+    def tokens(self, size: int, option: TreeOption, slot: int, sampled: bool) -> float:
+        """Accepted tokens of a request's next tree."""
+        return sum(
+            self._usual(size, part, sampled) * self.factor(part, slot)
+            for part in self.parts(option)
+        )
+
+    def factor(self, option: TreeOption, slot: int) -> float:
+        """How much more is accepted of a request's trees than of others'."""
+        request = self.requests.get((option.sources, slot))
+        if request is None:
+            return 1.0
+        return request.mean(self.steps[ANY_SIZE], 1.0, PRIOR_REQUEST)
+
+    def num_seen(self, option: TreeOption, slot: int) -> float:
+        """Accepted tokens that were expected of a request's trees so far."""
+        request = self.requests.get((option.sources, slot))
+        return 0.0 if request is None else request.weight
+
+    def _usual(self, size: int, option: TreeOption, sampled: bool) -> float:
+        """Accepted tokens of a tree, or of a model's part, for a request like most."""
+        text = self.texts.get((option.sources, sampled))
+        ratio = 1.0
+        if text is not None:
+            ratio = text.mean(self.steps[ANY_SIZE], 1.0, PRIOR_TEXT)
+        mean = option.prior * ratio
+        for at in self._places(option, size):
+            stats = self.stats.get((option.index, at))
+            if stats is not None:
+                mean = stats.accepted[sampled].mean(self.steps[at], mean, PRIOR_TREES)
+        return mean
+
+    def _places(self, option: TreeOption, size: int) -> list[int]:
+        """Batch sizes that tell of a tree at this one, the last one most."""
+        if not option.prunes:
+            return [ANY_SIZE]
+        sizes = {at for index, at in self.stats if index == option.index} - {size}
+        nearest = nearest_size(sizes, size)
+        return [size] if nearest is None else [nearest, size]
+
+    def work(
+        self,
+        size: int,
+        option: TreeOption,
+        requests: int,
+        num_trees: float,
+        sampled: bool,
+    ) -> Work:
+        """What a step does with so many whole trees.
+
+        Args:
+            size: the batch size's group.
+            option: that is drawn.
+            requests: that run.
+            num_trees: of them; cut trees count for their part.
+            sampled: whether some request is.
+
+        """
+        lookup = float(Source.INDEX in option.sources)
+        if not option.prunes:
+            rows = num_trees * option.num_drafts
+            branches = float(option.branches)
+            return Work(requests, sampled, rows, 1.0, branches, lookup, option.levels)
+        tokens = min(option.prior, option.num_drafts)
+        rows, levels = PRIOR_ROWS * tokens, min(option.levels, 1.0 + tokens)
+        drafted = branches = 1.0
+        for at in self._places(option, size):
+            stats = self.stats.get((option.index, at))
+            if stats is not None:
+                step = self.steps[at]
+                rows = stats.rows.mean(step, rows, PRIOR_TREES)
+                drafted = stats.drafted.mean(step, drafted, 1.0)
+                branches = stats.branches.mean(step, branches, 1.0)
+                levels = stats.levels.mean(step, levels, 1.0)
+        return Work(
+            requests, sampled, rows * num_trees, drafted, branches, lookup, levels
+        )
+
+    def observe(
+        self,
+        size: int,
+        option: TreeOption,
+        kinds: Mapping[int, bool],
+        result: StepResult,
+    ) -> None:
+        """Learn from the trees of a step.
+
+        Args:
+            size: its batch size's group.
+            option: what it drew.
+            kinds: whether requests are sampled, by slot. Others tell nothing.
+            result: what it brought.
+
+        """
+        if not result.slots:
+            return
+        parts, by_part = self.parts(option), [list(result.num_accepted)]
+        if len(parts) > 1:
+            found = [
+                min(a, b)
+                for a, b in zip(
+                    result.num_accepted, result.accepted[Source.INDEX], strict=True
+                )
+            ]
+            added = [a - b for a, b in zip(result.num_accepted, found, strict=True)]
+            by_part = [found, added]
+        for part, accepted in zip(parts, by_part, strict=True):
+            self._observe_part(size, part, kinds, result, accepted)
+        stats, step = self._stats(option, size), self._step(option, size)
+        for limit, drafts in zip(result.limits, result.num_drafts, strict=True):
+            if limit >= option.num_drafts:
+                stats.rows.add(step, 1.0, drafts)
+        stats.drafted.add(step, 1.0, result.work.drafted)
+        stats.branches.add(step, 1.0, result.work.branches)
+        stats.levels.add(step, 1.0, result.work.levels)
+
+    def _observe_part(
+        self,
+        size: int,
+        part: TreeOption,
+        kinds: Mapping[int, bool],
+        result: StepResult,
+        accepted: Sequence[int],
+    ) -> None:
+        """Learn what was accepted of one part of the trees."""
+        stats, step = self._stats(part, size), self._step(part, size)
+        all_steps = self.steps[ANY_SIZE]
+        usual = {kind: self._usual(size, part, kind) for kind in (False, True)}
+        for slot, tokens, limit in zip(
+            result.slots, accepted, result.limits, strict=True
+        ):
+            if slot not in kinds:
+                continue
+            sampled = kinds[slot]
+            request = self.requests.setdefault((part.sources, slot), DecayedMean())
+            request.add(all_steps, usual[sampled], tokens)
+            if limit >= part.num_drafts:
+                stats.accepted[sampled].add(step, 1.0, tokens)
+                text = self.texts.setdefault((part.sources, sampled), DecayedMean())
+                text.add(all_steps, part.prior, tokens)
+
+    def _stats(self, option: TreeOption, size: int) -> TreeStats:
+        """The means of an option at a batch size."""
+        key = option.index, size if option.prunes else ANY_SIZE
+        return self.stats.setdefault(key, TreeStats())
+
+    def _step(self, option: TreeOption, size: int) -> int:
+        """The steps by which an option's means decay."""
+        return self.steps[size if option.prunes else ANY_SIZE]
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Forget requests that ended; their slots will be other requests'."""
+        for slot in slots:
+            for sources in {option.sources for option in self.options}:
+                self.requests.pop((sources, slot), None)
