@@ -15,7 +15,7 @@ from typing import NamedTuple
 from vllm_treespec.schedule.batch_sizes import nearest_size, size_group
 from vllm_treespec.schedule.decay import left_after
 from vllm_treespec.schedule.forward_times import MORE_ROWS, NOT_TIMED, ForwardTimes
-from vllm_treespec.schedule.plan import Work
+from vllm_treespec.schedule.plan import Estimate, Work
 
 # Relative error of one measured time: quiet machines have 3 %, shared ones 10 %.
 ERROR = 0.08
@@ -59,13 +59,6 @@ HOST_ROW = 0.1
 # The least factor of a term, and of timed rows: two noisy steps must not make them
 # free.
 LEAST, LEAST_OF_TIMED = 0.05, 0.5
-
-
-class Estimate(NamedTuple):
-    """A time in seconds, and its standard error."""
-
-    mean: float
-    error: float
 
 
 class DraftCosts(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 # Steps after which a third of a mean is left: long enough for 3 % of error, short
 # enough to follow a text that changes.
-MEMORY_STEPS = 128
+MEMORY_STEPS = 192
 
 
 def left_after(steps: int, memory: int) -> float:

@@ -9,6 +9,13 @@ from typing import NamedTuple
 from vllm_treespec.trees.source import Source
 
 
+class Estimate(NamedTuple):
+    """A mean and its standard error."""
+
+    mean: float
+    error: float
+
+
 class Work(NamedTuple):
     """What a step did, or would do: the regressors of its time."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_treespec.schedule.base import RunningRequests, ScheduledTree
@@ -20,16 +21,18 @@ from vllm_treespec.trees.source import Source
 # Steps between two choices: a change costs the first of them its usual time.
 ROUND_STEPS = 4
 # Share of the time that is spent on options other than the best.
-PROBE_SHARE = 0.015
+PROBE_SHARE = 0.01
 # What a probe costs at least, in plain steps: else options as good as the best would
 # take turns with it.
-LEAST_LOSS = 0.2
+LEAST_LOSS = 0.1
 # How much faster than plain decoding an option must be: the best of several estimates
 # is too high.
 WORTH_A_TREE = 1.02
-# Standard errors by which the time of an option may be less than estimated, and the
-# least part of it: what was hardly timed is tried.
-HOPED_ERRORS, LEAST_HOPED = 1.0, 0.5
+# Standard errors by which an option may be better than estimated, and the least part
+# of its time: what is hardly known is tried.
+HOPED_ERRORS, LEAST_HOPED = 0.5, 0.5
+# Standard errors by which an option must come up to the best one to be probed.
+PROBED_ERRORS = 2.0
 # Steps of a request before any has ended.
 PRIOR_LIFE = 64.0
 # Tokens caught up on that tell what they take, in a step that is no usual one.
@@ -39,8 +42,10 @@ MANY_TOKENS = 16
 class Gain(NamedTuple):
     """What a request's tree brings."""
 
-    # accepted tokens
+    # accepted tokens, see ``TokenEstimate``
     tokens: float
+    error: float
+    own_variance: float
     slot: int
     # of a whole tree
     share: float
@@ -59,8 +64,9 @@ class Offer:
     # of a step
     tokens: float
     seconds: float
-    # the standard error of its seconds
-    error: float = 0.0
+    # the standard errors of both
+    tokens_error: float = 0.0
+    seconds_error: float = 0.0
     slots: Sequence[int] = ()
     # seconds that draft models take now for the tokens that they are behind
     catching_up: float = 0.0
@@ -70,11 +76,11 @@ class Offer:
         """Tokens a second."""
         return self.tokens / self.seconds
 
-    @property
-    def hopeful_rate(self) -> float:
-        """The same if its seconds are less by a part of their error."""
-        least = LEAST_HOPED * self.seconds
-        return self.tokens / max(self.seconds - HOPED_ERRORS * self.error, least)
+    def hopeful_rate(self, errors: float) -> float:
+        """The same if tokens and time are so many standard errors better."""
+        tokens = self.tokens + errors * self.tokens_error
+        seconds = self.seconds - errors * self.seconds_error
+        return tokens / max(seconds, LEAST_HOPED * self.seconds)
 
 
 @dataclass
@@ -202,13 +208,13 @@ class AdaptiveScheduler:
         num_reqs = requests.num_reqs
         if not self.cost.knows_plain(num_reqs, sampled):
             return Offer(None, num_reqs, 1.0), 0.0
-        seconds = self.cost.seconds(Work(num_reqs, sampled)).mean
-        plain = Offer(None, num_reqs, seconds)
+        seconds, error = self.cost.seconds(Work(num_reqs, sampled))
+        plain = Offer(None, num_reqs, seconds, seconds_error=error)
         if not requests.slots:
             return plain, plain.rate
         offers = [self._offer(option, size, requests) for option in self.options]
-        best = max(offers, key=lambda offer: offer.hopeful_rate)
-        if best.hopeful_rate < WORTH_A_TREE * plain.rate:
+        best = max(offers, key=lambda offer: offer.hopeful_rate(HOPED_ERRORS))
+        if best.hopeful_rate(HOPED_ERRORS) < WORTH_A_TREE * plain.rate:
             best = plain
         probe = self._probe(size, sampled, [plain, *offers], best)
         return probe or best, best.rate
@@ -230,7 +236,9 @@ class AdaptiveScheduler:
             self.credit[key] += time
             lost = ROUND_STEPS * (offer.seconds - offer.tokens / best.rate)
             lost = max(lost, LEAST_LOSS * best.seconds) + offer.catching_up
-            if due is None and self.credit[key] >= lost:
+            # A text may change, and trees with it; plain steps bring one token for good.
+            may_win = offer.option or offer.hopeful_rate(PROBED_ERRORS) > best.rate
+            if due is None and may_win and self.credit[key] >= lost:
                 self.credit[key] = 0.0
                 due = offer
         return due
@@ -238,10 +246,13 @@ class AdaptiveScheduler:
     def _offer(self, option: TreeOption, size: int, requests: RunningRequests) -> Offer:
         """Draw an option for as many requests as bring the most tokens a second."""
         num_reqs, sampled = requests.num_reqs, any(requests.sampled)
-        gains = self._gains(option, size, requests)[: self.max_trees]
         token = self.cost.draft_costs(num_reqs, sampled).caught_up
+        plain = self.cost.seconds(Work(num_reqs, sampled)).mean
+        gains = self._gains(option, size, requests, token / plain)[: self.max_trees]
         best: Offer | None = None
-        for count in counts_up_to(len(gains)):
+        counts = counts_up_to(len(gains))
+        # An index prunes by itself what is worth no row.
+        for count in counts[-1:] if option.index_only and option.prunes else counts:
             drawn = gains[:count]
             tokens = num_reqs + sum(gain.tokens for gain in drawn)
             num_trees = sum(gain.share for gain in drawn)
@@ -253,17 +264,32 @@ class AdaptiveScheduler:
                     option,
                     tokens,
                     seconds,
+                    sum(gain.error for gain in drawn)
+                    + math.sqrt(sum(gain.own_variance for gain in drawn)),
                     error,
                     [gain.slot for gain in drawn],
                     token * sum(gain.behind for gain in drawn),
                 )
         assert best is not None
+        if option.index_only and option.prunes:
+            # Where its drafts are worth no row, none is drawn.
+            nothing = self.cost.seconds(Work(num_reqs, sampled, lookup=1.0))
+            if num_reqs / nothing.mean > best.rate:
+                best = replace(best, tokens=num_reqs, seconds=nothing.mean)
         return best
 
     def _gains(
-        self, option: TreeOption, size: int, requests: RunningRequests
+        self, option: TreeOption, size: int, requests: RunningRequests, token: float
     ) -> list[Gain]:
-        """What each request's tree brings; the most first."""
+        """What each request's tree brings; the most first.
+
+        Args:
+            option: that is drawn.
+            size: the batch size's group.
+            requests: that run.
+            token: what one takes that draft models are behind, in plain steps.
+
+        """
         life = self.lives.mean(self.step, PRIOR_LIFE, 1.0)
         gains = []
         for slot, sampled, limit, behind in zip(
@@ -278,8 +304,18 @@ class AdaptiveScheduler:
             unread = 0.0 if option.index_only else float(behind)
             # It goes on as long as others, or as it did so far.
             num_steps = max(self.step - self.begun[slot], life)
+            # Tokens that are read for a hope alone are lost.
+            caution = 1.0 + unread * token
             gains.append(
-                Gain(min(tokens, limit), slot, share, unread, unread / num_steps)
+                Gain(
+                    min(tokens.mean, limit),
+                    tokens.error / caution,
+                    tokens.own_variance / (caution * caution),
+                    slot,
+                    share,
+                    unread,
+                    unread / num_steps,
+                )
             )
         return sorted(gains, reverse=True)
 

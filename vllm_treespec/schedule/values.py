@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_treespec.schedule.base import ScheduledTree
 from vllm_treespec.schedule.batch_sizes import nearest_size
@@ -69,6 +70,16 @@ class TreeOption:
         )
 
 
+class TokenEstimate(NamedTuple):
+    """Accepted tokens of a request's tree."""
+
+    mean: float
+    # standard error of what most requests accept, and the variance of how much this one
+    # differs
+    error: float
+    own_variance: float
+
+
 @dataclass
 class TreeStats:
     """Means of an option's trees at one batch size."""
@@ -119,12 +130,22 @@ class OptionValues:
             return [option]
         return [self.index_only, option]
 
-    def tokens(self, size: int, option: TreeOption, slot: int, sampled: bool) -> float:
-        """Accepted tokens of a request's next tree."""
-        return sum(
-            self._usual(size, part, sampled) * self.factor(part, slot)
-            for part in self.parts(option)
-        )
+    def tokens(
+        self, size: int, option: TreeOption, slot: int, sampled: bool
+    ) -> TokenEstimate:
+        """Accepted tokens of a request's next tree.
+
+        The number of a tree's accepted tokens is taken as geometric.
+        """
+        mean = of_text = of_request = 0.0
+        for part in self.parts(option):
+            usual, num_trees = self._usual(size, part, sampled)
+            factor = self.factor(part, slot)
+            mean += usual * factor
+            of_text += factor * factor * usual * (1.0 + usual) / num_trees
+            seen = PRIOR_REQUEST + self.num_seen(part, slot)
+            of_request += usual * usual / seen
+        return TokenEstimate(mean, math.sqrt(of_text), of_request)
 
     def factor(self, option: TreeOption, slot: int) -> float:
         """How much more is accepted of a request's trees than of others'."""
@@ -138,18 +159,27 @@ class OptionValues:
         request = self.requests.get((option.sources, slot))
         return 0.0 if request is None else request.weight
 
-    def _usual(self, size: int, option: TreeOption, sampled: bool) -> float:
-        """Accepted tokens of a tree, or of a model's part, for a request like most."""
+    def _usual(
+        self, size: int, option: TreeOption, sampled: bool
+    ) -> tuple[float, float]:
+        """Accepted tokens of a tree, or of a model's part, for a request like most.
+
+        Returns:
+            their mean, and the trees that it counts for.
+
+        """
         text = self.texts.get((option.sources, sampled))
         ratio = 1.0
         if text is not None:
             ratio = text.mean(self.steps[ANY_SIZE], 1.0, PRIOR_TEXT)
-        mean = option.prior * ratio
+        mean, num_trees = option.prior * ratio, PRIOR_TREES
         for at in self._places(option, size):
             stats = self.stats.get((option.index, at))
             if stats is not None:
-                mean = stats.accepted[sampled].mean(self.steps[at], mean, PRIOR_TREES)
-        return mean
+                accepted = stats.accepted[sampled]
+                mean = accepted.mean(self.steps[at], mean, PRIOR_TREES)
+                num_trees = PRIOR_TREES + accepted.weight
+        return mean, num_trees
 
     def _places(self, option: TreeOption, size: int) -> list[int]:
         """Batch sizes that tell of a tree at this one, the last one most."""
@@ -246,7 +276,7 @@ class OptionValues:
         """Learn what was accepted of one part of the trees."""
         stats, step = self._stats(part, size), self._step(part, size)
         all_steps = self.steps[ANY_SIZE]
-        usual = {kind: self._usual(size, part, kind) for kind in (False, True)}
+        usual = {kind: self._usual(size, part, kind)[0] for kind in (False, True)}
         for slot, tokens, limit in zip(
             result.slots, accepted, result.limits, strict=True
         ):
