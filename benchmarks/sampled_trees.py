@@ -200,7 +200,7 @@ class Simulation:
         drafts = Drafts(self.draft, hidden[last], self.roots)
         sizes, positions = proposer.sizes, self.roots.numpy()
         noise = noise_keys(keys, positions, 1 + sizes.max_depth)
-        tree = proposer.propose(
+        draft = proposer.propose(
             ProposerInputs(
                 root_token_ids=self.unread[last],
                 sampling=sampling,
@@ -209,6 +209,7 @@ class Simulation:
                 noise_keys=noise,
             )
         )
+        tree = draft.tree
         self.draft.forget()
         target: Any = LazyTarget(self.target, tree, self.roots, sampling)
         if tree.draws is not None:

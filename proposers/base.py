@@ -15,8 +15,8 @@ from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.sources.continuations import Continuations
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import TreeBatch
 
 # How likely drafts are accepted at least, where nothing else says which are worth it.
 UNPRICED = 0.1
@@ -52,7 +52,7 @@ class ProposerInputs:
     num_drafts: Tensor | None = None
     # int64 [num_reqs], the deepest level that each tree may have; None: all levels
     levels: Tensor | None = None
-    # what drafts must promise; None: nothing. For proposers that weigh their drafts
+    # what drafts must claim; None: nothing. For proposers that weigh their drafts
     prices: Prices | None = None
     # whether the host may wait for a value, to leave out levels that are not worth it
     host_may_wait: bool = False
@@ -106,5 +106,5 @@ class Proposer(ABC):
     sizes: TreeSizes
 
     @abstractmethod
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request."""

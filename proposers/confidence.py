@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from vllm_treespec.proposers.base import ProposerInputs
 from vllm_treespec.proposers.worth import Worth
-from vllm_treespec.trees.tree import TreeBatch
 
 
 class Confidence:
@@ -19,15 +16,17 @@ class Confidence:
     counts with that of the likeliest path beside it: the product, along the path, of
     the highest draft probability at each node above. So its own token does not decide
     whether a draft is there, and verification stays exact.
+
+    The node of the highest confidence in each level claims it, and the others claim 0.
+    So the claims of a tree add up to the accepted tokens of its likeliest path.
     """
 
     def __init__(self, min_probability: float, inputs: ProposerInputs) -> None:
         """Begin at the roots."""
         self.worth = Worth(min_probability, inputs)
         self.sampling = inputs.sampling
-        self.num_levels = 0
-        # float64 [num_reqs], tokens that are likely accepted
-        self.promised = torch.zeros_like(inputs.root_token_ids, dtype=torch.float64)
+        # per level that was drawn, float64 [num_reqs, width], see ``Draft``
+        self.claims: list[Tensor] = []
         # float64 [num_reqs, width], log confidence of the level's nodes
         self.nodes = torch.zeros_like(
             inputs.root_token_ids[:, None], dtype=torch.float64
@@ -62,11 +61,7 @@ class Confidence:
             drawn: bool [num_reqs, width], which places of the level hold a node.
 
         """
-        likely = (self.nodes.exp() * drawn).amax(1)
-        self.promised = self.promised + likely
-        self.num_levels += 1
-        return self.worth.ends(self.num_levels, likely[:, None])
-
-    def promise(self, tree: TreeBatch) -> TreeBatch:
-        """Note in the trees what they promise: of each level its likeliest node."""
-        return replace(tree, promised=self.promised, num_levels=self.num_levels)
+        confidences = self.nodes.exp() * drawn
+        likely, best = confidences.max(1, keepdim=True)
+        self.claims.append(torch.zeros_like(confidences).scatter_(1, best, likely))
+        return self.worth.ends(len(self.claims), likely)

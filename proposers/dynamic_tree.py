@@ -15,8 +15,8 @@ from vllm_treespec.proposers.base import (
 from vllm_treespec.proposers.worth import Worth
 from vllm_treespec.sampling.coupling import LIKELIEST, coupled_chances
 from vllm_treespec.trees.builders import from_levels, highest
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import TreeBatch
 
 
 def useful(top_k: int, depth: int, num_drafts: int) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class DynamicTree(Proposer):
     ``num_drafts`` candidates of the highest joint probability are the tree; among
     equals those nearer to the root. Probabilities are those under the request's
     sampling parameters (a greedy request's at temperature 1). The nodes are no
-    samples, so the trees have no ``draws``.
+    samples, so the trees have no ``draws``. A node claims its joint probability.
 
     A sampled request's likely tokens are those that the target likely draws, given the
     noise of their positions (``coupling.py``; the paper ranks by the probabilities
@@ -77,7 +77,7 @@ class DynamicTree(Proposer):
         self.min_probability = min_probability
         self.sizes = sizes(top_k, depth, num_drafts)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models
         vocabulary = draft_model.vocabulary
@@ -111,16 +111,17 @@ class DynamicTree(Proposer):
             logits = draft_model.extend(read, place // count)
         values = torch.cat(log_probs, dim=1)
         kept = highest(values, self.num_drafts, inputs.num_drafts)
-        tree = from_levels(
+        widths = [level.shape[1] for level in tokens]
+        draft = from_levels(
             inputs.root_token_ids,
             tokens,
             parents,
-            kept.split([level.shape[1] for level in tokens], dim=1),
+            kept.split(widths, dim=1),
             draft_probs=None,
             max_nodes=1 + self.num_drafts,
+            claims=values.exp().split(widths, dim=1),
         )
-        promised = (values.exp() * kept).sum(1)
-        return replace(tree, promised=promised, num_levels=len(tokens))
+        return replace(draft, levels=len(tokens))
 
     def _num_read(self, values: Tensor, inputs: ProposerInputs) -> int:
         """Nodes of a level that are read of each tree: no more than any tree has."""

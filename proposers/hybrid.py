@@ -11,9 +11,10 @@ from vllm_treespec.proposers import dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.sources.continuations import Continuations
-from vllm_treespec.trees.builders import merge_trees
+from vllm_treespec.trees.builders import merge_drafts
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import FIRST_PART, TreeBatch
+from vllm_treespec.trees.source import Source
 
 
 def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSizes:
@@ -38,7 +39,8 @@ class Hybrid(Proposer):
     The index's part comes first: it gets its share of the draft tokens, and takes as
     many of them as it found continuations. The model's part gets the others. Tokens of
     both parts leave places empty. Where the index has the whole share, or no draft
-    model is there, the model drafts nothing. Nothing is random.
+    model is there, the model drafts nothing. Nothing is random. A node that both found
+    has the index's claim.
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class Hybrid(Proposer):
         ]
         return sum(gains) > prices.level
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; ``draws`` is None."""
         if self.model is None or not inputs.draft_models:
-            tree = self.index.propose(inputs)
-            return replace(tree, parts=(tree.depths > 0) * FIRST_PART)
+            draft = self.index.propose(inputs)
+            return replace(draft, sources=(draft.tree.depths > 0) * Source.INDEX)
         (continuations,) = inputs.continuations
         assert inputs.first_shares is not None
         least = inputs.least(self.index.min_probability)
@@ -112,13 +114,12 @@ class Hybrid(Proposer):
                 found=self.index.likely_found(continuations, inputs.prices),
             )
         drafted = self.model.propose(of_model)
-        found = grown.tree(roots)
-        merged = merge_trees(found, drafted, drafted.num_levels, 1 + self.num_drafts)
-        return replace(
-            merged,
-            promised=found.promised,
-            second_promised=drafted.promised,
-            num_levels=drafted.num_levels,
+        return merge_drafts(
+            grown.draft(roots),
+            drafted,
+            (Source.INDEX, Source.MODEL),
+            drafted.levels,
+            1 + self.num_drafts,
         )
 
     def _limits(self, shares: np.ndarray) -> list[tuple[int, int]]:

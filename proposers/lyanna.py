@@ -11,9 +11,10 @@ from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.sources.chain import ChainDraft
-from vllm_treespec.trees.builders import merge_trees
+from vllm_treespec.trees.builders import merge_drafts
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
+from vllm_treespec.trees.source import Source
 
 
 def sizes(tree: TreeSizes, leftover: TreeSizes | None = None) -> TreeSizes:
@@ -45,8 +46,8 @@ class Lyanna(Proposer):
 
     The tree is that of any other draft model; only, its source is a ``ChainDraft``. A
     second tree, of the likeliest nodes below the same root, may be drafted from what
-    the step before left over. Both are verified as one (section 6.2). A tree's first
-    part is the fresh chain's, its second part is what was left over.
+    the step before left over. Both are verified as one (section 6.2). The source of a
+    node is the model, if its chain is fresh, or what was left over, or both.
     """
 
     def __init__(
@@ -59,19 +60,21 @@ class Lyanna(Proposer):
         self.leftover = leftover
         self.sizes = sizes(tree.sizes, None if leftover is None else leftover.sizes)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; nothing is read."""
         (draft,) = inputs.draft_models
         assert isinstance(draft, ChainDraft)
-        tree = self.tree.propose(replace(inputs, levels=draft.levels_left))
+        drafted = self.tree.propose(replace(inputs, levels=draft.levels_left))
         if draft.reused is not None:
-            is_draft = tree.is_node() & (tree.depths > 0)
-            part = torch.where(draft.reused, SECOND_PART, FIRST_PART)
-            tree = replace(tree, parts=is_draft * part[:, None])
+            source = torch.where(draft.reused, Source.LEFTOVER, Source.MODEL)
+            sources = (drafted.tree.depths > 0) * source[:, None]
+            drafted = replace(drafted, sources=sources)
         left = draft.leftover
         if self.leftover is None or left is None:
-            return tree
+            return drafted
         second = self.leftover.propose(
             replace(inputs, draft_models=[left], levels=left.levels_left)
         )
-        return merge_trees(tree, second, self.leftover.depth)
+        return merge_drafts(
+            drafted, second, (Source.MODEL, Source.LEFTOVER), self.leftover.depth
+        )

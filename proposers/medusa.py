@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from vllm_treespec.proposers.base import (
     ProposerInputs,
     tokens_of,
 )
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
@@ -44,13 +46,28 @@ def sizes_of_tree(paths: Sequence[RankPath]) -> TreeSizes:
     )
 
 
+def claims_of_tree(
+    paths: Sequence[RankPath], rank_accuracies: Sequence[Sequence[float]]
+) -> Tensor:
+    """Product of the accuracies along each node's path, float64 [1 + num_paths].
+
+    The first entry, of the root, is 0.
+    """
+    products = [
+        prod(rank_accuracies[level][rank] for level, rank in enumerate(path))
+        for path in paths
+    ]
+    return torch.tensor([0.0, *products], dtype=torch.float64)
+
+
 class Medusa(Proposer):
     """Drafts the static tree of arXiv 2401.10774, section 2.3.3.
 
     The tree grows once, from how often each level's guess of each rank was right: the
     next node is the one whose path has the highest product of accuracies. In every
     step its nodes get the tokens of their level and rank. Nothing is random, so the
-    trees have no ``draws``, and nothing depends on the sampling parameters.
+    trees have no ``draws``, and nothing depends on the sampling parameters. A node
+    claims the product that it was chosen for.
     """
 
     def __init__(
@@ -85,8 +102,9 @@ class Medusa(Proposer):
         self.guesses = torch.tensor([starts[len(p) - 1] + p[-1] for p in paths])
         self.parents = torch.tensor([NO_NODE] + [numbers[p[:-1]] for p in paths])
         self.depths = torch.tensor([0] + [len(p) for p in paths])
+        self.claims = claims_of_tree(paths, rank_accuracies)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Fill the tree for every request."""
         (draft_model,) = inputs.draft_models
         num_reqs, device = inputs.root_token_ids.shape[0], inputs.root_token_ids.device
@@ -103,13 +121,15 @@ class Medusa(Proposer):
         # Moved once; no-ops from then on.
         self.guesses = self.guesses.to(device)
         self.parents, self.depths = self.parents.to(device), self.depths.to(device)
+        self.claims = self.claims.to(device)
         drafts = torch.cat(guesses, dim=1)[:, self.guesses]
-        return TreeBatch(
+        tree = TreeBatch(
             token_ids=torch.cat([roots, drafts], dim=1),
             parents=self.parents.repeat(num_reqs, 1),
             depths=self.depths.repeat(num_reqs, 1),
             num_nodes=torch.full((num_reqs,), self.sizes.max_nodes, device=device),
         )
+        return Draft(tree, self.claims.repeat(num_reqs, 1), len(self.num_ranks))
 
 
 def grow_tree(

@@ -13,6 +13,7 @@ from vllm_treespec.proposers.base import (
 )
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.builders import highest
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
@@ -35,7 +36,8 @@ class ReDrafter(Proposer):
     under the request's sampling parameters (a greedy request's at temperature 1).
     The last level's beams become a tree in which every prefix is one node ("dynamic
     tree attention"); of a tree that is too large the most probable nodes are kept.
-    Beams are no samples, so the trees have no ``draws``.
+    Beams are no samples, so the trees have no ``draws``. A node claims the joint
+    probability of its prefix.
     """
 
     def __init__(self, beam_width: int, length: int, num_drafts: int) -> None:
@@ -46,13 +48,13 @@ class ReDrafter(Proposer):
         self.num_drafts = min(num_drafts, self.num_beam_tokens)
         self.sizes = sizes(beam_width, length, num_drafts)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models
         beams, log_probs = beam_search(
             draft_model, inputs.sampling, self.beam_width, self.length
         )
-        return tree_of_beams(inputs.root_token_ids, beams, log_probs, self.num_drafts)
+        return draft_of_beams(inputs.root_token_ids, beams, log_probs, self.num_drafts)
 
 
 def beam_search(
@@ -117,9 +119,9 @@ def prefix_match(beams: Tensor) -> Tensor:
     return equal.cumprod(dim=3).argmax(dim=2)
 
 
-def tree_of_beams(
+def draft_of_beams(
     root_token_ids: Tensor, beams: Tensor, log_probs: Tensor, num_drafts: int
-) -> TreeBatch:
+) -> Draft:
     """Merge the beams' common prefixes into one tree per request.
 
     Args:
@@ -132,7 +134,8 @@ def tree_of_beams(
 
     Returns:
         trees of at most 1 + ``num_drafts`` nodes, siblings in the order of the first
-        beam that has each; ``draws`` is None.
+        beam that has each; ``draws`` is None. Nodes claim the probability of their
+        prefix.
 
     """
     width, length = beams.shape[1:]
@@ -153,15 +156,16 @@ def tree_of_beams(
     max_nodes = 1 + min(num_drafts, width * length)
     column = torch.where(kept, nodes, max_nodes)
 
-    def by_node(values: Tensor, unused: int) -> Tensor:
+    def by_node(values: Tensor, unused: int = 0) -> Tensor:
         row = values.new_full((len(values), max_nodes + 1), unused)
         return row.scatter_(1, column, values)[:, :max_nodes]
 
-    tokens = by_node(token_ids, 0)
+    tokens = by_node(token_ids)
     tokens[:, 0] = root_token_ids
-    return TreeBatch(
-        tokens, by_node(parents, NO_NODE), by_node(depths, 0), 1 + nodes[:, -1]
+    tree = TreeBatch(
+        tokens, by_node(parents, NO_NODE), by_node(depths), 1 + nodes[:, -1]
     )
+    return Draft(tree, by_node(log_probs.double().exp()), length)
 
 
 def _neighbours(match: Tensor) -> Tensor:

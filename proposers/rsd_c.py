@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -17,8 +18,8 @@ from vllm_treespec.proposers.confidence import Confidence
 from vllm_treespec.sampling.draws import draw_without_replacement
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.builders import from_levels
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import TreeBatch
 
 
 def level_widths(branching_factors: Sequence[int]) -> list[int]:
@@ -59,7 +60,7 @@ class RsdC(Proposer):
         self.widths = level_widths(self.branching_factors)
         self.sizes = sizes(self.branching_factors)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models
         num_reqs, device = inputs.root_token_ids.shape[0], inputs.root_token_ids.device
@@ -90,15 +91,16 @@ class RsdC(Proposer):
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )
-        tree = from_levels(
+        draft = from_levels(
             inputs.root_token_ids,
             tokens,
             parents,
             valid,
             draft_probs,
             draft_model.vocabulary,
+            claims=confidence.claims,
         )
-        return confidence.promise(tree)
+        return replace(draft, levels=len(tokens))
 
 
 def draw_children(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,8 @@ from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.sampling.draws import truncated_gumbel
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.builders import from_levels
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import TreeBatch
 
 
 def sizes(beam_width: int, depth: int) -> TreeSizes:
@@ -54,7 +56,7 @@ class RsdS(Proposer):
         self.min_probability = min_probability
         self.sizes = sizes(beam_width, depth)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models
         num_reqs, device = inputs.root_token_ids.shape[0], inputs.root_token_ids.device
@@ -95,15 +97,16 @@ class RsdS(Proposer):
         draft_probs = (
             None if inputs.sampling.all_greedy else torch.cat(level_probs, dim=1)
         )
-        tree = from_levels(
+        draft = from_levels(
             inputs.root_token_ids,
             tokens,
             parents,
             valid,
             draft_probs,
             draft_model.vocabulary,
+            claims=confidence.claims,
         )
-        return confidence.promise(tree)
+        return replace(draft, levels=len(tokens))
 
 
 def expand_beam(

@@ -19,6 +19,7 @@ from vllm_treespec.proposers.rsd_c import level_widths
 from vllm_treespec.sampling.draws import draw
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.builders import first_equal, from_draws
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -55,7 +56,7 @@ class SpecInfer(Proposer):
         self.widths = [level_widths(factors)[1:] for factors in self.branching_factors]
         self.sizes = sizes(self.branching_factors)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request, one forward per draft model and level.
 
         Raises:
@@ -75,7 +76,9 @@ class SpecInfer(Proposer):
             )
         ]
         tree = merge(inputs.root_token_ids, drawn, vocabulary)
-        return replace(tree, draws=None) if inputs.sampling.all_greedy else tree
+        if inputs.sampling.all_greedy:
+            tree = replace(tree, draws=None)
+        return Draft(tree, levels=sum(map(len, drawn)))
 
 
 def shared_vocabulary(draft_models: Sequence[DraftModel]) -> Tensor | None:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, tokens_of
-from vllm_treespec.proposers.medusa import RankPath, grow_tree, sizes_of_tree
+from vllm_treespec.proposers.medusa import (
+    RankPath,
+    claims_of_tree,
+    grow_tree,
+    sizes_of_tree,
+)
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
@@ -71,7 +77,8 @@ class StaticTree(Proposer):
     The tree grows once, like Medusa's, from how often guesses of each level and rank
     are right. In every step its nodes get tokens: the children of a node are the
     likeliest after that node. Nothing is random, so the trees have no ``draws``, and
-    nothing depends on the sampling parameters.
+    nothing depends on the sampling parameters. A node claims the product of the
+    accuracies along its path.
     """
 
     name = "static_tree"
@@ -107,6 +114,7 @@ class StaticTree(Proposer):
         numbers = {path: node for node, path in enumerate([(), *paths])}
         self.parents = torch.tensor([NO_NODE] + [numbers[p[:-1]] for p in paths])
         self.depths = torch.tensor([0] + [len(p) for p in paths])
+        self.claims = claims_of_tree(paths, limited)
         read = [len(level.read) for level in self.levels[1:]]
         self.sizes = replace(
             sizes_of_tree(paths),
@@ -116,13 +124,14 @@ class StaticTree(Proposer):
             max_parents=1 + sum(read),
         )
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Fill the tree for every request, one draft forward per level."""
         (draft_model,) = inputs.draft_models
         num_reqs, device = inputs.root_token_ids.shape[0], inputs.root_token_ids.device
         # Moved once; no-ops from then on.
         self.levels = [level.to(device) for level in self.levels]
         self.parents, self.depths = self.parents.to(device), self.depths.to(device)
+        self.claims = self.claims.to(device)
         tokens = [inputs.root_token_ids[:, None]]
         for depth, level in enumerate(self.levels):
             if depth:
@@ -133,12 +142,13 @@ class StaticTree(Proposer):
             columns = logits.topk(level.num_ranks, dim=-1).indices
             chosen = columns.flatten(1)[:, level.guesses]
             tokens.append(tokens_of(chosen, draft_model.vocabulary))
-        return TreeBatch(
+        tree = TreeBatch(
             token_ids=torch.cat(tokens, dim=1),
             parents=self.parents.repeat(num_reqs, 1),
             depths=self.depths.repeat(num_reqs, 1),
             num_nodes=torch.full((num_reqs,), self.sizes.max_nodes, device=device),
         )
+        return Draft(tree, self.claims.repeat(num_reqs, 1), len(self.levels))
 
 
 def static_levels(paths: Sequence[RankPath]) -> list[StaticLevel]:

@@ -12,8 +12,8 @@ from vllm_treespec.proposers.base import Proposer, ProposerInputs, tokens_of
 from vllm_treespec.proposers.dynamic_tree import frontier, useful
 from vllm_treespec.proposers.rsd_s import expand_beam
 from vllm_treespec.trees.builders import from_candidates
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import TreeBatch
 
 
 def sizes(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
@@ -48,7 +48,7 @@ class StochasticTree(Proposer):
         self.num_drafts = num_drafts
         self.sizes = sizes(top_k, depth, num_drafts)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models
         vocabulary = draft_model.vocabulary
@@ -84,7 +84,7 @@ class StochasticTree(Proposer):
         draft_probs = None
         if not inputs.sampling.all_greedy:
             draft_probs = torch.cat(level_probs, dim=1)
-        return from_candidates(
+        draft = from_candidates(
             inputs.root_token_ids,
             tokens,
             parents,
@@ -94,3 +94,4 @@ class StochasticTree(Proposer):
             vocabulary,
             rows=torch.arange(used * count, device=place.device) // count,
         )
+        return replace(draft, levels=len(tokens))

@@ -18,8 +18,9 @@ from vllm_treespec.sources.continuations import (
     Continuations,
     next_tokens,
 )
+from vllm_treespec.trees.draft import NO_TOKEN, Draft, ShadowDrafts
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import NO_GUESS, NO_NODE, TreeBatch
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 # Leaves of a tree at most. Where every path is a sequence of its own, KV memory is
 # reserved for as many; larger trees gain by depth.
@@ -39,7 +40,7 @@ def sizes(num_drafts: int, depth: int) -> TreeSizes:
 
 @dataclass(frozen=True)
 class GrownTrees:
-    """Trees on the host; see ``TreeBatch``."""
+    """Trees on the host; see ``TreeBatch`` and ``Draft``."""
 
     # int64 [num_reqs, max_nodes], without the roots' tokens
     token_ids: np.ndarray
@@ -48,8 +49,8 @@ class GrownTrees:
     depths: np.ndarray
     # int64 [num_reqs], roots included
     num_nodes: np.ndarray
-    # float64 [num_reqs], drafts that are likely accepted
-    promised: np.ndarray
+    # float64 [num_reqs, max_nodes]
+    claims: np.ndarray
 
     def num_leaves(self) -> np.ndarray:
         """Leaves among each tree's drafts, int64 [num_reqs]."""
@@ -60,24 +61,28 @@ class GrownTrees:
         ]
         return self.num_nodes - np.array(inner)
 
-    def tree(self, root_token_ids: Tensor) -> TreeBatch:
+    def draft(self, root_token_ids: Tensor) -> Draft:
         """Bring the trees to the device of their roots, int64 [num_reqs]; one copy."""
-        numbers = np.stack([self.num_nodes, self.promised.view(np.int64)], axis=1)
-        host = np.hstack([self.token_ids, self.parents, self.depths, numbers])
+        host = np.hstack(
+            [
+                self.token_ids,
+                self.parents,
+                self.depths,
+                self.claims.view(np.int64),
+                self.num_nodes[:, None],
+            ]
+        )
         on_device = torch.from_numpy(host).to(root_token_ids.device, non_blocking=True)
         width = self.token_ids.shape[1]
-        token_ids, parents, depths, numbers = on_device.split([width] * 3 + [2], dim=1)
-        token_ids[:, 0] = root_token_ids
-        return TreeBatch(
-            token_ids,
-            parents,
-            depths,
-            num_nodes=numbers[:, 0],
-            promised=numbers[:, 1].view(torch.float64),
+        token_ids, parents, depths, claims, num_nodes = on_device.split(
+            [width] * 4 + [1], dim=1
         )
+        token_ids[:, 0] = root_token_ids
+        tree = TreeBatch(token_ids, parents, depths, num_nodes[:, 0])
+        return Draft(tree, claims.view(torch.float64))
 
 
-class Draft(NamedTuple):
+class DraftNode(NamedTuple):
     """A draft node of a tree."""
 
     token: int
@@ -93,7 +98,8 @@ class Suffix(Proposer):
 
     The tree has the nodes that are most likely accepted, and none that is less likely
     than ``min_probability``, or than the step's prices ask; without both, than
-    ``UNPRICED``. Without an occurrence it is the root alone. Nothing is random.
+    ``UNPRICED``. Without an occurrence it is the root alone. Nothing is random. A node
+    claims the probability of its path.
     """
 
     num_draft_models = 0
@@ -106,35 +112,40 @@ class Suffix(Proposer):
         self.min_probability = min_probability
         self.sizes = sizes(num_drafts, depth)
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
         limits = [(self.num_drafts, MAX_LEAVES)] * len(found.by_request)
         trees = self.grow(found, limits, inputs.least(self.min_probability))
         prices = inputs.prices
         if prices is None:
-            return self.grown(trees).tree(inputs.root_token_ids)
+            return self.grown(trees).draft(inputs.root_token_ids)
         grown = self.grown(worth_most(trees, prices))
-        guesses = self._guess(found, grown)
-        tree = grown.tree(inputs.root_token_ids)
-        return replace(tree, guesses=torch.from_numpy(guesses).to(tree.parents.device))
+        shadow = self._shadow(found, grown.num_nodes, inputs.root_token_ids.device)
+        return replace(grown.draft(inputs.root_token_ids), shadow=shadow)
 
-    def _guess(self, found: Continuations, grown: GrownTrees) -> np.ndarray:
-        """Promise the likeliest token where no draft is worth its price.
+    def _shadow(
+        self, found: Continuations, num_nodes: np.ndarray, device: torch.device
+    ) -> ShadowDrafts:
+        """The likeliest token where no draft is worth its price; one copy.
 
-        So it is learned what promises are worth, also where they are not believed.
+        So claims are compared with what was accepted also while drafts do not pay.
 
-        Returns:
-            int64 [num_reqs], the tokens, NO_GUESS where there are drafts, or none is
-            likely enough; ``grown.promised`` is changed.
+        Args:
+            found: of each request.
+            num_nodes: int64 [num_reqs], of the trees.
+            device: of the result.
 
         """
-        guesses = np.full(len(grown.num_nodes), NO_GUESS)
-        for row in np.flatnonzero(grown.num_nodes == 1).tolist():
+        tokens = np.full(len(num_nodes), NO_TOKEN)
+        claims = np.zeros(len(num_nodes))
+        for row in np.flatnonzero(num_nodes == 1).tolist():
             share, token = found.likeliest[row]
             if share >= (self.min_probability or 0.0):
-                guesses[row], grown.promised[row] = token, share
-        return guesses
+                tokens[row], claims[row] = token, share
+        host = torch.from_numpy(np.stack([tokens, claims.view(np.int64)]))
+        token_ids, bits = host.to(device).unbind()
+        return ShadowDrafts(token_ids, bits.view(torch.float64))
 
     def likely_found(self, found: Continuations, prices: Prices) -> list[float]:
         """How likely each request's next token is one that is drafted, and right."""
@@ -151,7 +162,7 @@ class Suffix(Proposer):
         found: Continuations,
         limits: Sequence[tuple[int, int]],
         least: Sequence[float],
-    ) -> list[list[Draft]]:
+    ) -> list[list[DraftNode]]:
         """Grow one tree per request on the host.
 
         Args:
@@ -161,7 +172,7 @@ class Suffix(Proposer):
 
         """
         max_depth = self.sizes.max_depth
-        trees: list[list[Draft]] = []
+        trees: list[list[DraftNode]] = []
         for row, continuations in enumerate(found.by_request):
             if found.likeliest[row][0] < least[row]:
                 trees.append([])
@@ -170,14 +181,14 @@ class Suffix(Proposer):
             trees.append(grow_tree(near, *limits[row], least[row]))
         return trees
 
-    def grown(self, trees: Sequence[Sequence[Draft]]) -> GrownTrees:
+    def grown(self, trees: Sequence[Sequence[DraftNode]]) -> GrownTrees:
         """Put trees into arrays."""
         shape = (len(trees), self.sizes.max_nodes)
         tokens = np.zeros(shape, dtype=np.int64)
         parents = np.full(shape, NO_NODE, dtype=np.int64)
         depths = np.zeros(shape, dtype=np.int64)
         num_nodes = np.ones(len(tokens), dtype=np.int64)
-        promised = np.zeros(len(tokens))
+        claims = np.zeros(shape)
         for row, tree in enumerate(trees):
             num_nodes[row] = size = 1 + len(tree)
             if tree:
@@ -185,21 +196,21 @@ class Suffix(Proposer):
                 tokens[row, 1:size] = drafts[0]
                 parents[row, 1:size] = drafts[1]
                 depths[row, 1:size] = drafts[2]
-                promised[row] = sum(drafts[3])
-        return GrownTrees(tokens, parents, depths, num_nodes, promised)
+                claims[row, 1:size] = drafts[3]
+        return GrownTrees(tokens, parents, depths, num_nodes, claims)
 
 
 def worth_most(
-    trees: Sequence[Sequence[Draft]], prices: Prices
-) -> Sequence[Sequence[Draft]]:
+    trees: Sequence[Sequence[DraftNode]], prices: Prices
+) -> Sequence[Sequence[DraftNode]]:
     """These trees, their likeliest paths, or nothing: what the prices leave most of.
 
     Trees that are no chains cost a step something besides. So do any drafts.
     """
-    nothing: list[list[Draft]] = [[] for _ in trees]
+    nothing: list[list[DraftNode]] = [[] for _ in trees]
     branches = any(map(has_branches, trees))
     paths = [likeliest_path(tree) for tree in trees] if branches else trees
-    offers: list[tuple[Sequence[Sequence[Draft]], bool]] = [
+    offers: list[tuple[Sequence[Sequence[DraftNode]], bool]] = [
         (nothing, False),
         (paths, False),
     ]
@@ -209,7 +220,9 @@ def worth_most(
     return best
 
 
-def gain_of(trees: Sequence[Sequence[Draft]], branches: bool, prices: Prices) -> float:
+def gain_of(
+    trees: Sequence[Sequence[DraftNode]], branches: bool, prices: Prices
+) -> float:
     """Accepted tokens that a step's trees likely bring, less what they cost.
 
     Args:
@@ -226,14 +239,14 @@ def gain_of(trees: Sequence[Sequence[Draft]], branches: bool, prices: Prices) ->
     return prices.gain(sum(map(len, trees)), branches, kept)
 
 
-def has_branches(tree: Sequence[Draft]) -> bool:
+def has_branches(tree: Sequence[DraftNode]) -> bool:
     """Whether a tree is no chain; its nodes are in level order."""
     return any(draft.parent != number for number, draft in enumerate(tree))
 
 
-def likeliest_path(tree: Sequence[Draft]) -> list[Draft]:
+def likeliest_path(tree: Sequence[DraftNode]) -> list[DraftNode]:
     """The likeliest child of the root, its likeliest child, and so on, as a tree."""
-    path: list[Draft] = []
+    path: list[DraftNode] = []
     last = 0
     for node, draft in enumerate(tree, start=1):
         if draft.parent == last:
@@ -247,7 +260,7 @@ def grow_tree(
     num_drafts: int,
     max_leaves: int,
     min_probability: float,
-) -> list[Draft]:
+) -> list[DraftNode]:
     """Merge continuations into a tree of the nodes that are most likely accepted.
 
     Where it has as many leaves as it may, the likeliest nodes below leaves follow.
@@ -288,12 +301,12 @@ def grow_tree(
         probabilities.append(probability)
         children.append([])
         children[parent].append(node)
-    drafts: list[Draft] = []
+    drafts: list[DraftNode] = []
     level_order = [0]
     for index, node in enumerate(level_order):
         level_order += children[node]
         drafts += [
-            Draft(tokens[child], index, depths[child], probabilities[child])
+            DraftNode(tokens[child], index, depths[child], probabilities[child])
             for child in children[node]
         ]
     return drafts

@@ -15,7 +15,7 @@ HOPED = 0.9
 
 
 class Worth:
-    """What drafts must promise: ``min_probability``, and the step's prices.
+    """What drafts must claim: ``min_probability``, and the step's prices.
 
     Another level is worth a forward where the drafts that may be found there are,
     together. Prices follow from past steps alone.
@@ -35,7 +35,7 @@ class Worth:
         )
 
     def of_drafts(self, log_probs: Tensor) -> Tensor:
-        """Leave out drafts that promise too little.
+        """Leave out drafts that claim too little.
 
         Args:
             log_probs: float64 [num_reqs, width, count], of each draft's path.
@@ -72,7 +72,7 @@ class Worth:
         hoped = HOPED * likely * likely.sum(1, keepdim=True) ** (1 / level)
         found = inputs.found or [0.0] * len(prices.kept)
         gains = [
-            sum(max(promised * kept - prices.draft, 0.0) for promised in nodes)
+            sum(max(claimed * kept - prices.draft, 0.0) for claimed in nodes)
             * (1 - elsewhere)
             for nodes, kept, elsewhere in zip(
                 hoped.tolist(), prices.kept, found, strict=True

@@ -20,6 +20,7 @@ from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.step.method import Method
 from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
@@ -65,18 +66,19 @@ class OracleProposer(Proposer):
             num_uniforms=num_nodes - 1,
         )
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Make one tree per request; ``draws`` is None, as of deterministic drafts."""
         roots = inputs.root_token_ids
         tree = self.tree.select(torch.zeros(len(roots), dtype=torch.int64))
         drawn = (inputs.uniforms * self.vocab_size).long()
-        return replace(
+        tree = replace(
             tree,
             token_ids=torch.cat([roots[:, None], drawn], dim=1),
             parents=tree.parents.to(roots.device),
             depths=tree.depths.to(roots.device),
             num_nodes=tree.num_nodes.to(roots.device),
         )
+        return Draft(tree)
 
 
 def accept_by_coins(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch, ancestor_mask
 
@@ -40,9 +41,10 @@ class Chains(Proposer):
             num_uniforms=beams.sizes.num_uniforms,
         )
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw beams and give each its own rows."""
-        return without_sharing(self.beams.propose(inputs))
+        beams = self.beams.propose(inputs)
+        return Draft(without_sharing(beams.tree), levels=beams.levels)
 
 
 def use_chains(worker: Any, wanted: bool) -> None:

@@ -159,7 +159,7 @@ class PlainChains:
         none: Tensor = torch.zeros(1, 0)
         tree = self.proposer.propose(
             ProposerInputs(inputs[-1:], greedy, none, draft_models=[draft])
-        )
+        ).tree
         return tree.token_ids[0, 1 : int(tree.num_nodes)].tolist()
 
 

@@ -32,7 +32,7 @@ def drawn_level(draft: Tensor, uniforms: Tensor, with_replacement: bool) -> Tree
         tokens = torch.searchsorted(cumulative, uniforms * cumulative[-1], right=True)
         return from_draws(roots, [tokens], [above], [above], probs)
     tokens, valid = draw_without_replacement(draft.expand(num_reqs, -1), uniforms)
-    return from_levels(roots, [tokens], [above], [valid], probs)
+    return from_levels(roots, [tokens], [above], [valid], probs).tree
 
 
 def first_tokens(

@@ -127,7 +127,7 @@ def propose(
             uniforms=uniforms,
             draft_models=[LanguageDraft(model, count, vocabulary) for model in models],
         )
-    )
+    ).tree
 
 
 def all_uniforms(

@@ -24,6 +24,7 @@ from vllm_treespec.testing.toy_models import (
     hidden_state,
     kv_slots,
 )
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -152,7 +153,7 @@ class SumTree(Proposer):
             max_nodes=1 + 2 * width, max_depth=2, max_width=width, max_leaves=width
         )
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
+    def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request; ``draws`` is None."""
         (source,) = inputs.draft_models
         nodes = torch.arange(self.width)
@@ -163,12 +164,13 @@ class SumTree(Proposer):
         depths = torch.tensor([0, 1, 2]).repeat_interleave(
             torch.tensor([1, self.width, self.width])
         )
-        return TreeBatch(
+        tree = TreeBatch(
             token_ids=torch.cat([inputs.root_token_ids[:, None], level, below], 1),
             parents=parents.repeat(len(level), 1),
             depths=depths.repeat(len(level), 1),
             num_nodes=torch.full((len(level),), self.sizes.max_nodes),
         )
+        return Draft(tree)
 
 
 def true_drafts(language: Language, text: Sequence[int], width: int) -> list[int]:

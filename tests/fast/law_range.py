@@ -247,7 +247,7 @@ def all_trees(proposer: Proposer, cases: Cases) -> CaseTrees:
             uniforms=torch.cat(uniforms),
             draft_models=drafts[: proposer.num_draft_models],
         )
-    )
+    ).tree
     return CaseTrees(tree, torch.cat(weights), case_of)
 
 

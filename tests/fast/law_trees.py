@@ -133,13 +133,17 @@ def side_by_side(one: Weighted, other: Weighted) -> Weighted:
 def found_and_drafted(share: float, draft: Language) -> TreeBatch:
     """A tree of what an index found, and of a draft model."""
     found = [(5, [1, 2, 0]), (5, [1, 0]), (2, [2, 2]), (1, [0])]
-    return Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0).propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros(1, dtype=torch.int64),
-            sampling=plain_sampling(1),
-            uniforms=torch.zeros(1, 0),
-            draft_models=[LanguageDraft(draft, 1)],
-            continuations=[Continuations([found])],
-            first_shares=np.array([share]),
+    return (
+        Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0)
+        .propose(
+            ProposerInputs(
+                root_token_ids=torch.zeros(1, dtype=torch.int64),
+                sampling=plain_sampling(1),
+                uniforms=torch.zeros(1, 0),
+                draft_models=[LanguageDraft(draft, 1)],
+                continuations=[Continuations([found])],
+                first_shares=np.array([share]),
+            )
         )
+        .tree
     )

@@ -19,8 +19,10 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.heads.chain_source import ChainSource
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, Resample
-from vllm_treespec.trees.builders import from_parents, merge_trees
-from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
+from vllm_treespec.trees.builders import from_parents, merge_drafts
+from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import TreeBatch
 
 VOCAB_SIZE, DEPTH = 6, 3
 
@@ -257,33 +259,59 @@ def merged_paths(
     return paths
 
 
+BOTH = Source.INDEX, Source.MODEL
+
+
+def with_claims(tree: TreeBatch, first: float) -> Draft:
+    """Trees whose nodes claim ``first``, ``first`` + 1, and so on, row after row."""
+    numbers = torch.arange(tree.parents.numel(), dtype=torch.float64)
+    claims = numbers.view_as(tree.parents) + first
+    return Draft(tree, claims.masked_fill(tree.depths == 0, 0.0))
+
+
+def claims_by_path(draft: Draft, req: int) -> dict[tuple[int, ...], float]:
+    """What each node claims; the root, and unused entries, nothing."""
+    assert draft.claims is not None
+    paths, claims = token_paths(draft.tree, req), draft.claims[req].tolist()
+    assert not any(claims[len(paths) :])
+    return dict(zip(paths, claims, strict=False))
+
+
 def check_merged(one: TreeBatch, other: TreeBatch) -> None:
     """Compare merged trees with plain lists."""
-    tree = merge_trees(one, other, int(other.depths.max()))
+    first, second = with_claims(one, 1.0), with_claims(other, 1000.0)
+    draft = merge_drafts(first, second, BOTH, int(other.depths.max()))
+    tree, sources = draft.tree, draft.sources
     assert tree.draws is None
-    assert tree.parts is not None
+    assert sources is not None
     assert tree.max_nodes == one.max_nodes + other.max_nodes - 1
     for req in range(one.num_reqs):
         own, others = token_paths(one, req), token_paths(other, req)
         found = token_paths(tree, req)
         assert found == merged_paths(own, others)
         assert int(tree.num_nodes[req]) == len(found)
-        parts = tree.parts[req, : len(found)].tolist()
-        assert parts == [
-            FIRST_PART * (path in own) + SECOND_PART * (path in others) if path else 0
+        assert sources[req, : len(found)].tolist() == [
+            Source.INDEX * (path in own) + Source.MODEL * (path in others)
+            if path
+            else 0
             for path in found
         ]
-        assert not tree.parts[req, len(found) :].any()
+        assert not sources[req, len(found) :].any()
+        claims = claims_by_path(second, req) | claims_by_path(first, req)
+        assert claims_by_path(draft, req) == claims
     unused = ~tree.is_node()
     assert bool((tree.parents[unused] == -1).all())
     assert not bool(tree.token_ids[unused].any() | tree.depths[unused].any())
 
 
 def test_merged_trees() -> None:
-    """Red when equal prefixes stay two, or the order of nodes is not a tree's."""
+    """Red when equal prefixes stay two, or the order of nodes is not a tree's.
+
+    So too when a node does not have its sources, or the first one's claim.
+    """
     one = from_parents([[9, 1, 2, 3, 4]], [[-1, 0, 0, 1, 2]])
     other = from_parents([[9, 2, 5, 4, 6, 7]], [[-1, 0, 0, 1, 1, 2]])
-    tree = merge_trees(one, other, 2)
+    tree = merge_drafts(Draft(one), Draft(other), BOTH, 2).tree
     assert tree.token_ids[0, :8].tolist() == [9, 1, 2, 5, 3, 4, 6, 7]
     assert tree.parents[0, :8].tolist() == [-1, 0, 0, 0, 1, 2, 2, 3]
     assert tree.num_nodes.tolist() == [8]
@@ -311,9 +339,11 @@ def test_random_merged_trees(seed: int) -> None:
 
 def test_merged_trees_are_as_wide_as_they_are_told() -> None:
     """Red when a bound on both trees together loses a node, or leaves the width."""
-    one = from_parents([[9, 1, 2]], [[-1, 0, 0]])
-    other = from_parents([[9, 2, 4]], [[-1, 0, 1]])
-    whole, bounded = merge_trees(one, other, 2), merge_trees(one, other, 2, max_nodes=4)
+    one = Draft(from_parents([[9, 1, 2]], [[-1, 0, 0]]))
+    other = Draft(from_parents([[9, 2, 4]], [[-1, 0, 1]]))
+    whole, bounded = (
+        merge_drafts(one, other, BOTH, 2, max_nodes).tree for max_nodes in (None, 4)
+    )
     assert (whole.max_nodes, bounded.max_nodes) == (5, 4)
     assert token_paths(bounded, 0) == token_paths(whole, 0)
 
@@ -323,15 +353,15 @@ def test_cut_merged_trees_are_trees(num_nodes: int) -> None:
     """Red when a cut tree keeps a node of the second tree whose parent it lost."""
     one = from_parents([[9, 1, 2, 3, 4]], [[-1, 0, 0, 1, 2]])
     other = from_parents([[9, 2, 5, 4, 6, 7]], [[-1, 0, 0, 1, 1, 2]])
-    whole = merge_trees(one, other, 2)
+    whole = merge_drafts(Draft(one), Draft(other), BOTH, 2).tree
     cut = whole.cut(torch.tensor([num_nodes]))
     assert token_paths(cut, 0) == token_paths(whole, 0)[:num_nodes]
-    assert cut.parts is not None
-    assert not cut.parts[0, num_nodes:].any()
 
 
 def test_merging_never_waits() -> None:
     """Red when the host must wait to know how many nodes a level has."""
     one, other = on_meta(some_trees(1, 9)), on_meta(some_trees(2, 5))
+    claims = torch.zeros((8, 9), dtype=torch.float64, device="meta")
+    first, second = Draft(one, claims), Draft(other, claims[:, :5])
     with NoWaiting():
-        assert merge_trees(one, other, 3).token_ids.is_meta
+        assert merge_drafts(first, second, BOTH, 3).tree.token_ids.is_meta

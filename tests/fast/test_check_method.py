@@ -17,6 +17,7 @@ from vllm_treespec.config.suffix_tree import SuffixTreeConfig
 from vllm_treespec.proposers import ProposerInputs, RsdC, Suffix
 from vllm_treespec.scorers import RULES, Rule, recursive_rejection
 from vllm_treespec.testing import check_method
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -60,8 +61,9 @@ class Wrong(Suffix):
 
     change: Callable[[TreeBatch], TreeBatch]
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
-        return Wrong.change(super().propose(inputs))
+    def propose(self, inputs: ProposerInputs) -> Draft:
+        draft = super().propose(inputs)
+        return replace(draft, tree=Wrong.change(draft.tree))
 
 
 class WrongConfig(SuffixTreeConfig):
@@ -170,13 +172,14 @@ def test_wrong_spec_configs_are_noticed(config: type[WrongConfig], says: str) ->
 class Sharpened(RsdC):
     """Says of its drafts that they came from a sharper distribution."""
 
-    def propose(self, inputs: ProposerInputs) -> TreeBatch:
-        tree = super().propose(inputs)
-        if tree.draws is None:
-            return tree
-        probs = tree.draws.probs**2
-        probs = probs / probs.sum(-1, keepdim=True)
-        return replace(tree, draws=replace(tree.draws, probs=probs))
+    def propose(self, inputs: ProposerInputs) -> Draft:
+        draft = super().propose(inputs)
+        draws = draft.tree.draws
+        if draws is None:
+            return draft
+        probs = draws.probs**2
+        draws = replace(draws, probs=probs / probs.sum(-1, keepdim=True))
+        return replace(draft, tree=replace(draft.tree, draws=draws))
 
 
 class SharpenedConfig(RsdCConfig):

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.fast.enumeration import NOTICEABLE, all_trees, law_error, rand
-from tests.fast.languages import LanguageDraft, plain_sampling, random_tables
+from tests.fast.languages import (
+    LanguageDraft,
+    PlainSampling,
+    plain_sampling,
+    random_tables,
+)
 from vllm_treespec.proposers import (
     DynamicTree,
     Proposer,
@@ -23,6 +28,7 @@ from vllm_treespec.proposers import (
 from vllm_treespec.proposers.confidence import Confidence
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.tree import TreeBatch
 
 PROPOSERS: dict[str, Any] = {
@@ -73,10 +79,10 @@ class CountingDraft(LanguageDraft):
         return super().extend(token_ids, parents)
 
 
-def draft_tree(
+def drafted(
     proposer: Proposer, sampling: SamplingTensors, num_reqs: int, may_wait: bool
-) -> tuple[TreeBatch, int]:
-    """Trees of one random language, and how many levels were read for them."""
+) -> tuple[Draft, int]:
+    """Drafts of one random language, and how many levels were read for them."""
     language, _ = random_tables("random", 5, 6)
     draft = CountingDraft(language, num_reqs)
     inputs = ProposerInputs(
@@ -87,6 +93,14 @@ def draft_tree(
         host_may_wait=may_wait,
     )
     return proposer.propose(inputs), draft.num_read
+
+
+def draft_tree(
+    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, may_wait: bool
+) -> tuple[TreeBatch, int]:
+    """The same with the trees alone."""
+    draft, num_read = drafted(proposer, sampling, num_reqs, may_wait)
+    return draft.tree, num_read
 
 
 ALL: dict[str, Proposer] = {
@@ -138,6 +152,39 @@ def test_drafts_of_greedy_requests_are_likely(name: str) -> None:
     likely = {path for path, p in probs.items() if p >= 0.2}
     assert set(path_probabilities(tree, language)) == likely
     assert 1 < len(likely) < len(probs)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_likeliest_node_of_a_level_claims_its_path(name: str) -> None:
+    """Red when siblings claim twice, or a node claims another one's confidence."""
+    sampling = PlainSampling(torch.zeros(1), all_greedy=True)
+    draft, _ = drafted(ALL[name], sampling, 1, may_wait=False)
+    language, _ = random_tables("random", 5, 6)
+    probs = path_probabilities(draft.tree, language)
+    expected = dict.fromkeys(probs, 0.0)
+    for depth in range(1, 1 + int(draft.tree.depths.max())):
+        best = max(
+            (path for path in probs if len(path) == depth), key=probs.__getitem__
+        )
+        expected[best] = probs[best]
+    assert draft.claims is not None
+    assert draft.levels == 6
+    claims = draft.claims[0].tolist()
+    assert claims[: len(probs)] == pytest.approx(list(expected.values()))
+    assert not any(claims[len(probs) :])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_drawn_token_does_not_decide_what_is_claimed(name: str) -> None:
+    """Red when a sampled request's claims add up to those of the path it drew."""
+    sampling = plain_sampling(1)
+    draft, _ = drafted(ALL[name], sampling, 1, may_wait=False)
+    language, _ = random_tables("random", 5, 6)
+    assert draft.claims is not None
+    first_level = draft.claims[0][draft.tree.depths[0] == 1]
+    highest = float(language.table[0].max())
+    assert sorted(first_level.tolist())[-1] == pytest.approx(highest)
+    assert int((first_level > 0).sum()) == 1
 
 
 def path_probabilities(tree: TreeBatch, language: Any) -> dict[tuple[int, ...], float]:

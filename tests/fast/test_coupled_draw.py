@@ -68,7 +68,7 @@ def noisy_trees(draft: Language, keys: Tensor | None, num_drafts: int) -> TreeBa
         [LanguageDraft(draft, num_reqs)],
         noise_keys=keys,
     )
-    return DynamicTree(2, 2, num_drafts).propose(inputs)
+    return DynamicTree(2, 2, num_drafts).propose(inputs).tree
 
 
 # The rule, by enumeration of the noise of positions
@@ -291,7 +291,7 @@ def test_greedy_requests_beside_sampled_ones_ignore_the_noise() -> None:
     tree, alone = (
         proposer.propose(
             ProposerInputs(roots, sampling, none, drafts, noise_keys=random_keys(2, 3))
-        )
+        ).tree
         for sampling in (mixed, greedy)
     )
     assert tree.token_ids[0].equal(alone.token_ids[0])

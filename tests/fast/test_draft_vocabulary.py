@@ -137,7 +137,7 @@ def test_draft_models_of_one_tree_share_their_vocabulary() -> None:
                 uniforms=rand(5, proposer.sizes.num_uniforms),
                 draft_models=[LanguageDraft(draft, 5, own) for own in vocabularies],
             )
-        )
+        ).tree
 
     tree = draw(vocabulary, vocabulary.clone())
     assert draws_of(tree).vocabulary is vocabulary

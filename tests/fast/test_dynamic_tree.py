@@ -106,6 +106,27 @@ def test_unlikely_nodes_are_left_out(least: float) -> None:
     assert len(expected) < len(paths)
 
 
+@pytest.mark.parametrize("num_drafts", [1, 7, 20])
+def test_claims_are_joint_probabilities(num_drafts: int) -> None:
+    """Red when a node claims anything but the probability of its path."""
+    language = language_of("random", 7, 3, 0)
+    law = log_law(language)
+    inputs = ProposerInputs(
+        torch.zeros(1, dtype=torch.int64),
+        plain_sampling(1),
+        NO_UNIFORMS,
+        [LanguageDraft(language, 1)],
+    )
+    draft = DynamicTree(3, 3, num_drafts).propose(inputs)
+    assert draft.claims is not None
+    assert draft.levels == min(num_drafts, 3)
+    expected = [0.0] + [
+        math.exp(sum(law(path[:n])[token] for n, token in enumerate(path)))
+        for path in dynamic_tree_reference(law, 3, 3, num_drafts)
+    ]
+    assert draft.claims[0].tolist() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("num_drafts", [1, 4, 9, 20])
 def test_equal_tokens_make_a_tree(num_drafts: int) -> None:
     """Red when tokens of equal probability tear a tree apart."""
@@ -160,7 +181,7 @@ def test_sizes_bound_the_trees(kind: str) -> None:
             draft = CountingDraft(LanguageDraft(language, 1))
             root, sampling = torch.zeros(1, dtype=torch.int64), plain_sampling(1)
             inputs = ProposerInputs(root, sampling, NO_UNIFORMS, [draft])
-            check_bounds(proposer.sizes, proposer.propose(inputs), draft.widths)
+            check_bounds(proposer.sizes, proposer.propose(inputs).tree, draft.widths)
 
 
 def test_sizes_are_reached() -> None:
@@ -191,7 +212,7 @@ def test_a_node_is_read_after_its_own_path() -> None:
     draft = Checked(language, 1)
     root, sampling = torch.zeros(1, dtype=torch.int64), plain_sampling(1)
     inputs = ProposerInputs(root, sampling, NO_UNIFORMS, [draft])
-    tree = DynamicTree(3, 3, 30).propose(inputs)
+    tree = DynamicTree(3, 3, 30).propose(inputs).tree
     nodes = set(language.prefixes(tree)[0].tolist())
     assert [len(level) for level in read] == [3, 3]
     assert all(level <= nodes for level in read)

@@ -146,7 +146,7 @@ def greedy_tree(
             uniforms=torch.rand(1, proposer.sizes.num_uniforms, dtype=torch.float64),
             draft_models=[BigramDraft(table, torch.zeros(1, len(table)), roots)],
         )
-    )
+    ).tree
     assert tree.draws is None
     levels: list[dict[tuple[int, ...], float]] = [{(): 0.0}]
     levels += [{} for _ in range(proposer.sizes.max_depth)]
@@ -236,7 +236,7 @@ def step(
             ),
             draft_models=[BigramDraft(table, offsets[rows], roots)],
         )
-    )
+    ).tree
     logits = table[tree.token_ids] + offsets[rows, None] + change
     root_rows = torch.arange(len(requests)) * tree.max_nodes
     target = TargetLogits(logits.flatten(0, 1), root_rows, sampling)

@@ -32,7 +32,7 @@ def test_oracle_trees(num_nodes: int) -> None:
         sampling=SamplingTensors(torch.zeros(2), all_greedy=True),
         uniforms=torch.rand(2, proposer.sizes.num_uniforms, dtype=torch.float64),
     )
-    tree = proposer.propose(inputs)
+    tree = proposer.propose(inputs).tree
     made = from_parents(tree.token_ids.tolist(), tree.parents.tolist())
     for name in ("token_ids", "parents", "depths", "num_nodes"):
         assert torch.equal(getattr(tree, name), getattr(made, name)), name

@@ -31,7 +31,7 @@ from vllm_treespec.schedule.shares import (
     FIRST_NODES,
     LEAST_SHARE,
     Shares,
-    count_parts,
+    count_by_source,
 )
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.continuations import Continuation, Continuations
@@ -40,18 +40,20 @@ from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import ToyDraftModel
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
-from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
+from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import TreeBatch
 
 NOTICEABLE = 1e-3
 HEADS = ("hybrid_head", "hybrid_pairs", "hybrid_chains")
 
 
-def tree_of(
+def drafted(
     proposer: Hybrid,
     found: list[list[Continuation]],
     shares: list[float],
     draft: Language | None,
-) -> TreeBatch:
+) -> Draft:
     """One tree for each request; without a draft the model is not asked."""
     num_reqs = len(found)
     return proposer.propose(
@@ -64,6 +66,16 @@ def tree_of(
             first_shares=np.array(shares),
         )
     )
+
+
+def tree_of(
+    proposer: Hybrid,
+    found: list[list[Continuation]],
+    shares: list[float],
+    draft: Language | None,
+) -> TreeBatch:
+    """The same without claims and sources."""
+    return drafted(proposer, found, shares, draft).tree
 
 
 def found_paths(found: list[Continuation], num_drafts: int) -> list[Path]:
@@ -88,30 +100,30 @@ def test_the_index_gets_its_share_and_the_model_the_rest(
     """Red when a part gets other nodes than its best, or equal paths are two nodes."""
     draft, _ = random_tables("random", 3, 3)
     proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
-    tree = tree_of(proposer, [FOUND], [share], draft)
+    made = drafted(proposer, [FOUND], [share], draft)
     index = found_paths(FOUND, num_found)
     assert len(index) == num_found
     left = 0 if share == 1 else 8 - num_found
     model = dynamic_tree_reference(log_law(draft), 3, 2, left) if left else []
-    paths = token_paths(tree, 0)
+    paths = token_paths(made.tree, 0)
     assert sorted(paths[1:]) == sorted({*index, *model})
     assert [path for path in paths[1:] if path in index] == index
-    assert tree.parts is not None
-    assert tree.parts[0, : len(paths)].tolist() == [0] + [
-        FIRST_PART * (path in index) + SECOND_PART * (path in model)
+    assert made.sources is not None
+    assert made.sources[0, : len(paths)].tolist() == [0] + [
+        Source.INDEX * (path in index) + Source.MODEL * (path in model)
         for path in paths[1:]
     ]
-    assert tree.max_nodes == 9
+    assert made.tree.max_nodes == 9
 
 
-def test_parts_overlap() -> None:
+def test_sources_overlap() -> None:
     """Red when the test above has no path that both parts hold."""
     draft, _ = random_tables("random", 3, 3)
     proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
-    tree = tree_of(proposer, [FOUND], [0.5], draft)
-    assert tree.parts is not None
-    assert bool((tree.parts == FIRST_PART | SECOND_PART).any())
-    assert count_parts(tree.parts[0].numpy()).tolist() == [4, 4]
+    sources = drafted(proposer, [FOUND], [0.5], draft).sources
+    assert sources is not None
+    assert bool((sources == Source.INDEX | Source.MODEL).any())
+    assert count_by_source(sources[0].numpy()).tolist() == [4, 4]
 
 
 def test_each_request_has_a_share_of_its_own() -> None:
@@ -126,23 +138,28 @@ def test_each_request_has_a_share_of_its_own() -> None:
         assert token_paths(alone, 0) == token_paths(together, req)
 
 
-def test_each_part_promises_for_itself() -> None:
-    """Red when what an index promises is taken for the model's, or for both."""
+def test_each_source_claims_its_nodes() -> None:
+    """Red when a node has another claim than its source's, or the index's if both."""
     draft, _ = random_tables("random", 3, 3)
     proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
-    tree = tree_of(proposer, [FOUND, []], [0.5, 0.5], draft)
-    found = sum(node.probability for node in grow_tree(FOUND, 4, 4, 0.0))
-    assert tree.promised is not None
-    assert tree.promised.tolist() == pytest.approx([found, 0.0])
-    assert tree.second_promised is not None
+    made = drafted(proposer, [FOUND, []], [0.5, 0.5], draft)
+    assert made.claims is not None
+    assert made.levels == 2
     law = log_law(draft)
-    for row, left in enumerate((4, 8)):
-        paths = dynamic_tree_reference(law, 3, 2, left)
-        probability = sum(
-            math.exp(sum(law(path[:depth])[path[depth]] for depth in range(len(path))))
-            for path in paths
-        )
-        assert tree.second_promised[row] == pytest.approx(probability)
+    by_index: dict[Path, float] = {}
+    names: list[Path] = [()]
+    for node in grow_tree(FOUND, 4, 4, 0.0):
+        names.append((*names[node.parent], node.token))
+        by_index[names[-1]] = node.probability
+    for row, (left, found) in enumerate(((4, by_index), (8, dict[Path, float]()))):
+        by_model = {
+            path: math.exp(sum(law(path[:d])[path[d]] for d in range(len(path))))
+            for path in dynamic_tree_reference(law, 3, 2, left)
+        }
+        expected = {(): 0.0} | by_model | found
+        paths, claims = token_paths(made.tree, row), made.claims[row].tolist()
+        assert claims[: len(paths)] == pytest.approx([expected[p] for p in paths])
+        assert not any(claims[len(paths) :])
 
 
 def test_what_the_index_does_not_find_is_the_models() -> None:
@@ -157,16 +174,20 @@ def test_without_a_model_the_tree_is_the_indexs() -> None:
     """Red when a tree without the model differs from one where it drafts nothing."""
     draft, _ = random_tables("random", 3, 3)
     proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
-    asked = tree_of(proposer, [FOUND, []], [1.0, 1.0], draft)
-    alone = tree_of(proposer, [FOUND, []], [1.0, 1.0], None)
-    assert alone.parts is not None
-    assert asked.parts is not None
-    assert alone.parts.equal(asked.parts)
+    asked = drafted(proposer, [FOUND, []], [1.0, 1.0], draft)
+    alone = drafted(proposer, [FOUND, []], [1.0, 1.0], None)
+    for one, other in (
+        (alone.sources, asked.sources),
+        (alone.claims, asked.claims),
+    ):
+        assert one is not None
+        assert other is not None
+        assert one.equal(other)
     by_index = Hybrid(8, depth=3, top_k=3, model_depth=0, min_probability=0.0)
     never = tree_of(by_index, [FOUND, []], [0.5, 0.125], draft)
     for req in range(2):
-        assert token_paths(alone, req) == token_paths(asked, req)
-        assert token_paths(never, req) == token_paths(asked, req)
+        paths = token_paths(asked.tree, req)
+        assert token_paths(alone.tree, req) == paths == token_paths(never, req)
 
 
 # More leaves than any tree may have.
@@ -189,7 +210,8 @@ def test_sizes_bound_the_trees() -> None:
                 continuations=[Continuations([found])],
                 first_shares=np.array([share]),
             )
-            check_bounds(proposer.sizes, proposer.propose(inputs), counting.widths)
+            drawn = proposer.propose(inputs).tree
+            check_bounds(proposer.sizes, drawn, counting.widths)
 
 
 # The law. Two levels, three tokens.
@@ -408,7 +430,7 @@ def test_nodes_are_counted_by_source() -> None:
 def test_schedules_are_told_what_the_index_found() -> None:
     """Red when accepted tokens of an index count for the model, or are not reported.
 
-    So too for what the model drafted, and had promised.
+    So too for what the model drafted, and had claimed.
     """
     engine = make_engine("hybrid", HABITS["all"])
     outcomes: list[StepOutcome] = []

@@ -11,6 +11,7 @@ from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.engine.v2.late import by_request, trim
 from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.draft import Draft
 
 RESERVED = {"a": [-1] * 15, "b": [-1] * 7, "c": [-1] * 7}
 
@@ -51,7 +52,7 @@ def test_discarded_trees_belong_to_nobody() -> None:
     """Red when a discarded tree's part goes to the request in the last slot."""
     trees = from_parents([[1, 2], [4, 5]], [[-1, 0], [-1, 0]])
     places = np.array([0, 1])
-    proposal = Proposal.from_tree(trees, 0, 3, places, places)
+    proposal = Proposal.from_draft(Draft(trees), 0, 3, places, places)
     slots = RequestSlots(0)
     for name in ("first", "last"):
         slots.add(name, True, None, 8)

@@ -217,7 +217,7 @@ def test_odd_logits_in_whole_steps(name: str, temperature: float, share: float) 
     roots = torch.zeros(num_reqs, dtype=torch.int64)
     tree = proposer.propose(
         ProposerInputs(roots, some, rand(proposer.sizes.num_uniforms), [model])
-    )
+    ).tree
     assert bool((tree.token_ids >= 0).all())
     assert bool((tree.token_ids < 4).all())
     uniforms = rand(1 + max(proposer.sizes.max_draws, proposer.sizes.max_nodes))

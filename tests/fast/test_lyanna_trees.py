@@ -42,7 +42,9 @@ from vllm_treespec.proposers import (
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.chain import ChainDraft
-from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART, TreeBatch
+from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import TreeBatch
 
 ROOT = 1
 NO_UNIFORMS = torch.zeros(1, 0)
@@ -53,7 +55,7 @@ def drawn_from(
     draft: ChainDraft,
     uniforms: Tensor,
     levels: Tensor | None = None,
-) -> TreeBatch:
+) -> Draft:
     """One tree for each row of uniforms."""
     num_reqs = len(uniforms)
     return proposer.propose(
@@ -89,7 +91,7 @@ def test_a_tree_ends_where_its_chain_does(used: int) -> None:
     chain = ToyChain.random(5, 4)
     for num_drafts in (1, 6, 15):
         proposer = Lyanna(DynamicTree(3, 4, num_drafts))
-        tree = drawn_from(proposer, chain_draft(chain, used), NO_UNIFORMS)
+        tree = drawn_from(proposer, chain_draft(chain, used), NO_UNIFORMS).tree
         found = token_paths(tree, 0)[1:]
         if used == 4:
             assert found == []
@@ -105,9 +107,9 @@ def test_drawn_trees_end_there_too(proposer: Proposer, left: int) -> None:
     chain = ToyChain.random(5, 4)
     uniforms = rand(20, proposer.sizes.num_uniforms)
     limit = torch.full((20,), left)
-    tree = drawn_from(proposer, chain.draft(ROOT, 20), uniforms, limit)
+    tree = drawn_from(proposer, chain.draft(ROOT, 20), uniforms, limit).tree
     assert int(tree.depths.max()) <= left
-    whole = drawn_from(proposer, chain.draft(ROOT, 20), uniforms)
+    whole = drawn_from(proposer, chain.draft(ROOT, 20), uniforms).tree
     for req in range(20):
         found, paths = token_paths(tree, req), token_paths(whole, req)
         above = [path for path in paths if len(path) <= left]
@@ -124,14 +126,12 @@ def test_each_request_has_levels_of_its_own() -> None:
     proposer = DynamicTree(2, 3, 9)
     draft = chain.draft(ROOT, 4)
     uniforms, levels = torch.zeros(4, 0), torch.tensor([0, 1, 2, 3])
-    tree = drawn_from(proposer, draft, uniforms, levels)
+    tree = drawn_from(proposer, draft, uniforms, levels).tree
     assert tree.depths.amax(1).tolist() == [0, 1, 2, 3]
     assert int(tree.num_nodes[0]) == 1
 
 
-def merged(
-    fresh: ToyChain, left: ToyChain, proposer: Lyanna, used: int = 1
-) -> TreeBatch:
+def merged(fresh: ToyChain, left: ToyChain, proposer: Lyanna, used: int = 1) -> Draft:
     """The tree of a fresh chain and of one of which a part is left."""
     leftover = chain_draft(left, used)
     draft = chain_draft(fresh, leftover=leftover)
@@ -143,22 +143,22 @@ def test_merged_trees_hold_both() -> None:
     fresh, left = ToyChain.random(5, 3, seed=1), ToyChain.random(5, 3, seed=2)
     left = replace(left, table=fresh.table)
     proposer = Lyanna(DynamicTree(3, 3, 6), DynamicTree(3, 2, 4))
-    tree = merged(fresh, left, proposer)
+    draft = merged(fresh, left, proposer)
     own = dynamic_tree_reference(log_law(fresh.language(ROOT)), 3, 3, 6)
     law = log_law(left.left(1).language(ROOT))
     other = dynamic_tree_reference(law, 3, 2, 4)
-    found = token_paths(tree, 0)[1:]
+    found = token_paths(draft.tree, 0)[1:]
     assert sorted(found) == sorted({*own, *other})
     assert [path for path in found if path in own] == own
-    assert tree.parts is not None
-    parts = tree.parts[0, 1 : 1 + len(found)].tolist()
-    assert parts == [
-        FIRST_PART * (path in own) + SECOND_PART * (path in other) for path in found
+    assert draft.sources is not None
+    assert draft.sources[0, 1 : 1 + len(found)].tolist() == [
+        Source.MODEL * (path in own) + Source.LEFTOVER * (path in other)
+        for path in found
     ]
     nothing = merged(fresh, left, proposer, used=3)
-    assert token_paths(nothing, 0)[1:] == own
-    assert nothing.parts is not None
-    assert nothing.parts.tolist() == (nothing.depths > 0).long().tolist()
+    assert token_paths(nothing.tree, 0)[1:] == own
+    assert nothing.sources is not None
+    assert nothing.sources.equal((nothing.tree.depths > 0) * Source.MODEL)
 
 
 def test_replaced_trees_are_counted_whole() -> None:
@@ -171,9 +171,11 @@ def test_replaced_trees_are_counted_whole() -> None:
         first=torch.tensor([0, 1]),
         reused=torch.tensor([False, True]),
     )
-    tree = drawn_from(Lyanna(DynamicTree(2, 3, 5)), draft, torch.zeros(2, 0))
-    assert tree.parts is not None
-    assert tree.parts.tolist() == [[0] + [FIRST_PART] * 5, [0] + [SECOND_PART] * 5]
+    drafted = drawn_from(Lyanna(DynamicTree(2, 3, 5)), draft, torch.zeros(2, 0))
+    assert drafted.sources is not None
+    assert drafted.sources.tolist() == [
+        [0] + [source] * 5 for source in (Source.MODEL, Source.LEFTOVER)
+    ]
 
 
 @pytest.mark.parametrize("leftover", [False, True])
@@ -186,7 +188,7 @@ def test_sizes_bound_the_trees(leftover: bool) -> None:
         proposer = Lyanna(tree, other)
         for seed in range(3):
             fresh, left = ToyChain.random(4, 4, seed), ToyChain.random(4, 4, seed + 9)
-            found = merged(fresh, left, proposer)
+            found = merged(fresh, left, proposer).tree
             check_bounds(proposer.sizes, found, [1] * (tree.depth - 1))
 
 
@@ -199,19 +201,26 @@ LEFT = replace(ToyChain.random(3, 3, seed=4), table=CHAIN.table)
 
 def off() -> TreeBatch:
     """A tree of a fresh chain."""
-    return drawn_from(Lyanna(DynamicTree(3, 2, 6)), chain_draft(CHAIN), NO_UNIFORMS)
+    return drawn_from(
+        Lyanna(DynamicTree(3, 2, 6)), chain_draft(CHAIN), NO_UNIFORMS
+    ).tree
 
 
 def replaced() -> TreeBatch:
     """A tree of what is left of a chain of three levels."""
     draft = chain_draft(LEFT, 1)
-    return drawn_from(Lyanna(DynamicTree(3, 2, 5)), draft, NO_UNIFORMS)
+    return drawn_from(Lyanna(DynamicTree(3, 2, 5)), draft, NO_UNIFORMS).tree
 
 
-def merged_with_left() -> TreeBatch:
+def drafted_with_left() -> Draft:
     """A tree of both."""
     proposer = Lyanna(DynamicTree(2, 2, 4), DynamicTree(2, 2, 4))
     return merged(CHAIN, LEFT, proposer)
+
+
+def merged_with_left() -> TreeBatch:
+    """Its tree."""
+    return drafted_with_left().tree
 
 
 MODES = {"off": off, "replace": replaced, "merge": merged_with_left}
@@ -236,10 +245,10 @@ def test_law_under_coupled_draw(mode: str) -> None:
 
 def test_merged_law_is_that_of_a_real_merge() -> None:
     """Red when the trees of the law above have no node from a leftover."""
-    tree = merged_with_left()
-    assert tree.parts is not None
-    assert bool((tree.parts == SECOND_PART).any())
-    assert int(tree.num_nodes) < tree.max_nodes, "no prefix was equal"
+    draft = drafted_with_left()
+    assert draft.sources is not None
+    assert bool((draft.sources == Source.LEFTOVER).any())
+    assert int(draft.tree.num_nodes) < draft.tree.max_nodes, "no prefix was equal"
 
 
 def all_drawn(proposer: Any, chain: ToyChain, used: int = 0) -> Weighted:
@@ -252,7 +261,7 @@ def all_drawn(proposer: Any, chain: ToyChain, used: int = 0) -> Weighted:
         torch.full((count,), ROOT),
         first=torch.full((count,), used),
     )
-    return Weighted(drawn_from(Lyanna(proposer), draft, uniforms), weights)
+    return Weighted(drawn_from(Lyanna(proposer), draft, uniforms).tree, weights)
 
 
 @pytest.mark.parametrize("form", FORMS["recursive_rejection"])
@@ -283,5 +292,5 @@ def test_greedy_requests_get_the_likeliest_nodes() -> None:
         uniforms = torch.zeros(1, proposer.sizes.num_uniforms)
         draft = chain.draft(ROOT)
         inputs = ProposerInputs(draft.root_token_ids, greedy, uniforms, [draft])
-        trees.append(token_paths(Lyanna(proposer).propose(inputs), 0))
+        trees.append(token_paths(Lyanna(proposer).propose(inputs).tree, 0))
     assert trees[0] == trees[1]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.fast.test_measured_schedule import Tree, running
-from tests.fast.toy_workloads import make_method
-from vllm_treespec.proposers import ProposerInputs, RsdC
+from tests.fast.toy_workloads import Scheduled, make_method
+from vllm_treespec.proposers import ProposerInputs, RsdC, Sd
 from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.schedule.base import RunningRequests, StepOutcome
+from vllm_treespec.schedule.base import ListedSchedule, RunningRequests, StepOutcome
 from vllm_treespec.schedule.measured import MeasuredSchedule
 from vllm_treespec.schedule.prices import (
     DraftCosts,
@@ -31,7 +31,7 @@ from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel
-from vllm_treespec.trees.tree import NO_GUESS, TreeBatch
+from vllm_treespec.trees.draft import NO_TOKEN, Draft
 
 PLAIN = 0.05
 
@@ -178,10 +178,10 @@ def test_promises_are_compared_with_what_is_accepted() -> None:
 # One long match, and a short one with two continuations.
 LONG, SHORT = [(8, [1, 2, 3, 4])], [(1, [5, 6]), (1, [7])]
 # Of two equally likely tokens after one that matches.
-SHORT_GUESS = 0.95 * (1 - 0.8) / 2
+SHORT_CLAIM = 0.95 * (1 - 0.8) / 2
 
 
-def propose(found: Sequence[list[tuple[int, list[int]]]], prices: Prices) -> TreeBatch:
+def propose(found: Sequence[list[tuple[int, list[int]]]], prices: Prices) -> Draft:
     return Suffix(16, 4, 0.01).propose(
         ProposerInputs(
             root_token_ids=torch.zeros(len(found), dtype=torch.int64),
@@ -193,28 +193,35 @@ def propose(found: Sequence[list[tuple[int, list[int]]]], prices: Prices) -> Tre
     )
 
 
-def num_drafts(tree: TreeBatch) -> list[int]:
-    return (tree.num_nodes - 1).tolist()
+def num_drafts(draft: Draft) -> list[int]:
+    return (draft.tree.num_nodes - 1).tolist()
+
+
+def claimed(draft: Draft) -> list[float]:
+    """What each tree's drafts claim, and its shadow draft."""
+    assert draft.claims is not None
+    assert draft.shadow is not None
+    return (draft.claims.sum(1) + draft.shadow.claims).tolist()
 
 
 def test_drafts_below_their_price_are_left_out() -> None:
     """Red when trees of one step cannot have different sizes."""
     assert num_drafts(propose([LONG, SHORT], Prices(0.0, 0.0, [1, 1]))) == [4, 3]
-    tree = propose([LONG, SHORT], Prices(0.3, 0.0, [1, 1]))
-    assert num_drafts(tree) == [4, 0]
-    assert tree.promised is not None
+    draft = propose([LONG, SHORT], Prices(0.3, 0.0, [1, 1]))
+    assert num_drafts(draft) == [4, 0]
+    assert draft.claims is not None
     # 0.95 (1 - 0.8^8), and so on along the path
     path = [0.95 * (1 - 0.8**n) for n in (8, 9, 10, 11)]
-    assert tree.promised[0] == pytest.approx(
-        sum(torch.tensor(path).cumprod(0).tolist())
-    )
-    assert tree.promised[1] == pytest.approx(SHORT_GUESS), "of a guess"
+    claims = [0.0, *torch.tensor(path).cumprod(0).tolist()]
+    assert draft.claims[0, :5].tolist() == pytest.approx(claims)
+    assert not bool(draft.claims[0, 5:].any() | draft.claims[1].any())
+    assert claimed(draft)[1] == pytest.approx(SHORT_CLAIM), "of a shadow draft"
 
 
 def test_what_a_request_keeps_counts() -> None:
     """Red when a request whose promises fail gets as many drafts as others."""
-    tree = propose([LONG, LONG, SHORT], Prices(0.3, 0.0, [1.0, 0.42, 4.0]))
-    assert num_drafts(tree) == [4, 1, 2]
+    draft = propose([LONG, LONG, SHORT], Prices(0.3, 0.0, [1.0, 0.42, 4.0]))
+    assert num_drafts(draft) == [4, 1, 2]
 
 
 def test_few_drafts_are_not_worth_a_step_with_drafts() -> None:
@@ -223,9 +230,8 @@ def test_few_drafts_are_not_worth_a_step_with_drafts() -> None:
     assert num_drafts(propose([LONG], price)) == [4]
     none = propose([SHORT], price)
     assert num_drafts(none) == [0]
-    assert none.promised is not None
-    assert none.promised.tolist() == pytest.approx([SHORT_GUESS]), "of a guess"
-    assert none.parents.tolist() == [[-1] * 17]
+    assert claimed(none) == pytest.approx([SHORT_CLAIM]), "of a shadow draft"
+    assert none.tree.parents.tolist() == [[-1] * 17]
     both = propose([LONG, SHORT], Prices(0.08, 1.5, [1.0, 1.0]))
     assert num_drafts(both)[1] > 0
 
@@ -239,30 +245,27 @@ def test_branches_must_be_worth_what_they_cost() -> None:
     assert num_drafts(whole) == [4, 4]
     chains = propose(found, replace(price, branches=1.0))
     assert num_drafts(chains) == [2, 4]
-    assert chains.parents[0, :3].tolist() == [-1, 0, 1]
-    assert chains.token_ids[0, 1:3].tolist() == [1, 2]
-    assert whole.promised is not None
-    assert chains.promised is not None
-    assert chains.promised.tolist() == pytest.approx(
-        [float(whole.promised[0]) / 2, float(whole.promised[1])]
-    )
+    assert chains.tree.parents[0, :3].tolist() == [-1, 0, 1]
+    assert chains.tree.token_ids[0, 1:3].tolist() == [1, 2]
+    two_paths, one_path = claimed(whole)
+    assert claimed(chains) == pytest.approx([two_paths / 2, one_path])
     assert num_drafts(propose(found, replace(price, branches=0.1))) == [4, 4]
     dear = propose(found, replace(price, first=9.0))
     assert num_drafts(dear) == [0, 0]
 
 
-def test_what_is_not_drawn_is_guessed() -> None:
-    """Red when nothing is learned of a text whose drafts are all too dear."""
-    tree = propose([LONG, SHORT, []], Prices(0.9, 0.0, [0.9, 1.0, 1.0]))
-    assert num_drafts(tree) == [0, 0, 0]
-    assert tree.guesses is not None
-    assert tree.promised is not None
-    assert tree.guesses.tolist() == [1, 7, NO_GUESS]
-    expected = [0.95 * (1 - 0.8**8), SHORT_GUESS, 0.0]
-    assert tree.promised.tolist() == pytest.approx(expected)
+def test_trees_without_drafts_have_shadow_drafts() -> None:
+    """Red when nothing is learned of a text whose drafts all cost too much."""
+    draft = propose([LONG, SHORT, []], Prices(0.9, 0.0, [0.9, 1.0, 1.0]))
+    assert num_drafts(draft) == [0, 0, 0]
+    assert draft.shadow is not None
+    assert draft.shadow.token_ids.tolist() == [1, 7, NO_TOKEN]
+    expected = [0.95 * (1 - 0.8**8), SHORT_CLAIM, 0.0]
+    assert draft.shadow.claims.tolist() == pytest.approx(expected)
     drawn = propose([LONG], Prices(0.1, 0.0, [1.0]))
-    assert drawn.guesses is not None
-    assert drawn.guesses.tolist() == [NO_GUESS], "drafts tell more"
+    assert drawn.shadow is not None
+    assert drawn.shadow.token_ids.tolist() == [NO_TOKEN], "drafts tell more"
+    assert drawn.shadow.claims.tolist() == [0.0]
 
 
 # With the schedule
@@ -453,8 +456,8 @@ class Dear(MeasuredSchedule):
         self.outcomes.append(outcome)
 
 
-def test_guesses_are_compared_with_what_was_emitted() -> None:
-    """Red when a guess is judged by another step's token, or by another request's."""
+def test_shadow_drafts_are_compared_with_what_was_emitted() -> None:
+    """Red when one is judged by another step's token, or by another request's."""
     language, schedule = Language(3), Dear()
     proposer = Suffix(8, depth=5, min_probability=0.0)
     method = Method(schedule, [proposer], RULES["coupled_draw"], False, 16)
@@ -495,3 +498,24 @@ def test_schedules_are_told_of_branches(factors: list[int]) -> None:
     engine.run(Request("r", [1, 2, 3], max_tokens=20))
     assert any(told) == (factors == [2, 1])
     assert not told[0], "no tree came back to the first step"
+
+
+@pytest.mark.parametrize("weighs", [True, False])
+def test_claims_reach_schedules_that_weigh_drafts(weighs: bool) -> None:
+    """Red when fixed trees, whose drafts have no price, change what claims are worth.
+
+    So too when a tree of which not all is proposed claims nothing, or all.
+    """
+    language, proposer = Language(0), Sd(4)
+    schedule = ListedSchedule([Scheduled(1000, proposer.sizes, weighs_drafts=weighs)])
+    method = Method(schedule, [proposer], RULES["recursive_rejection"], False, 16)
+    engine = FakeEngine(language, method, [ToyDraftModel(language)], Habits(), 0)
+    outcomes: list[StepOutcome] = []
+    schedule.observe = outcomes.append  # type: ignore[method-assign, assignment]
+    engine.run(Request("r", [1, 2, 3], max_tokens=20))
+    told = {
+        (drafts, claimed)
+        for outcome in outcomes
+        for drafts, claimed in zip(outcome.num_drafts, outcome.promised, strict=True)
+    }
+    assert told == {(4, 4.0 * weighs)}, "a draft that is not weighed claims 1"

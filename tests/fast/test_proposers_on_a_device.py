@@ -105,7 +105,7 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
         first_shares=np.array([0.5, 0.5, 1.0]),
     )
     with NoWaiting():
-        tree = proposer.propose(inputs)
+        tree = proposer.propose(inputs).tree
     for part in (tree.token_ids, tree.parents, tree.depths, tree.num_nodes):
         assert part.is_meta
     if temperature != "greedy" and tree.draws is not None:

@@ -16,9 +16,10 @@ from vllm_treespec.engine.v2 import ranks
 from vllm_treespec.engine.v2.ranks import RankCheck, checksum
 from vllm_treespec.step.decoder import RanksDiffer
 from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.draft import Draft
 
 TREES = from_parents([[1, 2, 3], [4, 5, 6]], [[-1, 0, 0], [-1, 0, 1]])
-PROPOSAL = Proposal.from_tree(TREES, 0, 3, np.array([0, 1]), np.array([0, 1]))
+PROPOSAL = Proposal.from_draft(Draft(TREES), 0, 3, np.array([0, 1]), np.array([0, 1]))
 
 
 class Ranks:

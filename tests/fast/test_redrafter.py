@@ -24,7 +24,7 @@ from tests.fast.tiny_heads import (
     token_paths,
 )
 from vllm_treespec.proposers import ReDrafter, RsdS
-from vllm_treespec.proposers.redrafter import prefix_match, tree_of_beams
+from vllm_treespec.proposers.redrafter import draft_of_beams, prefix_match
 from vllm_treespec.sampling.laws import SamplingTensors
 
 EXACT = 1e-12
@@ -62,7 +62,7 @@ def test_tree_of_the_papers_example() -> None:
                |     `- 97
                `- 94 - 96
     """
-    tree = tree_of_beams(torch.tensor([7]), *beams_with(-1.0, PAPER_BEAMS), 12)
+    tree = draft_of_beams(torch.tensor([7]), *beams_with(-1.0, PAPER_BEAMS), 12).tree
     assert tree.num_nodes.tolist() == [8]
     assert tree.token_ids[0].tolist() == [7, 91, 92, 93, 94, 95, 97, 96] + [0] * 5
     assert tree.parents[0].tolist() == [-1, 0, 1, 2, 2, 3, 3, 4] + [-1] * 5
@@ -92,13 +92,22 @@ def slow_tree(
     return [path for path in level_order if path in kept]
 
 
+def beams_paths(beams: Tensor) -> list[Path]:
+    """Every prefix of every beam, int64 [width, length]; equal ones come again."""
+    return [
+        tuple(beam[:depth])
+        for beam in beams.tolist()
+        for depth in range(1, len(beam) + 1)
+    ]
+
+
 @pytest.mark.parametrize("impossible", [0.0, 0.2])
 @pytest.mark.parametrize("num_drafts", [1, 4, 9, 63])
 @pytest.mark.parametrize(
     ("num_reqs", "width", "length", "vocab_size"),
     [(3, 1, 1, 2), (1, 6, 5, 3), (40, 6, 4, 3), (5, 9, 7, 2), (3, 15, 4, 50)],
 )
-def test_tree_of_beams_equals_a_trie(
+def test_draft_of_beams_equals_a_trie(
     num_reqs: int,
     width: int,
     length: int,
@@ -108,7 +117,8 @@ def test_tree_of_beams_equals_a_trie(
 ) -> None:
     """Red when merging, order, or the choice of the most probable nodes changes.
 
-    Beams in any order, some of them equal; many nodes have equal probabilities.
+    So too when a node does not claim the probability of its prefix. Beams are in any
+    order, some of them equal; many nodes have equal probabilities.
     """
     generator = torch.Generator().manual_seed(width)
     shape = (num_reqs, width, length)
@@ -120,13 +130,19 @@ def test_tree_of_beams_equals_a_trie(
     )
     log_probs = scores.gather(2, beams.transpose(1, 2)).transpose(1, 2).cumsum(2)
     roots = torch.arange(num_reqs)
-    tree = tree_of_beams(roots, beams, log_probs, num_drafts)
+    draft = draft_of_beams(roots, beams, log_probs, num_drafts)
+    tree, claims = draft.tree, draft.claims
+    assert claims is not None
     assert tree.token_ids.shape[1] == 1 + min(num_drafts, width * length)
     assert tree.token_ids[:, 0].equal(roots)
     for req in range(num_reqs):
         expected = slow_tree(beams[req].tolist(), log_probs[req].tolist(), num_drafts)
         assert token_paths(tree, req) == expected
+        own = dict(zip(beams_paths(beams[req]), log_probs[req].flatten(), strict=True))
+        probabilities = [0.0] + [math.exp(own[path]) for path in expected[1:]]
+        assert claims[req, : len(expected)].tolist() == pytest.approx(probabilities)
     unused = ~tree.is_node()
+    assert not bool(claims[unused].any())
     assert bool((tree.parents[unused] == -1).all())
     assert not bool(tree.token_ids[unused].any() | tree.depths[unused].any())
 

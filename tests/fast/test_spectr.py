@@ -39,7 +39,7 @@ def test_limits(num_paths: int, depth: int) -> None:
             uniforms=uniforms[None],
             draft_models=[EvenDraft()],
         )
-    )
+    ).tree
     assert tree.num_nodes.tolist() == [proposer.sizes.max_nodes]
     assert tree.depths[0].bincount().tolist() == [1] + [num_paths] * depth
 
@@ -95,13 +95,17 @@ def test_equal_prefixes_share_one_distribution() -> None:
         (50, 9), generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
     sampling = plain_sampling(50)
-    tree = SpecTr(3, 3).propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros(50, dtype=torch.int64),
-            sampling=sampling,
-            uniforms=uniforms,
-            draft_models=[PlaceDraft(draft, 50)],
+    tree = (
+        SpecTr(3, 3)
+        .propose(
+            ProposerInputs(
+                root_token_ids=torch.zeros(50, dtype=torch.int64),
+                sampling=sampling,
+                uniforms=uniforms,
+                draft_models=[PlaceDraft(draft, 50)],
+            )
         )
+        .tree
     )
     draws, parents = tree.draws, draw_parents(tree)
     assert draws is not None

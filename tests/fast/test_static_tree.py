@@ -58,6 +58,23 @@ def test_nodes_hold_their_parents_own_guesses(num_drafts: int) -> None:
     assert tree.draws is None
 
 
+def test_claims_are_products_of_accuracies() -> None:
+    """Red when a node of a fixed tree claims another path's accuracy."""
+    proposer = StaticTree(2, 2, 6, rank_accuracies=((0.5, 0.25), (0.75, 0.125)))
+    inputs = ProposerInputs(
+        torch.zeros(2, dtype=torch.int64),
+        plain_sampling(2),
+        torch.zeros(2, 0),
+        [LanguageDraft(random_tables("random", 4, 2)[0], 2)],
+    )
+    draft = proposer.propose(inputs)
+    assert proposer.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
+    assert draft.claims is not None
+    expected = [0.0, 0.5, 0.25, 0.375, 0.0625, 0.1875, 0.03125]
+    assert draft.claims.tolist() == [expected, expected]
+    assert draft.levels == 2
+
+
 def test_hot_tokens_are_drafted() -> None:
     """Red when columns of a head are taken for tokens."""
     head = tiny_head("redrafter")
@@ -79,7 +96,7 @@ def test_sizes_bound_the_trees() -> None:
             draft = CountingDraft(LanguageDraft(random_tables("random", 4, 4)[0], 1))
             root, sampling = torch.zeros(1, dtype=torch.int64), plain_sampling(1)
             inputs = ProposerInputs(root, sampling, NO_UNIFORMS, [draft])
-            check_bounds(proposer.sizes, proposer.propose(inputs), draft.widths)
+            check_bounds(proposer.sizes, proposer.propose(inputs).tree, draft.widths)
     eagle_1 = StaticTree(4, 5, 25).sizes
     assert isinstance(eagle_1, TreeSizes)
     assert (eagle_1.draft_width, eagle_1.draft_nodes) == (4, 10)

@@ -31,10 +31,13 @@ from vllm_treespec.batch.views import (
 )
 from vllm_treespec.sampling.texts import TextView
 from vllm_treespec.sampling.uniforms import numbered_key, seeded_key
+from vllm_treespec.schedule.choosing import claimed
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.step.committed import committed_rows
 from vllm_treespec.testing.fake_views import ints
 from vllm_treespec.trees.builders import from_parents
+from vllm_treespec.trees.draft import NO_TOKEN, Draft, ShadowDrafts
+from vllm_treespec.trees.source import Source
 
 CPU = torch.device("cpu")
 STEP = 7
@@ -44,8 +47,8 @@ TREES = from_parents([[9, 5, 6, 7], [9, 8, 8], [9]], [[-1, 0, 0, 2], [-1, 0, 1],
 
 def proposal() -> Proposal:
     """Trees that were drawn one step ago."""
-    return Proposal.from_tree(
-        TREES, 1, STEP - 1, slots=ints([4, 0, 2]), reqs=ints([0, 1, 3])
+    return Proposal.from_draft(
+        Draft(TREES), 1, STEP - 1, slots=ints([4, 0, 2]), reqs=ints([0, 1, 3])
     )
 
 
@@ -113,8 +116,8 @@ def test_limits_of_requests_cut_trees() -> None:
 
     The second tree is as large as its limit: its draws are limited all the same.
     """
-    limited = Proposal.from_tree(
-        TREES,
+    limited = Proposal.from_draft(
+        Draft(TREES),
         1,
         STEP - 1,
         slots=ints([4, 0, 2]),
@@ -134,6 +137,44 @@ def test_limits_of_requests_cut_trees() -> None:
     assert less.node_limits.tolist() == [2, 3]
     more = match(limited, scheduled([4], [[5, 6, 7]]), STEP)
     assert more.differing_slots.tolist() == [4]
+
+
+def test_claims_of_proposed_nodes_add_up() -> None:
+    """Red when nodes that a request does not allow claim something, or others do not.
+
+    So too when a node of two sources counts for one of them alone.
+    """
+    claims = torch.tensor([[0, 0.5, 0.25, 0.125], [0, 0.75, 0.5, 0], [0, 0, 0, 0]])
+    both = Source.INDEX | Source.MODEL
+    sources = torch.tensor([[0, both, 2, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
+    draft = Draft(TREES, claims.double(), levels=2, sources=sources)
+    slots, reqs, rows = ints([4, 0, 2]), ints([0, 1, 3]), ints([1, 2, 0])
+    whole = Proposal.from_draft(draft, 1, STEP - 1, slots, reqs)
+    limited = Proposal.from_draft(draft, 1, STEP - 1, slots, reqs, ints([3, 2, 1]))
+    assert whole.num_levels == 2
+    for found, source, expected in (
+        (whole, None, [1.25, 0.0, 0.875]),
+        (limited, None, [0.75, 0.0, 0.75]),
+        (whole, Source.INDEX, [1.25, 0.0, 0.625]),
+        (limited, Source.INDEX, [0.75, 0.0, 0.5]),
+        (whole, Source.MODEL, [0.0, 0.0, 0.75]),
+        (proposal(), None, [0.0, 0.0, 0.0]),
+    ):
+        assert claimed(found, rows, source).tolist() == expected
+
+
+def test_shadow_drafts_come_to_the_host() -> None:
+    """Red when the token of a tree without drafts is lost between proposer and step."""
+    shadow = ShadowDrafts(
+        torch.tensor([NO_TOKEN, NO_TOKEN, 3]), torch.tensor([0, 0, 0.5])
+    )
+    made = Proposal.from_draft(
+        Draft(TREES, shadow=shadow), 1, STEP - 1, ints([4, 0, 2]), ints([0, 1, 3])
+    )
+    assert made.shadow_token_ids is not None
+    assert made.shadow_claims is not None
+    assert made.shadow_token_ids.tolist() == [NO_TOKEN, NO_TOKEN, 3]
+    assert made.shadow_claims.tolist() == [0.0, 0.0, 0.5]
 
 
 def test_match_counts_prompts_before_a_tree() -> None:

@@ -109,7 +109,7 @@ def test_sizes_bound_the_trees(kind: str) -> None:
         root, sampling = torch.zeros(8, dtype=torch.int64), plain_sampling(8)
         uniforms = rand(8, proposer.sizes.num_uniforms)
         inputs = ProposerInputs(root, sampling, uniforms, [draft])
-        check_bounds(proposer.sizes, proposer.propose(inputs), draft.widths)
+        check_bounds(proposer.sizes, proposer.propose(inputs).tree, draft.widths)
 
 
 def test_a_draft_vocabulary_is_kept() -> None:

@@ -16,7 +16,7 @@ from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.proposers import ProposerInputs, Suffix
 from vllm_treespec.proposers.suffix import (
     MAX_LEAVES,
-    Draft,
+    DraftNode,
     grow_tree,
 )
 from vllm_treespec.sampling.laws import SamplingTensors
@@ -92,7 +92,7 @@ def propose(
             continuations=[trees.index.begin(roots)],
             prices=None if price is None else Prices(price, 0.0, [1.0] * len(texts)),
         )
-    )
+    ).tree
 
 
 def paths(tree: TreeBatch, row: int = 0) -> list[tuple[int, ...]]:
@@ -293,7 +293,7 @@ def test_large_trees_are_within_their_limits() -> None:
     assert max(tree.num_nodes.numpy() - inner) == MAX_LEAVES
 
 
-def named(tree: list[Draft]) -> set[tuple[int, ...]]:
+def named(tree: list[DraftNode]) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()]
     for token, parent, depth, _ in tree:
         found.append((*found[parent], token))

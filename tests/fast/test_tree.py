@@ -209,8 +209,9 @@ def test_probs_of_puts_columns_at_their_tokens() -> None:
 
 
 def test_from_levels_leaves_invalid_nodes_out() -> None:
-    """Red when dropped nodes shift parents, depths or rows of draft probabilities."""
-    tree = from_levels(
+    """Red when dropped nodes shift parents, depths, claims or rows of probabilities."""
+    level = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]], dtype=torch.float64)
+    draft = from_levels(
         torch.tensor([9, 9]),
         [torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[4, 5, 6], [4, 5, 6]])],
         [torch.tensor([[0, 0, 0], [0, 0, 0]]), torch.tensor([[0, 2, 2], [0, 1, 1]])],
@@ -219,6 +220,13 @@ def test_from_levels_leaves_invalid_nodes_out() -> None:
             torch.tensor([[False, True, True], [True, True, True]]),
         ],
         torch.rand(2, 4, 10),
+        claims=[level, level / 10],
+    )
+    tree = draft.tree
+    assert draft.claims is not None
+    assert draft.claims[0].tolist() == pytest.approx([0, 0.1, 0.3, 0.02, 0.03, 0, 0])
+    assert draft.claims[1].tolist() == pytest.approx(
+        [0, 0.4, 0.5, 0.6, 0.04, 0.05, 0.06]
     )
     assert tree.num_nodes.tolist() == [5, 7]
     assert tree.token_ids.tolist() == [[9, 1, 3, 5, 6, 0, 0], [9, 1, 2, 3, 4, 5, 6]]

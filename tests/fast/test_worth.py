@@ -32,6 +32,7 @@ from vllm_treespec.schedule.base import StepOutcome
 from vllm_treespec.schedule.measured import MeasuredSchedule
 from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.scorers import recursive_rejection
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.tree import Draws, TreeBatch
 
 EXACT = 1e-12
@@ -77,7 +78,7 @@ def propose(
     prices: Prices | None,
     greedy: bool = True,
     may_wait: bool = True,
-) -> TreeBatch:
+) -> Draft:
     """One tree for each request that has a price."""
     count = len(draft.logits)
     temperature = torch.zeros(count) if greedy else torch.ones(count)
@@ -100,11 +101,11 @@ def test_a_sure_model_drafts_deep(name: str, greedy: bool) -> None:
     levels = []
     for sureness in (0.3, 0.6, 0.95):
         draft = SureModel(sureness)
-        tree = propose(
+        drafted = propose(
             PROPOSERS[name], draft, Prices(0.02, 0.1, [1.0], level=0.3), greedy
         )
-        assert tree.num_levels == draft.num_read + 1
-        levels.append(tree.num_levels)
+        assert drafted.levels == draft.num_read + 1
+        levels.append(drafted.levels)
     assert levels[0] == 1 < levels[1] < levels[2] == 6
 
 
@@ -115,9 +116,10 @@ def test_dear_rows_leave_drafts_out(name: str) -> None:
         propose(PROPOSERS[name], SureModel(0.7), Prices(price, 0.0, [1.0]))
         for price in (0.01, 0.4)
     )
-    assert int(dear.num_nodes[0]) == 1 + 2 < int(cheap.num_nodes[0])
-    assert dear.promised is not None
-    assert float(dear.promised[0]) == pytest.approx(0.7 + 0.49, abs=1e-5)
+    assert int(dear.tree.num_nodes[0]) == 1 + 2 < int(cheap.tree.num_nodes[0])
+    assert dear.claims is not None
+    assert dear.claims[0, :3].tolist() == pytest.approx([0, 0.7, 0.49], abs=1e-5)
+    assert not bool(dear.claims[0, 3:].any())
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -131,8 +133,8 @@ def test_nodes_that_are_left_out_are_not_read(greedy: bool) -> None:
         # The first request's model knows two tokens, 0.9 and 0.1.
         for model in (draft, on_a_gpu):
             model.logits[0, 2:] = -torch.inf
-        tree = propose(proposer, draft, prices, greedy)
-        other = propose(proposer, on_a_gpu, prices, greedy, may_wait=False)
+        tree = propose(proposer, draft, prices, greedy).tree
+        other = propose(proposer, on_a_gpu, prices, greedy, may_wait=False).tree
         assert draft.widths == widths
         assert on_a_gpu.widths == [4, 4]
         for found, expected in zip(
@@ -167,8 +169,8 @@ def test_requests_that_keep_little_count_little(name: str) -> None:
     both = propose(PROPOSERS[name], draft, Prices(0.01, 0.0, [1.0, 1.0], level=0.9))
     draft = SureModel(0.9, 0.9)
     one = propose(PROPOSERS[name], draft, Prices(0.01, 0.0, [1.0, 0.01], level=0.9))
-    assert one.num_levels < both.num_levels
-    assert int(one.num_nodes[1]) == 1 < int(one.num_nodes[0])
+    assert one.levels < both.levels
+    assert int(one.tree.num_nodes[1]) == 1 < int(one.tree.num_nodes[0])
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -176,9 +178,9 @@ def test_a_host_that_must_not_wait_reads_all_levels(name: str) -> None:
     """Red when a GPU's step waits for a probability."""
     draft = SureModel(0.3)
     prices = Prices(0.02, 0.1, [1.0], level=0.9)
-    tree = propose(PROPOSERS[name], draft, prices, may_wait=False)
-    assert (draft.num_read, tree.num_levels) == (5, 6)
-    assert int(tree.depths.max()) < 6, "drafts are left out all the same"
+    drafted = propose(PROPOSERS[name], draft, prices, may_wait=False)
+    assert (draft.num_read, drafted.levels) == (5, 6)
+    assert int(drafted.tree.depths.max()) < 6, "drafts are left out all the same"
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -188,9 +190,9 @@ def test_a_host_that_must_not_wait_reads_as_many_levels_as_it_is_told(
     """Red when past steps cannot say how many levels a GPU's step reads."""
     draft = SureModel(0.95)
     prices = Prices(0.02, 0.1, [1.0], level=0.9, num_levels=3)
-    tree = propose(PROPOSERS[name], draft, prices, may_wait=False)
-    assert (draft.num_read, tree.num_levels) == (2, 3)
-    assert int(tree.depths.max()) == 3
+    drafted = propose(PROPOSERS[name], draft, prices, may_wait=False)
+    assert (draft.num_read, drafted.levels) == (2, 3)
+    assert int(drafted.tree.depths.max()) == 3
 
 
 @pytest.mark.parametrize(("kind", "level"), [("random", 0.15), ("zeros", 0.25)])
@@ -204,10 +206,11 @@ def test_the_law_stays(kind: str, level: float) -> None:
     proposer = Sd(3)
     uniforms, weights = draft_uniforms(draft, proposer.branching_factors)
     prices = Prices(0.05, 0.0, [1.0], level=level)
-    trees = [draw_alone(proposer, draft, row, prices) for row in uniforms]
+    drafts = [draw_alone(proposer, draft, row, prices) for row in uniforms]
+    trees = [drafted.tree for drafted in drafts]
     by_depth: dict[int, list[int]] = {}
-    for number, tree in enumerate(trees):
-        by_depth.setdefault(tree.num_levels, []).append(number)
+    for number, drafted in enumerate(drafts):
+        by_depth.setdefault(drafted.levels, []).append(number)
     assert len(by_depth) > 1, "prices change nothing"
     law = sum(
         LawMeter(
@@ -239,7 +242,7 @@ def together(trees: Sequence[TreeBatch]) -> TreeBatch:
 
 def draw_alone(
     proposer: Proposer, draft: Language, uniforms: torch.Tensor, prices: Prices
-) -> TreeBatch:
+) -> Draft:
     """The tree of one request."""
     return proposer.propose(
         ProposerInputs(
@@ -284,16 +287,17 @@ class Steps:
             accepted += 1
         index, slots = self.schedule.choose(running([0]))
         num_levels = num_drafts = 0
-        promised = 0.0
+        claimed = 0.0
         if depth is not None:
             num_levels = num_drafts = depth
         elif index is not None:
             prices = self.schedule.prices(slots)
             draft = SureModel(sureness)
-            tree = propose(Sd(8), draft, prices, may_wait=self.may_wait)
-            assert tree.promised is not None
-            promised = float(tree.promised[0])
-            num_levels, num_drafts = tree.num_levels, int(tree.num_nodes[0]) - 1
+            drafted = propose(Sd(8), draft, prices, may_wait=self.may_wait)
+            assert drafted.claims is not None
+            claimed = float(drafted.claims.sum())
+            num_levels = drafted.levels
+            num_drafts = int(drafted.tree.num_nodes[0]) - 1
         accepted = min(accepted, num_drafts)
         first = 0.05 if num_drafts else 0.0
         seconds = 1 + first + self.level * num_levels + self.each * num_drafts
@@ -309,7 +313,7 @@ class Steps:
                     [num_drafts] * drawn,
                     [accepted] * drawn,
                     [63] * drawn,
-                    [promised] * drawn,
+                    [claimed] * drawn,
                     seconds * self.random.gauss(1, 0.05),
                     num_levels,
                 )

@@ -64,7 +64,7 @@ def drafted(
             uniforms=torch.zeros((len(roots), proposer.sizes.num_uniforms)),
             draft_models=[head.draft(hidden, roots)],
         )
-    )
+    ).tree
 
 
 def greedy(num_reqs: int) -> SamplingTensors:

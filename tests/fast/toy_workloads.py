@@ -119,11 +119,14 @@ def make_method(
     batched: bool = False,
     shares: Shares | None = None,
 ) -> Method:
-    """A method with one tree of the schedule a batch size."""
+    """A method with one tree of the schedule a batch size.
+
+    Trees that ``shares`` shares out are weighed, as a hybrid's are.
+    """
     return Method(
         schedule=ListedSchedule(
             [
-                Scheduled(size, proposer.sizes)
+                Scheduled(size, proposer.sizes, weighs_drafts=shares is not None)
                 for size, proposer in zip(batch_sizes, proposers, strict=True)
             ]
         ),

@@ -13,6 +13,7 @@ from tests.fast.wrong_rules import draws_of
 from vllm_treespec.batch.matching import Proposal, match, running_trees
 from vllm_treespec.batch.views import ScheduledBatch
 from vllm_treespec.testing.fake_views import ints
+from vllm_treespec.trees.draft import Draft
 
 PLENTY = 64
 NOBODY = ints([])
@@ -39,7 +40,7 @@ def come_back(
 
     """
     every = np.arange(drawn.tree.num_reqs)
-    proposal = Proposal.from_tree(drawn.tree, 0, 0, every, every, node_limits)
+    proposal = Proposal.from_draft(Draft(drawn.tree), 0, 0, every, every, node_limits)
     proposal = proposal.without(lost)
     drafts = [row[: min(sent, room - 1)] for row in proposal.drafts()]
 

@@ -13,7 +13,7 @@ from vllm_treespec.proposers.rsd_c import draw_children
 from vllm_treespec.proposers.rsd_s import expand_beam, select_beam
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.builders import from_candidates
-from vllm_treespec.trees.tree import TreeBatch
+from vllm_treespec.trees.draft import Draft
 
 MODULES = {
     name: importlib.import_module(f"vllm_treespec.proposers.{name}")
@@ -46,7 +46,7 @@ def ranked_by_probability() -> Any:
         log_probs.append(drawn[1].flatten(1))
         return drawn
 
-    def keep(roots: Tensor, *levels: Any, **rest: Any) -> TreeBatch:
+    def keep(roots: Tensor, *levels: Any, **rest: Any) -> Draft:
         tokens, parents, _, *others = levels
         return from_candidates(roots, tokens, parents, log_probs, *others, **rest)
 

@@ -141,7 +141,7 @@ def rsd_s_reference(
         valid,
         torch.cat(level_probs, dim=1),
         draft_model.vocabulary,
-    )
+    ).tree
 
 
 def truncate(bound: Tensor, perturbed: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from vllm_treespec.batch.views import (
     cut_rows,
     ragged_rows,
 )
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.tree import TreeBatch
 
 # What the scheduler drafts for a request that enters the batch with one token left.
@@ -45,23 +46,22 @@ class Proposal:
     node_limits: np.ndarray
     # int64 [num_trees], nodes that were drawn
     num_drawn: np.ndarray
-    # int64 [num_trees, max_nodes - 1], see ``TreeBatch.parts``
-    parts: np.ndarray | None = None
-    # float64 [num_trees], see ``TreeBatch.promised``; 0 where not all is proposed
-    promised: np.ndarray | None = None
-    # float64 [num_trees], see ``TreeBatch.second_promised``; the same
-    second_promised: np.ndarray | None = None
+    # float64 [num_trees, max_nodes - 1], of the draft nodes; see ``Draft``
+    claims: np.ndarray | None = None
+    # int64 [num_trees, max_nodes - 1], of the draft nodes; see ``Draft``
+    sources: np.ndarray | None = None
+    # int64 and float64 [num_trees], see ``ShadowDrafts``
+    shadow_token_ids: np.ndarray | None = None
+    shadow_claims: np.ndarray | None = None
     # that draft models read for the trees
     num_levels: int = 0
-    # int64 [num_trees], see ``TreeBatch.guesses``
-    guesses: np.ndarray | None = None
     # tokens of earlier steps that draft models read for the trees
     num_caught_up: int = 0
 
     @classmethod
-    def from_tree(
+    def from_draft(
         cls,
-        tree: TreeBatch,
+        draft: Draft,
         tree_index: int,
         step: int,
         slots: np.ndarray,
@@ -74,6 +74,8 @@ class Proposal:
         ``node_limits`` int64 [num_trees] must not depend on what was drawn; None: the
         trees are whole.
         """
+        tree, claims, sources = draft.tree, draft.claims, draft.sources
+        shadow = draft.shadow
         if node_limits is None:
             node_limits = np.full(tree.num_reqs, tree.max_nodes)
         host = on_host(
@@ -81,26 +83,23 @@ class Proposal:
                 "token_ids": tree.token_ids[:, 1:],
                 "parents": tree.parents[:, 1:],
                 "num_nodes": tree.num_nodes,
-                "parts": None if tree.parts is None else tree.parts[:, 1:],
-                "promised": tree.promised,
-                "second_promised": tree.second_promised,
-                "guesses": tree.guesses,
+                "claims": None if claims is None else claims[:, 1:],
+                "sources": None if sources is None else sources[:, 1:],
+                "shadow_token_ids": None if shadow is None else shadow.token_ids,
+                "shadow_claims": None if shadow is None else shadow.claims,
             }
         )
         drawn = host.pop("num_nodes")
-        num_nodes = np.minimum(drawn, node_limits)
-        for name in host.keys() & {"promised", "second_promised"}:
-            host[name] = np.where(num_nodes == drawn, host[name], 0.0)
         return cls(
             tree,
             tree_index,
             step,
             slots,
             reqs,
-            num_drafts=num_nodes - 1,
+            num_drafts=np.minimum(drawn, node_limits) - 1,
             node_limits=node_limits,
             num_drawn=drawn,
-            num_levels=tree.num_levels,
+            num_levels=draft.levels,
             num_caught_up=num_caught_up,
             **host,
         )
@@ -305,10 +304,10 @@ def running_trees(
     )
 
 
-def scored_parts(
+def scored_by_source(
     trees: RunningTrees, proposal: Proposal | None, batch: EmittedBatch
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Which part drafted the nodes of each tree, if trees have parts.
+    """Sources of the nodes of each tree, if trees have more than one.
 
     Args:
         trees: of the step.
@@ -316,16 +315,16 @@ def scored_parts(
         batch: after the step.
 
     Yields:
-        the place of the tree's request; parts of its draft nodes that were scored,
+        the place of the tree's request; sources of its draft nodes that were scored,
         int64 [n], and of those that were accepted, int64 [num_accepted].
 
     """
-    if proposal is None or proposal.parts is None:
+    if proposal is None or proposal.sources is None:
         return
     for tree, row in enumerate(trees.proposal_rows.tolist()):
         req = int(trees.host_reqs[tree])
         end = batch.num_tokens[req] - 1
         first = end + 1 - batch.num_emitted[req]
         path = proposal.path(row, batch.token_ids[req, first:end])
-        parts = proposal.parts[row]
-        yield req, parts[: trees.num_nodes[tree] - 1], parts[path]
+        sources = proposal.sources[row]
+        yield req, sources[: trees.num_nodes[tree] - 1], sources[path]

@@ -13,29 +13,45 @@ from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch, ScheduledBatch
 from vllm_treespec.schedule.base import RunningRequests, Schedule, StepOutcome
-from vllm_treespec.trees.tree import NO_GUESS
+from vllm_treespec.trees.draft import NO_TOKEN
+from vllm_treespec.trees.source import Source
 
 # What a step drafts with that draws no tree, in statistics.
 PLAIN = "plain"
 
 
-def with_guesses(
-    guesses: np.ndarray, emitted: np.ndarray, num_accepted: np.ndarray
+def with_shadow_drafts(
+    token_ids: np.ndarray, emitted: np.ndarray, num_accepted: np.ndarray
 ) -> np.ndarray:
-    """What came true of what trees promised, int64 [n].
+    """Accepted drafts, shadow drafts included, int64 [n].
 
     Args:
-        guesses: int64 [n], see ``TreeBatch.guesses``.
+        token_ids: int64 [n], see ``ShadowDrafts``.
         emitted: int64 [n], the token that came after a root without drafts.
         num_accepted: int64 [n], of the drafts of the others.
 
     """
-    return np.where(guesses == NO_GUESS, num_accepted, guesses == emitted)
+    return np.where(token_ids == NO_TOKEN, num_accepted, token_ids == emitted)
 
 
-def promised_by(promised: np.ndarray | None, rows: np.ndarray) -> list[float]:
-    """What these trees promised, int64 [n] rows of all; 0 where nothing was."""
-    return [0.0] * len(rows) if promised is None else promised[rows].tolist()
+def claimed(
+    proposal: Proposal, rows: np.ndarray, source: Source | None = None
+) -> np.ndarray:
+    """Sum of the claims of each tree's proposed nodes, float64 [n].
+
+    Args:
+        proposal: the trees.
+        rows: int64 [n], of the trees.
+        source: whose nodes count, also those that it shares; None: all nodes count.
+
+    """
+    if proposal.claims is None:
+        return np.zeros(len(rows))
+    drafts = np.arange(proposal.claims.shape[1])
+    counted = drafts < proposal.num_drafts[rows, None]
+    if source is not None and proposal.sources is not None:
+        counted &= (proposal.sources[rows] & source) > 0
+    return np.asarray((proposal.claims[rows] * counted).sum(1))
 
 
 @dataclass(frozen=True)
@@ -179,7 +195,7 @@ class Chooser:
         batch: EmittedBatch,
         proposal: Proposal | None,
         accepted: np.ndarray,
-        by_part: np.ndarray,
+        by_source: np.ndarray | None,
         has_branches: bool,
     ) -> None:
         """Note how long a step took, and what was accepted of its trees.
@@ -190,13 +206,13 @@ class Chooser:
             proposal: what was drawn for it, if anything.
             accepted: drafts accepted of each request's tree, -1 without one; int64
                 [num_reqs].
-            by_part: those of them that each part drafted, where an index and a model
-                draft, int64 [num_reqs, 2].
+            by_source: those of them that an index, and that a model drafted, int64
+                [num_reqs, 2]; None: the method's trees do not have these two sources.
             has_branches: whether any of the trees is no chain.
 
         """
         self.only_decoded = scheduled.only_decodes
-        outcome = self._outcome(batch, proposal, accepted, by_part, has_branches)
+        outcome = self._outcome(batch, proposal, accepted, by_source, has_branches)
         num_drawn = 0 if proposal is None else len(proposal.slots)
         as_chosen = (num_drawn > 0) == (outcome.index is not None)
         seconds = None
@@ -213,7 +229,7 @@ class Chooser:
         batch: EmittedBatch,
         proposal: Proposal | None,
         accepted: np.ndarray,
-        by_part: np.ndarray,
+        by_source: np.ndarray | None,
         has_branches: bool,
     ) -> StepOutcome:
         """What the trees of a step brought, see ``observe``; its time is left out."""
@@ -231,22 +247,32 @@ class Chooser:
         places = np.flatnonzero(told & (rows >= 0) & batch.emitted)
         rows = rows[places]
         num_accepted = accepted[places].clip(min=0)
-        num_found, num_of_model = by_part[places].T
-        has_two_parts = proposal.second_promised is not None
-        num_kept = num_found if has_two_parts else num_accepted
-        if proposal.guesses is not None:
+        num_found = num_of_model = np.zeros_like(num_accepted)
+        source, num_kept, model_claims = None, num_accepted, np.zeros(len(rows))
+        if not self.schedule.trees[proposal.tree_index].weighs_drafts:
+            proposal = replace(proposal, claims=None)
+        if by_source is not None:
+            num_found, num_of_model = by_source[places].T
+            source, num_kept = Source.INDEX, num_found
+            model_claims = claimed(proposal, rows, Source.MODEL)
+        claims = claimed(proposal, rows, source)
+        if proposal.shadow_token_ids is not None:
+            assert proposal.shadow_claims is not None
+            claims += proposal.shadow_claims[rows]
             emitted = batch.token_ids[places, batch.end[places]]
-            num_kept = with_guesses(proposal.guesses[rows], emitted, num_kept)
+            num_kept = with_shadow_drafts(
+                proposal.shadow_token_ids[rows], emitted, num_kept
+            )
         return replace(
             outcome,
             slots=proposal.slots[rows].tolist(),
             num_drafts=proposal.num_drafts[rows].tolist(),
             num_accepted=num_accepted.tolist(),
             limits=(proposal.node_limits[rows] - 1).tolist(),
-            promised=promised_by(proposal.promised, rows),
+            promised=claims.tolist(),
             num_kept=num_kept.tolist(),
             num_found=num_found.tolist(),
-            model_promised=promised_by(proposal.second_promised, rows),
+            model_promised=model_claims.tolist(),
             model_kept=num_of_model.tolist(),
             num_levels=proposal.num_levels,
             has_branches=has_branches,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vllm_treespec.aids import Aid, aiding
-from vllm_treespec.trees.tree import FIRST_PART, SECOND_PART
+from vllm_treespec.trees.source import Source
 
 # What is left of the counts of earlier trees when another tree is counted.
 DECAY = 0.8
@@ -17,15 +17,15 @@ LEAST_SHARE = 0.125
 SURE_RATE = 0.5
 
 
-def count_parts(parts: np.ndarray) -> np.ndarray:
-    """Count nodes by the part that drafted them, those of both for both, int64 [2].
+def count_by_source(sources: np.ndarray) -> np.ndarray:
+    """Count nodes of an index, and of a model, those of both for both, int64 [2].
 
     Args:
-        parts: int64 [n], see ``TreeBatch.parts``.
+        sources: int64 [n], bits of ``Source`` of each node.
 
     """
-    bits = np.array([FIRST_PART, SECOND_PART])
-    return np.asarray(((parts[:, None] & bits) > 0).sum(0))
+    bits = np.array([Source.INDEX, Source.MODEL])
+    return np.asarray(((sources[:, None] & bits) > 0).sum(0))
 
 
 class Shares:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from vllm_treespec.trees.tree import NO_GUESS
+from vllm_treespec.trees.draft import NO_TOKEN
 
 # Doubt that a text goes on as it did before is this much less for each token that
 # matches. Measured on chat (docs/dev/sources.md).
@@ -38,16 +38,16 @@ class Continuations:
     def likeliest(self) -> list[tuple[float, int]]:
         """Of each request the likeliest next token: its probability, and the token.
 
-        The token is NO_GUESS where nothing was found.
+        The token is NO_TOKEN where nothing was found.
         """
         return [likeliest_token(found) for found in self.by_request]
 
 
 def likeliest_token(continuations: Sequence[Continuation]) -> tuple[float, int]:
-    """Probability of the likeliest next token, and the token; NO_GUESS without one."""
+    """Probability of the likeliest next token, and the token; NO_TOKEN without one."""
     shares = next_tokens(continuations, 0)
     likely = ((share, token) for token, (share, _) in shares.items())
-    return max(likely, default=(0.0, NO_GUESS))
+    return max(likely, default=(0.0, NO_TOKEN))
 
 
 def probability_alone(length: int) -> float:

@@ -17,7 +17,7 @@ from vllm_treespec.batch.matching import (
     RunningTrees,
     match,
     running_trees,
-    scored_parts,
+    scored_by_source,
 )
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.stats import StepStats
@@ -31,7 +31,7 @@ from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.sampling.penalties import PenalisedTexts, Penalties, no_drafts
 from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.choosing import Chooser
-from vllm_treespec.schedule.shares import count_parts
+from vllm_treespec.schedule.shares import count_by_source
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
 from vllm_treespec.sources.base import DraftSource, TextSource
 from vllm_treespec.step.committed import CommittedReader, committed_rows
@@ -39,7 +39,8 @@ from vllm_treespec.step.drafting import StepEnd, TreeDrafter
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.plain_draw import PlainDraw, draw_plainly
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import SECOND_PART, TreeBatch, ancestor_bits
+from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import TreeBatch, ancestor_bits
 
 
 class RanksDiffer(SystemExit):
@@ -328,15 +329,10 @@ class TreeDecoder:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
-            by_part = self.chooser.aid.run(
-                np.zeros((batch.num_reqs, 2), dtype=np.int64),
-                self._count,
-                batch,
-                accepted,
-            )
+            by_source = self.chooser.aid.run(None, self._count, batch, accepted)
             has_branches = self.trees is not None and self.trees.branching
             self.chooser.observe(
-                self.batch, batch, self.proposal, accepted, by_part, has_branches
+                self.batch, batch, self.proposal, accepted, by_source, has_branches
             )
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             self._note_texts(batch, reqs)
@@ -384,29 +380,31 @@ class TreeDecoder:
                 ]
                 cast(TextSource, source).note_texts(batch.slots[emitted], texts)
 
-    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray:
+    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray | None:
         """Count the trees that were scored in this step.
 
         Returns:
-            accepted drafts of each request by part, if trees are shared out; int64
-            [num_reqs, 2].
+            accepted drafts of each request that an index, and that a model drafted,
+            int64 [num_reqs, 2]; None: the method's trees do not have these two sources.
 
         """
-        by_part = np.zeros((batch.num_reqs, 2), dtype=np.int64)
+        shares, stats, by_source = self.method.shares, self.stats, None
+        if shares is not None:
+            by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
         if self.trees is None:
-            return by_part
+            return by_source
         of_trees = accepted[self.trees.host_reqs].tolist()
-        self.stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
-        shares, stats = self.method.shares, self.stats
-        for req, *parts in scored_parts(self.trees, self.proposal, batch):
-            if shares is None:
-                stats.count_leftovers(*(int((p == SECOND_PART).sum()) for p in parts))
+        stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
+        for req, *sources in scored_by_source(self.trees, self.proposal, batch):
+            if shares is None or by_source is None:
+                left_over = (int((s == Source.LEFTOVER).sum()) for s in sources)
+                stats.count_leftovers(*left_over)
             else:
-                num_scored, num_accepted = map(count_parts, parts)
-                by_part[req] = num_accepted
+                num_scored, num_accepted = map(count_by_source, sources)
+                by_source[req] = num_accepted
                 shares.observe(int(batch.slots[req]), num_scored, num_accepted)
                 stats.count_sources(num_scored, num_accepted)
-        return by_part
+        return by_source
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""

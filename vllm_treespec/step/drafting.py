@@ -53,7 +53,7 @@ class Candidates:
     found: Continuations | None = None
     # float64 [n], see ``Shares.first``; None: no model drafts beside an index
     first_shares: np.ndarray | None = None
-    # what drafts must promise; None: nothing
+    # what drafts must claim; None: nothing
     prices: Prices | None = None
 
 
@@ -161,7 +161,7 @@ class TreeDrafter:
         noise: Tensor | None = None
         if models and self.method.rule.follows_noise and not sampling.all_greedy:
             noise = self.noise.keys(roots, sizes.max_depth)
-        tree = proposer.propose(
+        draft = proposer.propose(
             ProposerInputs(
                 root_token_ids=roots.root_token_ids,
                 sampling=sampling,
@@ -175,13 +175,13 @@ class TreeDrafter:
                 host_may_wait=not self.method.batched,
             )
         )
-        proposal = Proposal.from_tree(
-            tree,
+        proposal = Proposal.from_draft(
+            draft,
             index,
             end.step,
             roots.slots,
             reqs,
-            self._node_limits(end.batch, reqs, tree),
+            self._node_limits(end.batch, reqs, draft.tree),
             num_caught_up,
         )
         if proposer.num_beam_tokens is not None:

@@ -89,7 +89,7 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             if shares is None
             else shares.first(roots.slots, nothing.matches()),
         )
-        tree = proposer.propose(inputs)
+        tree = proposer.propose(inputs).tree
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)
         root_rows = torch.arange(num_reqs, device=device) * tree.max_nodes
         target = TargetLogits(logits, root_rows, sampling)

@@ -153,7 +153,7 @@ def check_law(config: MethodConfig, seed: int) -> None:
         shape = NUM_TREES, count
         return torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    tree = proposer.propose(
+    draft = proposer.propose(
         ProposerInputs(
             root_token_ids=torch.full((NUM_TREES,), TEXT[1]),
             sampling=sampling,
@@ -166,7 +166,7 @@ def check_law(config: MethodConfig, seed: int) -> None:
     )
     max_nodes = proposer.sizes.max_nodes
     for num_nodes in {max_nodes, 1 + max_nodes // 2}:
-        cut = tree.cut(torch.full_like(tree.num_nodes, num_nodes))
+        cut = draft.tree.cut(torch.full_like(draft.tree.num_nodes, num_nodes))
         target = target_logits(language, cut, sampling)
         numbers = uniforms(1 + proposer.sizes.max_draws)
         scored = config.rule.walk(cut, target, numbers)

@@ -1,4 +1,7 @@
-"""Draft trees from levels, candidates, draws that may repeat, and from lists."""
+"""Draft trees from levels, candidates, draws that may repeat, and from lists.
+
+Builders that give a ``Draft`` carry the claims of candidates over to the nodes.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.trees.tree import (
-    FIRST_PART,
-    MAX_NODES,
-    NO_NODE,
-    SECOND_PART,
-    Draws,
-    TreeBatch,
-)
+from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import MAX_NODES, NO_NODE, Draws, TreeBatch
 
 
 def from_levels(
@@ -27,7 +25,8 @@ def from_levels(
     vocabulary: Tensor | None = None,
     rows: Tensor | None = None,
     max_nodes: int | None = None,
-) -> TreeBatch:
+    claims: Sequence[Tensor] | None = None,
+) -> Draft:
     """Build the trees from their levels, leaving out invalid nodes.
 
     Args:
@@ -43,6 +42,8 @@ def from_levels(
             root was drawn from, level after level; left out: row ``i`` belongs to the
             children of node ``i`` counted before invalid nodes are left out.
         max_nodes: no tree has more; left out: 1 + sum of widths.
+        claims: per level, float64 [num_reqs, width], how likely each node is accepted.
+            None: nothing is claimed.
 
     """
     num_reqs, device = root_token_ids.shape[0], root_token_ids.device
@@ -65,24 +66,43 @@ def from_levels(
     new_parents[:, 0] = NO_NODE
     draws = None
     if draft_probs is not None:
-        nodes = torch.arange(order.shape[1], device=device).expand_as(order)
         if rows is None:
             draw_rows = old_parents[:, 1:].clamp(max=draft_probs.shape[1] - 1)
         else:
             draw_rows = rows[order[:, 1:] - 1]
-        draws = Draws(
-            nodes=nodes.masked_fill(~kept, 0)[:, 1:],
-            rows=draw_rows,
-            without_replacement=new_parents[:, 1:] == new_parents[:, :-1],
-            probs=draft_probs,
-            vocabulary=vocabulary,
-        )
-    return TreeBatch(
+        draws = _one_draw_a_node(new_parents, draw_rows, draft_probs, vocabulary)
+    tree = TreeBatch(
         token_ids=flat_tokens.gather(1, order).masked_fill(~kept, 0),
         parents=new_parents,
         depths=flat_depths.gather(1, order).masked_fill(~kept, 0),
         num_nodes=flat_valid.sum(1),
         draws=draws,
+    )
+    if claims is None:
+        return Draft(tree)
+    flat_claims = torch.nn.functional.pad(torch.cat(list(claims), dim=1), (1, 0))
+    return Draft(tree, flat_claims.gather(1, order).masked_fill(~kept, 0))
+
+
+def _one_draw_a_node(
+    parents: Tensor, rows: Tensor, probs: Tensor, vocabulary: Tensor | None
+) -> Draws:
+    """Draws without replacement of which each became a node of its own.
+
+    Args:
+        parents: int64 [num_reqs, max_nodes], see ``TreeBatch``.
+        rows: int64 [num_reqs, max_nodes - 1], of each draft node.
+        probs: see ``Draws``.
+        vocabulary: see ``Draws``.
+
+    """
+    drafts = torch.arange(1, parents.shape[1], device=parents.device)
+    return Draws(
+        nodes=drafts * (parents[:, 1:] >= 0),
+        rows=rows,
+        without_replacement=parents[:, 1:] == parents[:, :-1],
+        probs=probs,
+        vocabulary=vocabulary,
     )
 
 
@@ -95,7 +115,7 @@ def from_candidates(
     draft_probs: Tensor | None = None,
     vocabulary: Tensor | None = None,
     rows: Tensor | None = None,
-) -> TreeBatch:
+) -> Draft:
     """Build the trees of the candidates with the highest values of all levels.
 
     Args:
@@ -112,7 +132,7 @@ def from_candidates(
 
     """
     kept = highest(torch.cat(list(values), dim=1), num_drafts)
-    tree = from_levels(
+    draft = from_levels(
         root_token_ids,
         token_ids,
         parents,
@@ -122,9 +142,11 @@ def from_candidates(
         rows,
         max_nodes=1 + num_drafts,
     )
+    tree = draft.tree
     if tree.draws is None:
-        return tree
-    return replace(tree, draws=replace(tree.draws, min_nodes=tree.max_nodes))
+        return draft
+    draws = replace(tree.draws, min_nodes=tree.max_nodes)
+    return replace(draft, tree=replace(tree, draws=draws))
 
 
 def highest(values: Tensor, count: int, limits: Tensor | None = None) -> Tensor:
@@ -197,9 +219,13 @@ def from_draws(
     return TreeBatch(tokens, node_parents, depths, num_nodes, draws)
 
 
-def merge_trees(
-    one: TreeBatch, other: TreeBatch, other_depth: int, max_nodes: int | None = None
-) -> TreeBatch:
+def merge_drafts(
+    one: Draft,
+    other: Draft,
+    sources: tuple[Source, Source],
+    other_depth: int,
+    max_nodes: int | None = None,
+) -> Draft:
     """Put two trees of each request together; equal paths become one.
 
     Siblings keep their order, those of ``one`` come first. The host does not wait for
@@ -208,11 +234,42 @@ def merge_trees(
     Args:
         one: deterministic trees.
         other: of the same requests and roots, deterministic, too.
+        sources: of ``one`` and of ``other``.
         other_depth: levels of ``other`` below the roots, or more.
         max_nodes: no tree has more; left out: all nodes of both.
 
     Returns:
-        trees whose ``parts`` tell which of the two hold a node.
+        trees with the sources of each node. A node of both has the claim of ``one``.
+        Nothing is claimed if one of the two claims nothing.
+
+    """
+    tree, numbers = merge_trees(one.tree, other.tree, other_depth, max_nodes)
+    width = one.tree.max_nodes
+    numbers_of_one, numbers_of_other = numbers[:, :width], numbers[:, width:]
+    bits = torch.zeros_like(tree.parents).scatter(1, numbers_of_one, sources[0])
+    bits += torch.zeros_like(bits).scatter(1, numbers_of_other, sources[1])
+    claims = None
+    if one.claims is not None and other.claims is not None:
+        claims = torch.zeros_like(bits, dtype=torch.float64)
+        claims.scatter_(1, numbers_of_other, other.claims)
+        claims.scatter_(1, numbers_of_one, one.claims)
+    return Draft(
+        tree,
+        claims,
+        levels=one.levels + other.levels,
+        sources=bits.masked_fill(tree.depths == 0, 0),
+    )
+
+
+def merge_trees(
+    one: TreeBatch, other: TreeBatch, other_depth: int, max_nodes: int | None = None
+) -> tuple[TreeBatch, Tensor]:
+    """Merge the trees of ``merge_drafts``.
+
+    Returns:
+        the trees, and the number of each node of ``one`` and of ``other``, in this
+        order, among the merged ones; 0 in unused entries, int64 [num_reqs, sum of both
+        widths].
 
     """
     num_reqs, width = one.parents.shape
@@ -225,9 +282,7 @@ def merge_trees(
     tokens = torch.zeros(shape, dtype=torch.int64, device=drawn.device)
     tokens[:, 0] = one.token_ids[:, 0]
     parents, node_depths = torch.full_like(tokens, NO_NODE), torch.zeros_like(tokens)
-    parts = torch.zeros_like(tokens)
     num_nodes = torch.ones_like(one.num_nodes)
-    # number of each old node among the merged ones
     numbers = torch.zeros_like(drawn)
     for depth in range(1, other_depth + 1):
         parent = numbers.gather(1, above).masked_fill(depths != depth, spare)
@@ -236,32 +291,24 @@ def merge_trees(
         is_node = parent < spare
         num_nodes = num_nodes + (is_new & is_node).sum(1)
         node = node.masked_fill(~is_node, spare)
-        numbers.scatter_(1, order, node.masked_fill(~is_node, 0))
+        # An entry is a node in one level alone.
+        numbers.scatter_add_(1, order, node.masked_fill(~is_node, 0))
         place = node.masked_fill(~is_new, spare)
         tokens.scatter_(1, place, drawn.gather(1, order))
         parents.scatter_(1, place, parent)
         node_depths.scatter_(1, place, depth)
-        # Siblings of one tree differ, so that no bit is added twice.
-        part = torch.where(order < width, FIRST_PART, SECOND_PART)
-        parts.scatter_add_(1, node, part)
     # Levels below hold nodes of ``one`` alone, which stay in their order.
     deeper = one.depths > other_depth
     place = num_nodes[:, None] + deeper.cumsum(1) - 1
-    numbers = torch.where(deeper, place, numbers[:, :width])
+    numbers[:, :width] = torch.where(deeper, place, numbers[:, :width])
     place = place.masked_fill(~deeper, spare)
     tokens.scatter_(1, place, one.token_ids)
     parents.scatter_(1, place, numbers.gather(1, one.parents.clamp(min=0)))
     node_depths.scatter_(1, place, one.depths)
-    parts.scatter_(1, place, FIRST_PART)
     num_nodes = num_nodes + deeper.sum(1)
-    kept = spare if max_nodes is None else max_nodes
-    return TreeBatch(
-        tokens[:, :kept],
-        parents[:, :kept],
-        node_depths[:, :kept],
-        num_nodes,
-        parts=parts[:, :kept],
-    )
+    kept = slice(spare if max_nodes is None else max_nodes)
+    tree = TreeBatch(tokens[:, kept], parents[:, kept], node_depths[:, kept], num_nodes)
+    return tree, numbers
 
 
 def merge_equal(

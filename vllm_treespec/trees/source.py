@@ -11,8 +11,10 @@ class Source(IntFlag):
     Attributes:
         INDEX: a suffix index, which knows at once how likely its drafts are.
         MODEL: a draft model or a head, which is read level by level.
+        LEFTOVER: logits that a head computed in an earlier step.
 
     """
 
     INDEX = 1
     MODEL = 2
+    LEFTOVER = 4

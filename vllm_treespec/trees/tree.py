@@ -10,9 +10,6 @@ from torch import Tensor
 
 MAX_NODES = 64
 NO_NODE = -1
-NO_GUESS = -1
-# Bits of ``TreeBatch.parts``.
-FIRST_PART, SECOND_PART = 1, 2
 
 
 @dataclass(frozen=True)
@@ -106,19 +103,6 @@ class TreeBatch:
     num_nodes: Tensor
     # None = deterministic drafts
     draws: Draws | None = None
-    # int64 [num_reqs, max_nodes], which of a method's two parts drafted each node, as
-    # bits; 0 at roots and in unused entries. None = the trees have one part
-    parts: Tensor | None = None
-    # float64 [num_reqs], tokens of each tree that its proposer expects to be accepted,
-    # of its first part if it has two. None = it expects nothing
-    promised: Tensor | None = None
-    # float64 [num_reqs], the same of the second part. None = there is none
-    second_promised: Tensor | None = None
-    # that draft models read for these trees
-    num_levels: int = 0
-    # int64 [num_reqs], of trees without drafts the token that ``promised`` stands for,
-    # a draft that was not worth its price; else NO_GUESS. None = nothing is guessed
-    guesses: Tensor | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -148,7 +132,6 @@ class TreeBatch:
             depths=self.depths[rows],
             num_nodes=self.num_nodes[rows],
             draws=None if self.draws is None else self.draws.select(rows),
-            parts=None if self.parts is None else self.parts[rows],
         )
 
     def cut(self, num_nodes: Tensor) -> TreeBatch:
@@ -169,7 +152,6 @@ class TreeBatch:
             draws=None
             if self.draws is None
             else self._cut_draws(self.draws, num_nodes),
-            parts=None if self.parts is None else self.parts.masked_fill(gone, 0),
         )
 
     def _cut_draws(self, draws: Draws, num_nodes: Tensor) -> Draws:
