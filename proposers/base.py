@@ -6,17 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_treespec.sampling.coupling import noise_of
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.schedule.prices import Prices
+from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan
 from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.source import Source
 
 # How likely drafts are accepted at least, where nothing else says which are worth it.
 UNPRICED = 0.1
@@ -46,30 +46,29 @@ class ProposerInputs:
     noise_of: Callable[[Tensor, Tensor], Tensor] = noise_of
     # of each suffix index
     continuations: Sequence[Continuations] = ()
-    # float64 [num_reqs], on the host, see ``Shares.first``; None: the method has none
-    first_shares: np.ndarray | None = None
     # int64 [num_reqs], draft tokens that each tree may have; None: as the proposer says
     num_drafts: Tensor | None = None
     # int64 [num_reqs], the deepest level that each tree may have; None: all levels
     levels: Tensor | None = None
-    # what drafts must claim; None: nothing. For proposers that weigh their drafts
-    prices: Prices | None = None
-    # whether the host may wait for a value, to leave out levels that are not worth it
-    host_may_wait: bool = False
+    # what drafting may spend; only pruning is read of it here
+    plan: StepPlan = PLAIN_PLAN
+    # whether the host waits for a value, to leave out levels that are not worth it
+    can_sync: bool = False
     # of each tree, how likely an index found its next token: then a level that a model
     # reads adds nothing; None: there is no index beside the model
     found: Sequence[float] | None = None
 
-    def least(self, min_probability: float | None) -> list[float]:
-        """The probability that drafts of each tree have at least.
+    def min_claims(self, source: Source, min_probability: float | None) -> list[float]:
+        """The claim that drafts of each tree have at least.
 
         Args:
-            min_probability: at least this; None: what prices say, and without any
-                ``UNPRICED``.
+            source: of the drafts.
+            min_probability: at least this; None: what the plan says, and where it
+                prunes nothing ``UNPRICED``.
 
         """
-        if self.prices is not None:
-            return self.prices.least(min_probability)
+        if self.plan.prunes:
+            return self.plan.min_claim(source, min_probability or 0.0)
         least = UNPRICED if min_probability is None else min_probability
         return [least] * len(self.root_token_ids)
 
@@ -104,6 +103,16 @@ class Proposer(ABC):
     num_draft_models: int = 1
     num_beam_tokens: int | None = None
     sizes: TreeSizes
+
+    def needs_model(self, plan: StepPlan, found: Continuations) -> bool:
+        """Whether draft models are read beside what an index found.
+
+        Args:
+            plan: of the step.
+            found: of the requests that draft.
+
+        """
+        return True
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> Draft:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.proposers.base import ProposerInputs
-from vllm_treespec.proposers.worth import Worth
+from vllm_treespec.proposers.draft_filter import DraftFilter
 
 
 class Confidence:
@@ -23,7 +23,7 @@ class Confidence:
 
     def __init__(self, min_probability: float, inputs: ProposerInputs) -> None:
         """Begin at the roots."""
-        self.worth = Worth(min_probability, inputs)
+        self.filter = DraftFilter(min_probability, inputs)
         self.sampling = inputs.sampling
         # per level that was drawn, float64 [num_reqs, width], see ``Draft``
         self.claims: list[Tensor] = []
@@ -43,7 +43,7 @@ class Confidence:
             float64 [num_reqs, width, count], -inf for those to leave out.
 
         """
-        if not self.worth.asks:
+        if not self.filter.is_on:
             return torch.zeros_like(columns, dtype=torch.float64)
         if self.sampling.all_greedy:
             mass = probs.gather(-1, columns)
@@ -52,7 +52,7 @@ class Confidence:
             if not self.sampling.all_random:
                 greedy = self.sampling.greedy[:, None, None]
                 mass = torch.where(greedy, probs.gather(-1, columns), mass)
-        return self.worth.of_drafts(self.nodes[..., None] + mass.double().log())
+        return self.filter.of_drafts(self.nodes[..., None] + mass.double().log())
 
     def ends(self, drawn: Tensor) -> bool:
         """Count a level, and say whether no level below it is worth reading.
@@ -64,4 +64,4 @@ class Confidence:
         confidences = self.nodes.exp() * drawn
         likely, best = confidences.max(1, keepdim=True)
         self.claims.append(torch.zeros_like(confidences).scatter_(1, best, likely))
-        return self.worth.ends(len(self.claims), likely)
+        return self.filter.ends(len(self.claims), likely)

@@ -12,7 +12,7 @@ from vllm_treespec.proposers.base import (
     ProposerInputs,
     tokens_of,
 )
-from vllm_treespec.proposers.worth import Worth
+from vllm_treespec.proposers.draft_filter import DraftFilter
 from vllm_treespec.sampling.coupling import LIKELIEST, coupled_chances
 from vllm_treespec.trees.builders import from_levels, highest
 from vllm_treespec.trees.draft import Draft
@@ -84,7 +84,7 @@ class DynamicTree(Proposer):
         logits = draft_model.root_logits()[:, None]
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
         joint = torch.zeros_like(place, dtype=torch.float64)
-        worth = Worth(self.min_probability, inputs)
+        filter_ = DraftFilter(self.min_probability, inputs)
         follows_noise = inputs.noise_keys is not None and not inputs.sampling.all_greedy
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
@@ -97,7 +97,7 @@ class DynamicTree(Proposer):
             else:
                 chances, columns = probs.topk(count, dim=-1)
             joints = joint[..., None] + chances.double().log()
-            children = inputs.within_levels(worth.of_drafts(joints), level + 1)
+            children = inputs.within_levels(filter_.of_drafts(joints), level + 1)
             tokens.append(tokens_of(columns.flatten(1), vocabulary))
             parents.append(place.repeat_interleave(count, dim=1))
             log_probs.append(children.flatten(1))
@@ -105,7 +105,7 @@ class DynamicTree(Proposer):
                 break
             place = frontier(log_probs[-1], self._num_read(log_probs[-1], inputs))
             joint = log_probs[-1].gather(1, place)
-            if worth.ends(level + 1, joint.exp()):
+            if filter_.ends(level + 1, joint.exp()):
                 break
             read = tokens[-1].gather(1, place)
             logits = draft_model.extend(read, place // count)
@@ -125,7 +125,7 @@ class DynamicTree(Proposer):
 
     def _num_read(self, values: Tensor, inputs: ProposerInputs) -> int:
         """Nodes of a level that are read of each tree: no more than any tree has."""
-        if not inputs.host_may_wait:
+        if not inputs.can_sync:
             return self.top_k
         num_nodes = values.isfinite().sum(1)
         if inputs.num_drafts is not None:

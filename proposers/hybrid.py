@@ -9,7 +9,8 @@ import torch
 
 from vllm_treespec.proposers import dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
-from vllm_treespec.schedule.prices import Prices
+from vllm_treespec.proposers.draft_filter import first_level_pays
+from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.trees.builders import merge_drafts
 from vllm_treespec.trees.draft import Draft
@@ -36,11 +37,9 @@ def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSize
 class Hybrid(Proposer):
     """Drafts a suffix tree and a dynamic tree as one; equal paths are one.
 
-    The index's part comes first: it gets its share of the draft tokens, and takes as
-    many of them as it found continuations. The model's part gets the others. Tokens of
-    both parts leave places empty. Where the index has the whole share, or no draft
-    model is there, the model drafts nothing. Nothing is random. A node that both found
-    has the index's claim.
+    The index's part comes first: it takes as many places as it found continuations that
+    claim enough. The model's part gets the others. Tokens of both parts leave places
+    empty. Nothing is random. A node that both found has the index's claim.
     """
 
     def __init__(
@@ -62,31 +61,11 @@ class Hybrid(Proposer):
         self.num_draft_models = 0 if self.model is None else 1
         self.sizes = sizes(num_drafts, depth, top_k, model_depth)
 
-    def needs_model(
-        self,
-        continuations: Continuations,
-        first_shares: np.ndarray,
-        prices: Prices | None,
-    ) -> bool:
-        """Whether the model is worth asking beside what the index found.
-
-        Args:
-            continuations: of the requests that draft.
-            first_shares: float64 [num_reqs], see ``Shares.first``.
-            prices: of the step; None: it is asked where the index is not sure.
-
-        """
-        unsure = first_shares < 1
-        if prices is None:
-            return bool(unsure.any())
-        found = self.index.likely_found(continuations, prices)
-        gains = [
-            added * (1 - elsewhere) * asked
-            for added, elsewhere, asked in zip(
-                prices.added, found, unsure.tolist(), strict=True
-            )
-        ]
-        return sum(gains) > prices.level
+    def needs_model(self, plan: StepPlan, found: Continuations) -> bool:
+        """Whether the model adds enough to what the index found."""
+        if not plan.prunes:
+            return True
+        return first_level_pays(plan, self.index.likely_found(found, plan))
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; ``draws`` is None."""
@@ -94,25 +73,20 @@ class Hybrid(Proposer):
             draft = self.index.propose(inputs)
             return replace(draft, sources=(draft.tree.depths > 0) * Source.INDEX)
         (continuations,) = inputs.continuations
-        assert inputs.first_shares is not None
-        least = inputs.least(self.index.min_probability)
-        limits = self._limits(inputs.first_shares)
+        least = inputs.min_claims(Source.INDEX, self.index.min_probability)
+        limits = [self._index_limits(inputs.plan)] * len(continuations.by_request)
         grown = self.index.grown(self.index.grow(continuations, limits, least))
         # A draft adds one leaf at most.
         left = np.minimum(
             1 + self.num_drafts - grown.num_nodes,
             self.sizes.max_leaves - grown.num_leaves(),
         )
-        left[inputs.first_shares == 1] = 0
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
         of_model = replace(inputs, num_drafts=num_drafts)
-        if inputs.prices is not None:
-            of_model = replace(
-                of_model,
-                prices=inputs.prices.of_model(),
-                found=self.index.likely_found(continuations, inputs.prices),
-            )
+        if inputs.plan.prunes:
+            found = self.index.likely_found(continuations, inputs.plan)
+            of_model = replace(of_model, found=found)
         drafted = self.model.propose(of_model)
         return merge_drafts(
             grown.draft(roots),
@@ -122,11 +96,15 @@ class Hybrid(Proposer):
             1 + self.num_drafts,
         )
 
-    def _limits(self, shares: np.ndarray) -> list[tuple[int, int]]:
-        """Draft tokens, and leaves, of the index's part: all, or at least one less."""
-        limits = []
-        for total in (self.num_drafts, self.sizes.max_leaves):
-            places = np.rint(shares * total).clip(1, max(total - 1, 1))
-            places[shares == 1] = total
-            limits.append([int(count) for count in places])
-        return list(zip(*limits, strict=True))
+    def _index_limits(self, plan: StepPlan) -> tuple[int, int]:
+        """Draft tokens, and leaves, of the index's part beside a model.
+
+        Where drafts are pruned their claims hand out the places, but for those of one
+        path of the model. Else each part has one half.
+        """
+        assert self.model is not None
+        if not plan.prunes:
+            halves = self.num_drafts // 2, self.sizes.max_leaves // 2
+            return max(halves[0], 1), max(halves[1], 1)
+        places = self.num_drafts - self.model.depth, self.sizes.max_leaves - 1
+        return max(places[0], 1), max(places[1], 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
-from vllm_treespec.schedule.prices import Prices
+from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import (
     Continuation,
     Continuations,
@@ -20,6 +20,7 @@ from vllm_treespec.sources.continuations import (
 )
 from vllm_treespec.trees.draft import NO_TOKEN, Draft, ShadowDrafts
 from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 # Leaves of a tree at most. Where every path is a sequence of its own, KV memory is
@@ -97,7 +98,7 @@ class Suffix(Proposer):
     """Drafts what a ``SuffixIndex`` found (after arXiv 2411.04975).
 
     The tree has the nodes that are most likely accepted, and none that is less likely
-    than ``min_probability``, or than the step's prices ask; without both, than
+    than ``min_probability``, or than the step's plan says; without both, than
     ``UNPRICED``. Without an occurrence it is the root alone. Nothing is random. A node
     claims the probability of its path.
     """
@@ -116,11 +117,11 @@ class Suffix(Proposer):
         """Grow one tree per request from its continuations; ``draws`` is None."""
         (found,) = inputs.continuations
         limits = [(self.num_drafts, MAX_LEAVES)] * len(found.by_request)
-        trees = self.grow(found, limits, inputs.least(self.min_probability))
-        prices = inputs.prices
-        if prices is None:
+        least = inputs.min_claims(Source.INDEX, self.min_probability)
+        trees = self.grow(found, limits, least)
+        if not inputs.plan.prunes:
             return self.grown(trees).draft(inputs.root_token_ids)
-        grown = self.grown(worth_most(trees, prices))
+        grown = self.grown(worth_most(trees, inputs.plan))
         shadow = self._shadow(found, grown.num_nodes, inputs.root_token_ids.device)
         return replace(grown.draft(inputs.root_token_ids), shadow=shadow)
 
@@ -147,13 +148,14 @@ class Suffix(Proposer):
         token_ids, bits = host.to(device).unbind()
         return ShadowDrafts(token_ids, bits.view(torch.float64))
 
-    def likely_found(self, found: Continuations, prices: Prices) -> list[float]:
+    def likely_found(self, found: Continuations, plan: StepPlan) -> list[float]:
         """How likely each request's next token is one that is drafted, and right."""
-        least = prices.least(self.min_probability)
+        kept = plan.kept[Source.INDEX]
+        least = plan.min_claim(Source.INDEX, self.min_probability or 0.0)
         return [
-            min(share * kept, 1.0) if share >= lowest else 0.0
-            for (share, _), lowest, kept in zip(
-                found.likeliest, least, prices.kept, strict=True
+            min(share * ratio, 1.0) if share >= lowest else 0.0
+            for (share, _), lowest, ratio in zip(
+                found.likeliest, least, kept, strict=True
             )
         ]
 
@@ -201,9 +203,9 @@ class Suffix(Proposer):
 
 
 def worth_most(
-    trees: Sequence[Sequence[DraftNode]], prices: Prices
+    trees: Sequence[Sequence[DraftNode]], plan: StepPlan
 ) -> Sequence[Sequence[DraftNode]]:
-    """These trees, their likeliest paths, or nothing: what the prices leave most of.
+    """These trees, their likeliest paths, or nothing: what brings most after its cost.
 
     Trees that are no chains cost a step something besides. So do any drafts.
     """
@@ -216,27 +218,31 @@ def worth_most(
     ]
     if branches:
         offers.append((trees, True))
-    best, _ = max(offers, key=lambda offer: gain_of(offer[0], offer[1], prices))
+    best, _ = max(offers, key=lambda offer: gain_of(offer[0], offer[1], plan))
     return best
 
 
 def gain_of(
-    trees: Sequence[Sequence[DraftNode]], branches: bool, prices: Prices
+    trees: Sequence[Sequence[DraftNode]], branches: bool, plan: StepPlan
 ) -> float:
     """Accepted tokens that a step's trees likely bring, less what they cost.
 
     Args:
         trees: of all requests.
         branches: whether one of them is no chain.
-        prices: of the step.
+        plan: of the step.
 
     """
-    kept = sum(
-        factor * draft.probability
-        for tree, factor in zip(trees, prices.kept, strict=True)
+    num_drafts = sum(map(len, trees))
+    if not num_drafts:
+        return 0.0
+    accepted = sum(
+        ratio * draft.probability
+        for tree, ratio in zip(trees, plan.kept[Source.INDEX], strict=True)
         for draft in tree
     )
-    return prices.gain(sum(map(len, trees)), branches, kept)
+    fixed = plan.fixed_cost + branches * plan.branch_cost
+    return accepted - num_drafts * plan.row_cost - fixed
 
 
 def has_branches(tree: Sequence[DraftNode]) -> bool:

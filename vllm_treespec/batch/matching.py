@@ -16,6 +16,7 @@ from vllm_treespec.batch.views import (
     ragged_rows,
 )
 from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import TreeBatch
 
 # What the scheduler drafts for a request that enters the batch with one token left.
@@ -302,6 +303,17 @@ def running_trees(
         proposal_rows=rows,
         branching=proposal.is_branching(rows, num_nodes),
     )
+
+
+def count_by_source(sources: np.ndarray) -> np.ndarray:
+    """Count nodes of an index, and of a model, those of both for both, int64 [2].
+
+    Args:
+        sources: int64 [n], bits of ``Source`` of each node.
+
+    """
+    bits = np.array([Source.INDEX, Source.MODEL])
+    return np.asarray(((sources[:, None] & bits) > 0).sum(0))
 
 
 def scored_by_source(

@@ -19,11 +19,11 @@ from pydantic import (
 )
 
 from vllm_treespec.proposers import Proposer
-from vllm_treespec.schedule.shares import Shares
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 from vllm_treespec.sources.base import TextSource
 from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import MAX_NODES
 
 MAX_DRAFTS = MAX_NODES - 1
@@ -147,14 +147,14 @@ class MethodConfig(BaseModel, ABC):
         return bool(self.models) or self.head_kind in ("eagle", "lyanna")
 
     @property
-    def weighs_drafts(self) -> bool:
-        """Whether its trees leave out drafts that promise less than their price."""
+    def prunes_by_cost(self) -> bool:
+        """Whether its trees leave out drafts that are worth less than their row."""
         return False
 
     @property
-    def is_free(self) -> bool:
-        """Whether a step is nearly a plain one where all its drafts are left out."""
-        return False
+    def sources(self) -> Source:
+        """What drafts its trees."""
+        return Source.MODEL
 
     @property
     def rule(self) -> Rule:
@@ -190,10 +190,6 @@ class MethodConfig(BaseModel, ABC):
 
         Its ``begin`` returns ``Continuations``. None: the method has none.
         """
-        return None
-
-    def shares(self) -> Shares | None:
-        """Make what shares out a tree's places, if the method's trees have parts."""
         return None
 
     def with_shape(self, shape: Mapping[str, Any]) -> Self:
@@ -279,14 +275,14 @@ class ScheduledTree:
         return self.config.sizes
 
     @property
-    def weighs_drafts(self) -> bool:
-        """Whether its proposer leaves out drafts that promise less than their price."""
-        return self.config.weighs_drafts
+    def prunes_by_cost(self) -> bool:
+        """Whether its proposer leaves out drafts that are worth less than their row."""
+        return self.config.prunes_by_cost
 
     @property
-    def is_free(self) -> bool:
-        """Whether a step is nearly a plain one where all its drafts are left out."""
-        return self.config.is_free
+    def sources(self) -> Source:
+        """What drafts it."""
+        return self.config.sources
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Whether this is the tree that ``shape`` makes of its spec-config.

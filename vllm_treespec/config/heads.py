@@ -117,14 +117,14 @@ class GrownTreeConfig(HeadMethodConfig):
         return RECURSIVE_REJECTION if self.tree == "stochastic" else super().rule
 
     @property
-    def weighs_drafts(self) -> bool:
+    def prunes_by_cost(self) -> bool:
         """Whether its trees are dynamic ones."""
         return self.tree == "dynamic"
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """Smaller trees down to one level of two; of a dynamic one, one level."""
         return smaller_trees(
-            ONE_LEVEL if self.weighs_drafts else SMALLER,
+            ONE_LEVEL if self.prunes_by_cost else SMALLER,
             top_k=self.top_k,
             depth=self.depth,
             num_drafts=self.num_drafts,

@@ -10,8 +10,8 @@ from pydantic import Field, NonNegativeInt, model_validator
 from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_files
 from vllm_treespec.config.suffix_tree import IndexConfig
 from vllm_treespec.proposers import Hybrid, hybrid
-from vllm_treespec.schedule.shares import Shares
 from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.source import Source
 
 # What may draft beside the index.
 HeadKind = Literal["redrafter", "eagle", "lyanna"]
@@ -45,12 +45,6 @@ class HybridConfig(IndexConfig):
         strict=True,
         description="levels of the model's part; 0, for a schedule: the index drafts "
         "alone",
-    )
-    sure_match: Count | None = Field(
-        default=8,
-        le=256,
-        description="last tokens that the index must find, up to max_match, to draft "
-        "alone where it was right lately; null: it never does",
     )
 
     @property
@@ -91,20 +85,14 @@ class HybridConfig(IndexConfig):
         return Hybrid(**self.shape)
 
     @property
-    def weighs_drafts(self) -> bool:
+    def prunes_by_cost(self) -> bool:
         """Yes: both parts do."""
         return True
 
     @property
-    def is_free(self) -> bool:
-        """Whether the index drafts alone."""
-        return not self.model_depth
-
-    def shares(self) -> Shares:
-        """Make the count of what each part brought."""
-        if self.sure_match is None:
-            return Shares(None)
-        return Shares(min(self.sure_match, self.max_match))
+    def sources(self) -> Source:
+        """The index, and the model if it has levels."""
+        return Source.INDEX | Source.MODEL if self.model_depth else Source.INDEX
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """The index alone."""

@@ -60,9 +60,9 @@ class LyannaConfig(GrownTreeConfig):
         return keys
 
     @property
-    def weighs_drafts(self) -> bool:
+    def prunes_by_cost(self) -> bool:
         """Whether its trees are dynamic ones of one chain."""
-        return super().weighs_drafts and self.resample != "merge"
+        return super().prunes_by_cost and self.resample != "merge"
 
     @property
     def sizes(self) -> TreeSizes:

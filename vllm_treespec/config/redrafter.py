@@ -97,14 +97,14 @@ class ReDrafterConfig(HeadMethodConfig):
         return ReDrafter(self.beam_width, self.length, self.num_drafts)
 
     @property
-    def weighs_drafts(self) -> bool:
+    def prunes_by_cost(self) -> bool:
         """Whether its trees are dynamic ones."""
         return self.tree == "dynamic"
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """Smaller trees down to one level of two; of a dynamic one, one level."""
         return smaller_trees(
-            ONE_LEVEL if self.weighs_drafts else SMALLER,
+            ONE_LEVEL if self.prunes_by_cost else SMALLER,
             beam_width=self.beam_width,
             length=self.length,
             num_drafts=self.num_drafts,

@@ -43,7 +43,7 @@ class RsdCConfig(DraftModelConfig):
         return RsdC(**self.shape)
 
     @property
-    def weighs_drafts(self) -> bool:
+    def prunes_by_cost(self) -> bool:
         """Yes: likely drafts alone, and levels that are worth reading."""
         return True
 

@@ -37,7 +37,7 @@ class SdConfig(DraftModelConfig):
         return Sd(**self.shape)
 
     @property
-    def weighs_drafts(self) -> bool:
+    def prunes_by_cost(self) -> bool:
         """Yes: likely drafts alone, and levels that are worth reading."""
         return True
 

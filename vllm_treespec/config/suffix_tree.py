@@ -13,6 +13,7 @@ from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.source import Source
 
 NUM_DRAFTS = 32
 DEPTH = 28
@@ -66,11 +67,11 @@ class SuffixTreeConfig(IndexConfig):
         return Suffix(**self.shape)
 
     @property
-    def weighs_drafts(self) -> bool:
-        """Yes: so a measured schedule needs no smaller trees."""
+    def prunes_by_cost(self) -> bool:
+        """Yes: so an adaptive schedule needs no smaller trees."""
         return True
 
     @property
-    def is_free(self) -> bool:
-        """Yes: an index is looked up."""
-        return True
+    def sources(self) -> Source:
+        """The index alone."""
+        return Source.INDEX

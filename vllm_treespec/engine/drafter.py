@@ -26,8 +26,9 @@ from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.engine.schedule_cache import ScheduleCache, cache_folder, origin_of
 from vllm_treespec.heads import LyannaHeadConfig, read_head_config
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
-from vllm_treespec.schedule.base import ListedSchedule, Schedule, ScheduledTree
-from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.base import Schedule, ScheduledTree
+from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import Rule, TypicalAcceptance
 from vllm_treespec.sources.base import FINAL_LAYER, DraftSource
 from vllm_treespec.sources.chain import ChainMemory
@@ -81,7 +82,9 @@ class TreeDrafter:
 
         """
         method = self.make_method(batched_rules)
-        if self.config.schedule_cache and isinstance(method.schedule, MeasuredSchedule):
+        if self.config.schedule_cache and isinstance(
+            method.schedule, AdaptiveScheduler
+        ):
             origin = origin_of(self.vllm_config, method.schedule)
             self.cache = ScheduleCache(cache_folder(), origin, method.schedule)
             self.cache.load()
@@ -143,12 +146,11 @@ class TreeDrafter:
         """How trees are drawn and verified."""
         trees = self.config.scheduled_trees()
         return Method(
-            schedule=make_schedule(self.config, trees, host_may_wait=not batched),
+            schedule=make_schedule(self.config, trees, can_sync=not batched),
             proposers=[tree.config.proposer() for tree in trees],
             rule=make_rule(self.config),
             batched=batched,
             max_trees=self.config.max_trees,
-            shares=self.config.shares(),
         )
 
     def _sources(self, draft_model_class: type[PagedDraftModel]) -> list[DraftSource]:
@@ -225,13 +227,11 @@ def engine_limits(runner: V1Runner | V2Runner) -> EngineLimits:
 
 
 def make_schedule(
-    config: MethodConfig, trees: Sequence[ScheduledTree], host_may_wait: bool
+    config: MethodConfig, trees: Sequence[ScheduledTree], can_sync: bool
 ) -> Schedule:
     """How the tree of a step is chosen."""
     if config.schedule == "measured":
-        return MeasuredSchedule(
-            trees, config.max_trees, first_rank_values, host_may_wait
-        )
+        return AdaptiveScheduler(trees, config.max_trees, first_rank_values, can_sync)
     return ListedSchedule(trees)
 
 

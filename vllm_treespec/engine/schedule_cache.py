@@ -21,8 +21,8 @@ from vllm.platforms import current_platform
 
 from vllm_treespec import __version__
 from vllm_treespec.aids import Aid, aiding
-from vllm_treespec.schedule.experience import Experience, experience_of, recall
-from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.saved import SchedulerState, restore, state_of
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 
 # vLLM prints the lines of loggers below "vllm".
 logger = logging.getLogger("vllm.treespec")
@@ -38,10 +38,10 @@ class Kept(BaseModel):
 
     # what the times depend on, in words
     origin: dict[str, str]
-    experience: Experience
+    state: SchedulerState
 
 
-def origin_of(vllm_config: VllmConfig, schedule: MeasuredSchedule) -> dict[str, str]:
+def origin_of(vllm_config: VllmConfig, schedule: AdaptiveScheduler) -> dict[str, str]:
     """What the times of steps depend on, the processor's speed apart."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     facts = {
@@ -70,7 +70,7 @@ class ScheduleCache:
         self,
         folder: Path,
         origin: dict[str, str],
-        schedule: MeasuredSchedule,
+        schedule: AdaptiveScheduler,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take what is to be kept; reads nothing yet.
@@ -91,17 +91,16 @@ class ScheduleCache:
         self.is_writer = get_tp_group().is_first_rank
         self.wait = FIRST_SECONDS
         self.next_write: float | None = None
-        self.was_noticed = False
 
     def load(self) -> None:
         """Let the schedule begin with what the file holds, the same on all ranks."""
         kept = self.aid.run(None, self._read) if self.is_writer else None
-        experience: Experience | None = get_tp_group().broadcast_object(kept)
-        if experience is not None:
-            recall(self.schedule, experience)
+        state: SchedulerState | None = get_tp_group().broadcast_object(kept)
+        if state is not None:
+            restore(self.schedule, state)
             logger.info("The schedule begins with what %s holds", self.file)
 
-    def _read(self) -> Experience | None:
+    def _read(self) -> SchedulerState | None:
         """What the file holds, if there is one, and the schedule can begin with it."""
         try:
             if not self.file.exists():
@@ -113,7 +112,7 @@ class ScheduleCache:
             if kept.origin != self.origin:
                 raise ValueError("another engine's file")
             # Once all ranks begin with it, it must not fail.
-            recall(copy.deepcopy(self.schedule), kept.experience)
+            restore(copy.deepcopy(self.schedule), kept.state)
         except (OSError, ValueError, LookupError, ArithmeticError) as error:
             logger.warning(
                 "%s cannot be read, so the schedule measures anew (%s: %s)",
@@ -122,7 +121,7 @@ class ScheduleCache:
                 str(error).splitlines()[0],
             )
             return None
-        return kept.experience
+        return kept.state
 
     @aiding
     def save_if_due(self) -> None:
@@ -132,14 +131,6 @@ class ScheduleCache:
             self.next_write = now + self.wait
         if not self.is_writer or now < self.next_write or not self.schedule.aid.is_on:
             return
-        costs = self.schedule.times.costs_by_kind.values()
-        if any(c.is_other_machine for c in costs) and not self.was_noticed:
-            self.was_noticed = True
-            logger.warning(
-                "The times in %s are another machine's, or this one was busy: the "
-                "schedule measures anew",
-                self.file,
-            )
         self.wait = min(2 * self.wait, MOST_SECONDS)
         self.next_write = now + self.wait
         self._write()
@@ -147,8 +138,8 @@ class ScheduleCache:
     def _write(self) -> None:
         """Put the file in place of the last one; readers see the one or the other."""
         # A copy: what is learned fades while it is read, which ranks must do alike.
-        learned = experience_of(copy.deepcopy(self.schedule))
-        kept = Kept(origin=self.origin, experience=learned)
+        learned = state_of(copy.deepcopy(self.schedule))
+        kept = Kept(origin=self.origin, state=learned)
         part = self.file.with_suffix(f".{os.getpid()}.part")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Times forwards when an engine starts, so that the schedule begins with prices."""
+"""Times forwards when an engine starts, so that the schedule begins with costs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_treespec.schedule.forward_times import (
     ForwardTimes,
     time_rows,
 )
-from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 
 if TYPE_CHECKING:
     from vllm_treespec.engine.v1.runner import TreeRunnerMixin
@@ -26,14 +26,14 @@ logger = logging.getLogger("vllm.treespec")
 
 @torch.inference_mode()
 def time_forwards(runner: TreeRunnerMixin) -> None:
-    """Let a measured schedule know what forwards take; nothing where it knows already.
+    """Let an adaptive schedule know what forwards take; nothing where it knows already.
 
     The runner is warmed up. Attention has no context, and nothing is sampled: what that
     takes, steps will show. Data-parallel engines run their forwards together, and are
     not timed.
     """
     schedule = runner.decoder.method.schedule
-    if not isinstance(schedule, MeasuredSchedule) or schedule.times.forwards.target:
+    if not isinstance(schedule, AdaptiveScheduler) or schedule.cost.forwards.target:
         return
     if runner.parallel_config.data_parallel_size > 1:
         return
@@ -50,12 +50,12 @@ def time_forwards(runner: TreeRunnerMixin) -> None:
         runner.wait_for_device()
 
     start = time.perf_counter()
-    share, most_rows = schedule.times.share, runner.max_num_tokens
+    share, most_rows = schedule.share, runner.max_num_tokens
     target = time_rows(run_target, share, most_rows, TARGET_SECONDS)
     draft: dict[int, float] = {}
     if models:
         draft = time_rows(run_level, share, most_rows, LEVELS_SECONDS)
-    schedule.times.begin_with(ForwardTimes(target, draft))
+    schedule.begin_with(ForwardTimes(target, draft))
     logger.info(
         "The schedule begins with timed forwards (%.1f s): %s",
         time.perf_counter() - start,

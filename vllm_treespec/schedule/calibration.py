@@ -38,13 +38,17 @@ class Calibration:
 
     def kept(self, step: int, source: Source, slot: int, sampled: bool) -> float:
         """Accepted over claimed tokens of a request's next tree."""
-        ratio = self._text(step, source, sampled)
+        ratio = self._usual(step, source, sampled)
         request = self.requests.get((source, slot))
         return ratio * (
             1.0 if request is None else request.mean(step, 1.0, REQUEST_CLAIMS)
         )
 
-    def _text(self, step: int, source: Source, sampled: bool) -> float:
+    def text(self, source: Source, sampled: bool) -> DecayedMean:
+        """Accepted over claimed tokens of all requests of a kind."""
+        return self.texts.setdefault((source, sampled), DecayedMean())
+
+    def _usual(self, step: int, source: Source, sampled: bool) -> float:
         """The same of a request that is like most."""
         text = self.texts.get((source, sampled))
         return 1.0 if text is None else text.mean(step, 1.0, TEXT_CLAIMS)
@@ -63,11 +67,10 @@ class Calibration:
             for slot, claimed, accepted in both:
                 if claimed and slot in kinds:
                     sampled = kinds[slot]
-                    usual = claimed * self._text(step, source, sampled)
+                    usual = claimed * self._usual(step, source, sampled)
                     request = self.requests.setdefault((source, slot), DecayedMean())
                     request.add(step, usual, accepted)
-                    text = self.texts.setdefault((source, sampled), DecayedMean())
-                    text.add(step, claimed, accepted)
+                    self.text(source, sampled).add(step, claimed, accepted)
 
     def observe_levels(
         self, step: int, sampled: bool, num_levels: int, num_accepted: int

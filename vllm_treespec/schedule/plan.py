@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_treespec.trees.source import Source
@@ -38,6 +38,22 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RunningRequests:
+    """The requests for which a step is planned."""
+
+    # all that run, those that decode plainly included
+    num_reqs: int
+    # of the requests that may draft
+    slots: Sequence[int]
+    # whether these requests are sampled, that is not greedy
+    sampled: Sequence[bool]
+    # draft tokens that each of these requests lets its tree have
+    limits: Sequence[int]
+    # tokens of earlier steps that draft models would have to read for these requests
+    num_behind: Sequence[int]
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """All that drafting may spend, fixed before it draws.
 
@@ -66,6 +82,19 @@ class StepPlan:
     first_level: Sequence[float] = ()
     # that draft models read; None: as many as what they draft is worth
     max_levels: int | None = None
+
+    def of_slots(self, slots: Sequence[int]) -> StepPlan:
+        """The same for some of the requests, in this order."""
+        if list(slots) == list(self.slots) or not self.prunes:
+            return replace(self, slots=slots)
+        place = {slot: number for number, slot in enumerate(self.slots)}
+        places = [place[slot] for slot in slots]
+        kept = {
+            source: [kept[number] for number in places]
+            for source, kept in self.kept.items()
+        }
+        first_level = [self.first_level[number] for number in places]
+        return replace(self, slots=slots, kept=kept, first_level=first_level)
 
     def min_claim(self, source: Source, at_least: float = 0.0) -> list[float]:
         """The probability from which on a request's draft is worth its row."""

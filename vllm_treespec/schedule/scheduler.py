@@ -8,13 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vllm_treespec.schedule.base import RunningRequests, ScheduledTree
+from vllm_treespec.schedule.base import Schedule, ScheduledTree
 from vllm_treespec.schedule.batch_sizes import size_group
 from vllm_treespec.schedule.calibration import Calibration
 from vllm_treespec.schedule.cost import CostModel
 from vllm_treespec.schedule.decay import DecayedMean
 from vllm_treespec.schedule.forward_times import ForwardTimes
-from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan, StepResult, Work
+from vllm_treespec.schedule.plan import (
+    PLAIN_PLAN,
+    RunningRequests,
+    StepPlan,
+    StepResult,
+    Work,
+)
 from vllm_treespec.schedule.values import ANY_SIZE, OptionValues, TreeOption
 from vllm_treespec.trees.source import Source
 
@@ -97,7 +103,7 @@ class Round:
     settled: bool = False
 
 
-class AdaptiveScheduler:
+class AdaptiveScheduler(Schedule):
     """Maximises tokens a second: expected tokens of a step over its expected time.
 
     A choice holds for a round of a few steps. Any other option has a small share of the
@@ -121,14 +127,12 @@ class AdaptiveScheduler:
                 on; else past steps tell the number of levels.
 
         """
-        self.trees = trees
+        super().__init__(trees)
         self.max_trees = max_trees
         self.share = share
         self.can_sync = can_sync
-        has_index = any(tree.is_free for tree in trees)
         self.options = [
-            TreeOption.of_tree(index, tree, has_index)
-            for index, tree in enumerate(trees)
+            TreeOption.of_tree(index, tree) for index, tree in enumerate(trees)
         ]
         self.steps: Counter[int] = Counter()
         self.cost = CostModel()
@@ -158,15 +162,14 @@ class AdaptiveScheduler:
         """Number of the current step."""
         return self.steps[ANY_SIZE]
 
-    @property
-    def rest_steps(self) -> int:
-        """Plain steps that follow the planned one without a plan of their own."""
+    def _rest_steps(self) -> int:
+        """The other steps of a plain round, unless its first one is not timed."""
         now = self.round
         is_plain = now.offer is not None and now.offer.option is None
         return now.steps_left - 1 if is_plain and now.settled else 0
 
-    def plan(self, requests: RunningRequests) -> StepPlan:
-        """Plan a step of these requests."""
+    def _plan(self, requests: RunningRequests) -> StepPlan:
+        """Go on with the round, or begin one with the best option."""
         now = self.round
         now.steps_left -= 1
         now.settled = True
@@ -184,7 +187,7 @@ class AdaptiveScheduler:
         slots = [slot for slot in requests.slots if slot in chosen]
         if offer.option is None or not slots:
             return PLAIN_PLAN
-        return self._plan(offer.option, slots, requests.num_reqs)
+        return self._plan_of(offer.option, slots, requests.num_reqs)
 
     def _count(self, size: int, sampled: bool, num_steps: int) -> None:
         """Count steps of a batch size."""
@@ -236,7 +239,7 @@ class AdaptiveScheduler:
             self.credit[key] += time
             lost = ROUND_STEPS * (offer.seconds - offer.tokens / best.rate)
             lost = max(lost, LEAST_LOSS * best.seconds) + offer.catching_up
-            # A text may change, and trees with it; plain steps bring one token for good.
+            # Texts change, and what trees bring; plain steps bring one token for good.
             may_win = offer.option or offer.hopeful_rate(PROBED_ERRORS) > best.rate
             if due is None and may_win and self.credit[key] >= lost:
                 self.credit[key] = 0.0
@@ -319,14 +322,14 @@ class AdaptiveScheduler:
             )
         return sorted(gains, reverse=True)
 
-    def _plan(
+    def _plan_of(
         self, option: TreeOption, slots: Sequence[int], num_reqs: int
     ) -> StepPlan:
         """What drafting may spend."""
         lookup = Source.INDEX in option.sources
         model = Source.MODEL in option.sources
         if not option.prunes:
-            return StepPlan(option.index, slots, lookup, model)
+            return self.whole_tree(option.index, slots)
         now, step = self.round, self.step
         costs = self.cost.draft_costs(num_reqs, now.sampled)
         kept = {
@@ -378,7 +381,7 @@ class AdaptiveScheduler:
             if work.levels:
                 self._observe_levels(option, result)
         is_told = now.settled or work.caught_up >= MANY_TOKENS
-        if result.seconds is not None and is_told:
+        if result.seconds is not None and is_told and self.forced_index is None:
             self.timed.append(work)
             self.timed_seconds += [result.seconds, result.drafting_seconds]
 

@@ -50,22 +50,20 @@ class TreeOption:
         return Source.MODEL not in self.sources
 
     @classmethod
-    def of_tree(cls, index: int, tree: ScheduledTree, has_index: bool) -> TreeOption:
-        """Describe a tree; ``has_index``: an index drafts alone or beside a model."""
-        sizes = tree.sizes
+    def of_tree(cls, index: int, tree: ScheduledTree) -> TreeOption:
+        """Describe a tree of the schedule."""
+        sizes, sources = tree.sizes, tree.sources
+        has_model = Source.MODEL in sources
+        beside = has_model and Source.INDEX in sources
         rate = min(0.6 + 0.08 * math.log2(sizes.max_leaves), 0.85)
-        beside = has_index and not tree.is_free
         depth = sizes.draft_depth if beside else sizes.max_depth
-        sources = Source.INDEX if has_index else Source.MODEL
-        if beside:
-            sources |= Source.MODEL
         return cls(
             index,
             sizes.max_nodes - 1,
             sum(rate**level for level in range(1, depth + 1)),
             sources,
-            tree.weighs_drafts,
-            0 if tree.is_free else sizes.draft_depth,
+            tree.prunes_by_cost,
+            sizes.draft_depth if has_model else 0,
             sizes.max_leaves > 1,
         )
 
@@ -257,7 +255,7 @@ class OptionValues:
             by_part = [found, added]
         for part, accepted in zip(parts, by_part, strict=True):
             self._observe_part(size, part, kinds, result, accepted)
-        stats, step = self._stats(option, size), self._step(option, size)
+        stats, step = self.stats_of(option, size), self._step(option, size)
         for limit, drafts in zip(result.limits, result.num_drafts, strict=True):
             if limit >= option.num_drafts:
                 stats.rows.add(step, 1.0, drafts)
@@ -274,7 +272,7 @@ class OptionValues:
         accepted: Sequence[int],
     ) -> None:
         """Learn what was accepted of one part of the trees."""
-        stats, step = self._stats(part, size), self._step(part, size)
+        stats, step = self.stats_of(part, size), self._step(part, size)
         all_steps = self.steps[ANY_SIZE]
         usual = {kind: self._usual(size, part, kind)[0] for kind in (False, True)}
         for slot, tokens, limit in zip(
@@ -290,7 +288,7 @@ class OptionValues:
                 text = self.texts.setdefault((part.sources, sampled), DecayedMean())
                 text.add(all_steps, part.prior, tokens)
 
-    def _stats(self, option: TreeOption, size: int) -> TreeStats:
+    def stats_of(self, option: TreeOption, size: int) -> TreeStats:
         """The means of an option at a batch size."""
         key = option.index, size if option.prunes else ANY_SIZE
         return self.stats.setdefault(key, TreeStats())

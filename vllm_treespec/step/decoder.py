@@ -15,6 +15,7 @@ from vllm_treespec.batch.forbidden import leaving_out, limited_rows
 from vllm_treespec.batch.matching import (
     Proposal,
     RunningTrees,
+    count_by_source,
     match,
     running_trees,
     scored_by_source,
@@ -30,8 +31,8 @@ from vllm_treespec.batch.views import (
 from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.sampling.penalties import PenalisedTexts, Penalties, no_drafts
 from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
-from vllm_treespec.schedule.choosing import Chooser
-from vllm_treespec.schedule.shares import count_by_source
+from vllm_treespec.schedule.clock import StepClock
+from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
 from vllm_treespec.sources.base import DraftSource, TextSource
 from vllm_treespec.step.committed import CommittedReader, committed_rows
@@ -85,7 +86,7 @@ class TreeDecoder:
         self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
         self.step = 0
         self.proposal: Proposal | None = None
-        self.chooser = Chooser(method.schedule, stats)
+        self.clock = StepClock(method.schedule, stats)
         self.trees: RunningTrees | None = None
         self.scored: ScorerOutput | None = None
         # int64 [num_trees, max_nodes], query row of every node of ``trees``
@@ -99,12 +100,10 @@ class TreeDecoder:
     def finish_requests(self, slots: np.ndarray) -> None:
         """Forget the requests that ended, by their released slots, int64 [n]."""
         self.discard_trees(slots)
-        self.chooser.forget(slots)
+        self.clock.forget(slots)
         self.penalised_texts.finish_requests(slots)
         for source in self.sources:
             source.finish_requests(slots)
-        if self.method.shares is not None:
-            self.method.shares.finish_requests(slots)
 
     def begin_step(
         self, batch: ScheduledBatch, inputs: Callable[[], TargetInputs]
@@ -323,53 +322,36 @@ class TreeDecoder:
         """
         if self.trees is not None or self.committed_reader.reads_every_step:
             return False
-        return all(num_emitted) and self.chooser.rests(self.batch)
+        return all(num_emitted) and self.clock.rests(self.batch)
 
     def draft(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees; None when no request drafts."""
         with self.stats.stage("draft"):
             accepted = self._accepted(batch)
-            by_source = self.chooser.aid.run(None, self._count, batch, accepted)
-            has_branches = self.trees is not None and self.trees.branching
-            self.chooser.observe(
-                self.batch, batch, self.proposal, accepted, by_source, has_branches
-            )
+            self._observe(batch, accepted)
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
-            self._note_texts(batch, reqs)
-            rows = self._committed_rows(batch)
-            self.committed_reader.note(batch, rows, self.chooser.rest.num_steps)
-            index, drawn_for = self.chooser.choose(
-                batch,
-                reqs,
-                self.slots.max_drafts(batch.slots[reqs]),
-                self.committed_reader.num_behind(batch, reqs),
-            )
-            may_draft = self._has_room(batch, index)[reqs] & drawn_for
-            hidden = None if index is None else self._last_hidden(batch)
-            end = StepEnd(batch, self.step, accepted, hidden)
-            candidates = self.drafter.look_up(index, end, reqs[may_draft])
-            models_draft = self.drafter.models_draft(candidates)
-            drafting = self.committed_reader.read(
-                batch,
-                rows,
-                reqs,
-                may_draft,
-                accepted[reqs],
-                self.method.max_trees,
-                models_draft,
-            )
-            self.proposal = self.drafter.draw(
-                end,
-                candidates,
-                drafting,
-                models_draft,
-                self.committed_reader.num_caught_up,
-            )
-            self.chooser.drafted()
+            rows = self._note(batch, reqs)
+            plan = self._plan(batch, reqs)
+            self.proposal = self._draw(plan, batch, reqs, rows, accepted)
+            self.clock.drafted()
             return self.proposal
 
-    def _note_texts(self, batch: EmittedBatch, reqs: np.ndarray) -> None:
-        """Let sources note what the requests that may draft, int64 [n], put out."""
+    def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
+        """Let the schedule learn from the step, int64 [num_reqs] accepted drafts."""
+        by_source = self.clock.aid.run(None, self._count, batch, accepted)
+        self.clock.observe(self.batch, batch, self.proposal, accepted, by_source)
+
+    def _note(self, batch: EmittedBatch, reqs: np.ndarray) -> Tensor | slice | None:
+        """Let sources note what the step committed.
+
+        Args:
+            batch: after the step.
+            reqs: int64 [n], requests that may draft.
+
+        Returns:
+            query rows of the committed tokens, see ``_committed_rows``.
+
+        """
         for source in self.sources:
             if source.reads.token_ids:
                 emitted = reqs[batch.emitted[reqs]]
@@ -379,32 +361,78 @@ class TreeDecoder:
                     for req, end in zip(emitted.tolist(), ends.tolist(), strict=True)
                 ]
                 cast(TextSource, source).note_texts(batch.slots[emitted], texts)
+        rows = self._committed_rows(batch)
+        self.committed_reader.note(batch, rows, self.clock.rest.num_steps)
+        return rows
+
+    def _plan(self, batch: EmittedBatch, reqs: np.ndarray) -> StepPlan:
+        """Plan the next step for requests that may draft, int64 [n]."""
+        limits = self.slots.max_drafts(batch.slots[reqs])
+        num_behind = self.committed_reader.num_behind(batch, reqs)
+        return self.clock.plan(batch, reqs, limits, num_behind)
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        batch: EmittedBatch,
+        reqs: np.ndarray,
+        rows: Tensor | slice | None,
+        accepted: np.ndarray,
+    ) -> Proposal | None:
+        """Let sources read what they draft from, and draw.
+
+        Args:
+            plan: of the next step.
+            batch: after the last one.
+            reqs: int64 [n], requests that may draft.
+            rows: query rows of the committed tokens.
+            accepted: int64 [num_reqs], drafts of each tree.
+
+        """
+        may_draft = np.isin(batch.slots[reqs], plan.slots)
+        may_draft &= self._has_room(batch, plan.tree)[reqs]
+        hidden = None if plan.tree is None else self._last_hidden(batch)
+        end = StepEnd(batch, self.step, accepted, hidden)
+        candidates = self.drafter.look_up(plan, end, reqs[may_draft])
+        models_draft = self.drafter.models_draft(candidates)
+        drafting = self.committed_reader.read(
+            batch,
+            rows,
+            reqs,
+            may_draft,
+            accepted[reqs],
+            self.method.max_trees,
+            models_draft,
+        )
+        num_caught_up = self.committed_reader.num_caught_up
+        return self.drafter.draw(
+            plan, end, candidates, drafting, models_draft, num_caught_up
+        )
 
     def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray | None:
         """Count the trees that were scored in this step.
 
         Returns:
             accepted drafts of each request that an index, and that a model drafted,
-            int64 [num_reqs, 2]; None: the method's trees do not have these two sources.
+            int64 [num_reqs, 2]; None: the step's trees do not have these two sources.
 
         """
-        shares, stats, by_source = self.method.shares, self.stats, None
-        if shares is not None:
-            by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
         if self.trees is None:
-            return by_source
+            return None
+        stats = self.stats
         of_trees = accepted[self.trees.host_reqs].tolist()
         stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
-        for req, *sources in scored_by_source(self.trees, self.proposal, batch):
-            if shares is None or by_source is None:
-                left_over = (int((s == Source.LEFTOVER).sum()) for s in sources)
-                stats.count_leftovers(*left_over)
-            else:
-                num_scored, num_accepted = map(count_by_source, sources)
+        sources = self.method.schedule.trees[self.trees.tree_index].sources
+        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
+        for req, *parts in scored_by_source(self.trees, self.proposal, batch):
+            if Source.INDEX in sources:
+                num_scored, num_accepted = map(count_by_source, parts)
                 by_source[req] = num_accepted
-                shares.observe(int(batch.slots[req]), num_scored, num_accepted)
                 stats.count_sources(num_scored, num_accepted)
-        return by_source
+            else:
+                left_over = (int((part == Source.LEFTOVER).sum()) for part in parts)
+                stats.count_leftovers(*left_over)
+        return by_source if sources == Source.INDEX | Source.MODEL else None
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""

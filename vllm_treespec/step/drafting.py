@@ -15,9 +15,8 @@ from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch
 from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms
-from vllm_treespec.schedule.prices import Prices
+from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.base import DraftModel, DraftSource, Roots
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.step.method import EngineLimits, Method
@@ -43,22 +42,17 @@ class StepEnd:
 class Candidates:
     """Requests that may draft, with what is known of them before models draft."""
 
-    # the schedule's tree; None: none is drawn
-    index: int | None
+    plan: StepPlan
     # int64 [n], their places in the batch, ascending
     reqs: np.ndarray
-    # of these requests; None: there are none, or no tree is drawn
+    # of these requests; None: there are none
     roots: Roots | None = None
-    # what an index found; None: the method has none
+    # what an index found; None: it is not looked up
     found: Continuations | None = None
-    # float64 [n], see ``Shares.first``; None: no model drafts beside an index
-    first_shares: np.ndarray | None = None
-    # what drafts must claim; None: nothing
-    prices: Prices | None = None
 
 
 class TreeDrafter:
-    """Lets the chosen tree's proposer draft from the method's sources.
+    """Lets the planned tree's proposer draft from the method's sources.
 
     ``look_up`` comes first, then ``models_draft``. Then the sources read, and ``draw``
     comes last. So an index is looked up once a step, unless some of the requests cannot
@@ -86,45 +80,40 @@ class TreeDrafter:
         """Rank drafts by the noise of an engine that draws the target's tokens."""
         self.noise = noise
 
-    def look_up(self, index: int | None, end: StepEnd, reqs: np.ndarray) -> Candidates:
-        """Look up the requests that may draft in an index, if the method has one.
+    def look_up(self, plan: StepPlan, end: StepEnd, reqs: np.ndarray) -> Candidates:
+        """Look up the requests that may draft in an index, if the plan says so.
 
         Args:
-            index: of the tree; None: none is drawn.
-            end: of the step.
+            plan: of the step.
+            end: of the step before.
             reqs: int64 [n], ascending. No more are looked up than may carry trees.
 
         """
         reqs = reqs[: self.method.max_trees]
-        if index is None or not len(reqs):
-            return Candidates(index, reqs)
+        if plan.tree is None or not len(reqs):
+            return Candidates(plan, reqs)
+        proposer = self.method.proposers[plan.tree]
+        roots = self._roots(end, reqs, proposer.sizes.draft_depth)
         found: Continuations | None = None
-        shares: np.ndarray | None = None
-        roots = self._roots(end, reqs, self.method.proposers[index].sizes.draft_depth)
-        if self.text_sources:
+        if plan.lookup:
             (source,) = self.text_sources
             found = cast(Continuations, source.begin(roots))
-            if self.method.shares is not None:
-                shares = self.method.shares.first(roots.slots, found.matches())
-        schedule = self.method.schedule
-        prices = schedule.aid.run(None, schedule.prices, roots.slots.tolist())
-        return Candidates(index, reqs, roots, found, shares, prices)
+        plan = plan.of_slots(roots.slots.tolist())
+        return Candidates(plan, reqs, roots, found)
 
     def models_draft(self, candidates: Candidates) -> bool:
         """Whether draft models or heads draft: not where an index does as well."""
-        if candidates.index is None:
+        plan, found = candidates.plan, candidates.found
+        if not plan.model or candidates.roots is None:
             return False
-        proposer = self.method.proposers[candidates.index]
-        if not proposer.num_draft_models:
-            return False
-        if candidates.found is None or candidates.first_shares is None:
+        if found is None:
             return True
-        return cast(Hybrid, proposer).needs_model(
-            candidates.found, candidates.first_shares, candidates.prices
-        )
+        assert plan.tree is not None
+        return self.method.proposers[plan.tree].needs_model(plan, found)
 
     def draw(
         self,
+        plan: StepPlan,
         end: StepEnd,
         candidates: Candidates,
         reqs: np.ndarray,
@@ -134,21 +123,22 @@ class TreeDrafter:
         """Draw one tree for each of these requests; None where there are none.
 
         Args:
-            end: of the step.
+            plan: of the step.
+            end: of the step before.
             candidates: what ``look_up`` found.
             reqs: int64 [n] ascending, the requests. The sources have read their tokens.
             models_draft: if not, sources that need no forward draft alone.
             num_caught_up: tokens of earlier steps that sources read for the trees.
 
         """
-        index = candidates.index
-        if index is None or not len(reqs):
+        if plan.tree is None or not len(reqs):
             return None
         if not np.array_equal(reqs, candidates.reqs):
             # Some must still be read, and others draft.
-            candidates = self.look_up(index, end, reqs)
-        proposer, roots = self.method.proposers[index], candidates.roots
+            candidates = self.look_up(plan, end, reqs)
+        roots = candidates.roots
         assert roots is not None
+        proposer = self.method.proposers[plan.tree]
         models = [
             cast(DraftModel, source.begin(roots))
             for source in self.models
@@ -170,14 +160,13 @@ class TreeDrafter:
                 noise_keys=noise,
                 noise_of=self.noise.of,
                 continuations=[] if candidates.found is None else [candidates.found],
-                first_shares=candidates.first_shares,
-                prices=candidates.prices,
-                host_may_wait=not self.method.batched,
+                plan=candidates.plan,
+                can_sync=not self.method.batched,
             )
         )
         proposal = Proposal.from_draft(
             draft,
-            index,
+            plan.tree,
             end.step,
             roots.slots,
             reqs,

@@ -9,7 +9,6 @@ import torch
 
 from vllm_treespec.proposers import Proposer
 from vllm_treespec.schedule.base import Schedule
-from vllm_treespec.schedule.shares import Shares
 from vllm_treespec.scorers import Rule
 
 
@@ -26,8 +25,6 @@ class Method:
     batched: bool
     # requests that may carry a tree in one step
     max_trees: int
-    # how a tree's places are shared out between an index and a model, if it has both
-    shares: Shares | None = None
 
 
 @dataclass(frozen=True)

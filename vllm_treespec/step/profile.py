@@ -58,7 +58,6 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
         return
     num_reqs, device = len(hidden), hidden.device
     nothing = Continuations([[] for _ in range(num_reqs)])
-    shares = decoder.method.shares
     # top-p sorts, which takes the most memory
     sampling = SamplingTensors(
         torch.ones(num_reqs, device=device),
@@ -85,9 +84,6 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             [draft_model_of(source, roots, vocab_size) for source in models],
             noise_keys=numbers if decoder.method.rule.follows_noise else None,
             continuations=[nothing] if len(models) < len(decoder.sources) else (),
-            first_shares=None
-            if shares is None
-            else shares.first(roots.slots, nothing.matches()),
         )
         tree = proposer.propose(inputs).tree
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)

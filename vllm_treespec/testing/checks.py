@@ -13,7 +13,7 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.schedule.base import ListedSchedule
+from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.scorers import Rule, TargetLogits
 from vllm_treespec.sources.base import DraftSource
 from vllm_treespec.step.method import Method
@@ -132,7 +132,6 @@ def make_engine(config: MethodConfig, habits: Habits, seed: int) -> FakeEngine:
         rule=config.rule,
         batched=False,
         max_trees=config.max_trees,
-        shares=config.shares(),
     )
     sources: list[DraftSource] = [ToyDraftModel(language) for _ in config.models]
     if config.head is not None:

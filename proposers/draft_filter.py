@@ -1,34 +1,38 @@
-"""Worth: which drafts are worth a row of the target, and which levels a forward."""
+"""Draft filter: which drafts are worth a row of the target, which levels a forward."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.proposers.base import ProposerInputs
+from vllm_treespec.schedule.plan import StepPlan
+from vllm_treespec.trees.source import Source
 
 # Accepted tokens that the next level brings over those that it is thought to. Levels
 # look best just before they end.
 HOPED = 0.9
 
 
-class Worth:
-    """What drafts must claim: ``min_probability``, and the step's prices.
+class DraftFilter:
+    """Leaves out drafts and levels of a model that cost more than they bring.
 
-    Another level is worth a forward where the drafts that may be found there are,
-    together. Prices follow from past steps alone.
+    A draft must claim ``min_probability``, and what the step's plan says. Another level
+    is worth a forward where the drafts that may be found there are, together. A plan
+    follows from past steps alone.
     """
 
     def __init__(self, min_probability: float | None, inputs: ProposerInputs) -> None:
-        """Take both; 0 and no prices leave nothing out."""
+        """Take both; 0 and a plan that prunes nothing leave nothing out."""
         self.inputs = inputs
-        self.asks = min_probability != 0 or inputs.prices is not None
+        self.is_on = min_probability != 0 or inputs.plan.prunes
         # log of the least probability, float64 [num_reqs]
         logs = [
             math.log(least) if least else -math.inf
-            for least in inputs.least(min_probability)
+            for least in inputs.min_claims(Source.MODEL, min_probability)
         ]
         self.least = torch.tensor(logs, dtype=torch.float64).to(
             inputs.root_token_ids.device
@@ -44,7 +48,7 @@ class Worth:
             the same with -inf for those that are left out.
 
         """
-        if not self.asks:
+        if not self.is_on:
             return log_probs
         too_little = log_probs < self.least[:, None, None]
         return log_probs.masked_fill(too_little, -torch.inf)
@@ -54,7 +58,7 @@ class Worth:
 
         Below each node a draft is hoped for that is as likely, beside its parent, as
         levels were in the mean beside those above them. Where the host must not wait
-        for the device, the step's prices say how many levels are read.
+        for the device, the plan says how many levels are read.
 
         Args:
             level: of the drafts that were found last, from 1.
@@ -62,20 +66,34 @@ class Worth:
                 read is accepted; 0 where there is none.
 
         """
-        inputs, prices = self.inputs, self.inputs.prices
-        if not inputs.host_may_wait:
-            return prices is not None and level == prices.num_levels
+        inputs, plan = self.inputs, self.inputs.plan
+        if not inputs.can_sync:
+            return level == plan.max_levels
         if inputs.num_drafts is not None:
             likely = likely * (inputs.num_drafts > 0)[:, None]
-        if prices is None:
+        if not plan.prunes:
             return not bool(likely.any())
         hoped = HOPED * likely * likely.sum(1, keepdim=True) ** (1 / level)
-        found = inputs.found or [0.0] * len(prices.kept)
+        kept = plan.kept[Source.MODEL]
+        found = inputs.found or [0.0] * len(kept)
         gains = [
-            sum(max(claimed * kept - prices.draft, 0.0) for claimed in nodes)
+            sum(max(claim * ratio - plan.row_cost, 0.0) for claim in nodes)
             * (1 - elsewhere)
-            for nodes, kept, elsewhere in zip(
-                hoped.tolist(), prices.kept, found, strict=True
-            )
+            for nodes, ratio, elsewhere in zip(hoped.tolist(), kept, found, strict=True)
         ]
-        return sum(gains) <= prices.level
+        return sum(gains) <= plan.level_cost
+
+
+def first_level_pays(plan: StepPlan, found: Sequence[float]) -> bool:
+    """Whether a model's first level is worth its forward beside an index.
+
+    Args:
+        plan: of the step, which prunes.
+        found: of each request, how likely the index drafts its next token.
+
+    """
+    gains = [
+        added * (1 - elsewhere)
+        for added, elsewhere in zip(plan.first_level, found, strict=True)
+    ]
+    return sum(gains) > plan.level_cost

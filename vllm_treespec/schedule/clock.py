@@ -1,0 +1,357 @@
+"""Times steps between their plans, and hands a schedule their results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_treespec.aids import aiding
+from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch, ScheduledBatch
+from vllm_treespec.schedule.base import Schedule
+from vllm_treespec.schedule.plan import (
+    PLAIN_PLAN,
+    RunningRequests,
+    StepPlan,
+    StepResult,
+    Work,
+)
+from vllm_treespec.trees.draft import NO_TOKEN
+from vllm_treespec.trees.source import Source
+
+# What a step drafts with that draws no tree, in statistics.
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The latest plan, and the step at whose end it was made."""
+
+    plan: StepPlan
+    # name of the tree, or "plain"
+    mode: str
+    # of the requests that ran, and whether one of them is sampled
+    slots: frozenset[int]
+    sampled: bool
+    # whether that step only decoded, so that draft models had no prompt to read after
+    # it
+    only_decoded: bool
+    # of a clock in seconds
+    time: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Plain steps, or one step, that only decoded for the same requests."""
+
+    num_steps: int = 0
+    # that they emitted together
+    num_tokens: int = 0
+    # of a clock in seconds, when the last one was over
+    end: float = 0.0
+
+
+class StepClock:
+    """Stands between a decoder and its schedule.
+
+    At the end of a step, unless it ``rests``, comes ``observe``, then ``plan``, and
+    ``drafted`` last. Where a schedule fails, or what is noted for it, all later steps
+    are plain.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stats: StepStats,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begin without a plan; ``clock`` gives seconds."""
+        self.schedule = schedule
+        self.aid = schedule.aid
+        self.stats = stats
+        self.clock = clock
+        # of trees, by their index: to make a name takes longer than to plan
+        self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
+        self.last = Planned(PLAIN_PLAN, PLAIN, frozenset(), False, False, 0.0)
+        self.only_decoded = False
+        # from the last plan to the drafts
+        self.drafting_seconds = 0.0
+        # since the last plan, which held for them, too
+        self.rest = Timed()
+
+    def rests(self, scheduled: ScheduledBatch) -> bool:
+        """Whether the last plan, a plain one, holds for the next step, too.
+
+        If not, ``observe`` and ``plan`` come next.
+
+        Args:
+            scheduled: a step without trees, in which every request emitted a token.
+
+        """
+        if not self.aid.run(False, self._holds, scheduled):
+            return False
+        num_tokens = self.rest.num_tokens + len(scheduled.slots)
+        self.rest = Timed(1 + self.rest.num_steps, num_tokens, self.clock())
+        self.stats.count_step(PLAIN)
+        return True
+
+    def _holds(self, scheduled: ScheduledBatch) -> bool:
+        """The same, before the step is noted."""
+        num_steps = 1 + self.rest.num_steps
+        holds = self.last.only_decoded and num_steps <= self.schedule.rest_steps
+        return holds and self._goes_on(scheduled)
+
+    def plan(
+        self,
+        batch: EmittedBatch,
+        reqs: np.ndarray,
+        limits: np.ndarray,
+        num_behind: np.ndarray,
+    ) -> StepPlan:
+        """Plan a step.
+
+        Args:
+            batch: the step before.
+            reqs: int64 [n], places of the requests that may draft.
+            limits: int64 [n], draft tokens that their trees may have.
+            num_behind: int64 [n], tokens of earlier steps that draft models would have
+                to read.
+
+        """
+        sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
+        nothing = PLAIN_PLAN, PLAIN
+        plan, mode = self.aid.run(
+            nothing, self._plan, batch, reqs, sampled, limits, num_behind
+        )
+        self.rest = Timed()
+        ran = frozenset(batch.slots.tolist())
+        self.last = Planned(
+            plan,
+            mode,
+            ran,
+            bool((sampled & batch.emitted[reqs]).any()),
+            self.only_decoded,
+            self.clock(),
+        )
+        self.stats.count_step(mode)
+        return plan
+
+    def _plan(
+        self,
+        batch: EmittedBatch,
+        reqs: np.ndarray,
+        sampled: np.ndarray,
+        limits: np.ndarray,
+        num_behind: np.ndarray,
+    ) -> tuple[StepPlan, str]:
+        """The schedule's plan, see ``plan``, and the name of its tree."""
+        emitted = batch.emitted[reqs]
+        plan = self.schedule.plan(
+            RunningRequests(
+                batch.num_reqs,
+                batch.slots[reqs[emitted]].tolist(),
+                sampled[emitted].tolist(),
+                limits[emitted].tolist(),
+                num_behind[emitted].tolist(),
+            )
+        )
+        return plan, PLAIN if plan.tree is None else self.modes[plan.tree]
+
+    @aiding
+    def observe(
+        self,
+        scheduled: ScheduledBatch,
+        batch: EmittedBatch,
+        proposal: Proposal | None,
+        accepted: np.ndarray,
+        by_source: np.ndarray | None,
+    ) -> None:
+        """Note how long a step took, and what was accepted of its trees.
+
+        Args:
+            scheduled: the step before its forward.
+            batch: the same after its tokens were emitted.
+            proposal: what was drawn for it, if anything.
+            accepted: drafts accepted of each request's tree, -1 without one; int64
+                [num_reqs].
+            by_source: those of them that an index, and that a model drafted, int64
+                [num_reqs, 2]; None: the method's trees do not have these two sources.
+
+        """
+        self.only_decoded = scheduled.only_decodes
+        result = self._result(batch, proposal, accepted, by_source)
+        num_drawn = 0 if proposal is None else len(proposal.slots)
+        as_planned = (num_drawn > 0) == (result.tree is not None)
+        seconds = None
+        if as_planned and len(result.slots) == num_drawn:
+            timed = self._timed(scheduled, batch, int(result.work.caught_up))
+            if timed.num_steps:
+                seconds = timed.end - self.last.time
+                self.stats.count_timed(self.last.mode, seconds, timed.num_tokens)
+                seconds /= timed.num_steps
+        self.schedule.observe(replace(result, seconds=seconds))
+
+    def _result(
+        self,
+        batch: EmittedBatch,
+        proposal: Proposal | None,
+        accepted: np.ndarray,
+        by_source: np.ndarray | None,
+    ) -> StepResult:
+        """What the trees of a step brought, see ``observe``; its time is left out."""
+        last, num_steps = self.last, 1 + self.rest.num_steps
+        work = Work(len(last.slots), last.sampled, lookup=float(last.plan.lookup))
+        if proposal is None:
+            return StepResult(
+                last.plan.tree,
+                work,
+                drafting_seconds=self.drafting_seconds,
+                num_steps=num_steps,
+            )
+        rows = proposal.rows_of(batch.slots)
+        # A tree that did not come back tells nothing.
+        came = (accepted >= 0) | (proposal.num_drafts[rows] == 0)
+        places = np.flatnonzero(came & (rows >= 0) & batch.emitted)
+        rows = rows[places]
+        num_drafts = proposal.num_drafts[rows]
+        num_accepted = accepted[places].clip(min=0)
+        of_sources = None if by_source is None else by_source[places]
+        claimed: dict[Source, list[float]] = {}
+        kept: dict[Source, list[int]] = {}
+        tree = self.schedule.trees[proposal.tree_index]
+        if tree.prunes_by_cost:
+            emitted = batch.token_ids[places, batch.end[places]]
+            claimed, kept = compared(
+                proposal, rows, tree.sources, num_accepted, of_sources, emitted
+            )
+        return StepResult(
+            last.plan.tree,
+            work._replace(
+                rows=int(num_drafts.sum()),
+                drafted=float(num_drafts.any()),
+                branches=float(proposal.is_branching(rows, 1 + num_drafts)),
+                levels=proposal.num_levels,
+                caught_up=proposal.num_caught_up,
+            ),
+            slots=proposal.slots[rows].tolist(),
+            num_drafts=num_drafts.tolist(),
+            num_accepted=num_accepted.tolist(),
+            limits=(proposal.node_limits[rows] - 1).tolist(),
+            claimed=claimed,
+            accepted=kept,
+            drafting_seconds=self.drafting_seconds,
+            num_steps=num_steps,
+        )
+
+    def drafted(self) -> None:
+        """Note how long it took to draft, since the plan."""
+        self.drafting_seconds = self.clock() - self.last.time
+
+    def _timed(
+        self, scheduled: ScheduledBatch, batch: EmittedBatch, num_caught_up: int
+    ) -> Timed:
+        """The steps since the last plan, less the last one if it did other work, too.
+
+        That draft models read a prompt before they draft is such work, unless it is
+        known how many tokens they caught up on.
+        """
+        reading_is_known = self.last.only_decoded or num_caught_up > 0
+        if not (reading_is_known and self._goes_on(scheduled)):
+            return self.rest
+        num_tokens = self.rest.num_tokens + int(batch.num_emitted.sum())
+        return Timed(1 + self.rest.num_steps, num_tokens, self.clock())
+
+    def _goes_on(self, scheduled: ScheduledBatch) -> bool:
+        """Whether a step only decoded, for the requests of the last plan."""
+        slots = set(scheduled.slots.tolist())
+        return scheduled.only_decodes and self.last.slots == slots
+
+    def forget(self, slots: np.ndarray) -> None:
+        """Forget the requests that ended, by their slots, int64 [n].
+
+        A step without them is not timed: the engine may have idled before it.
+        """
+        if len(slots):
+            self.aid.run(None, self.schedule.forget, slots.tolist())
+            self.last = replace(self.last, slots=frozenset())
+
+
+def compared(
+    proposal: Proposal,
+    rows: np.ndarray,
+    sources: Source,
+    num_accepted: np.ndarray,
+    by_source: np.ndarray | None,
+    emitted: np.ndarray,
+) -> tuple[dict[Source, list[float]], dict[Source, list[int]]]:
+    """Claimed and accepted tokens of trees, by source.
+
+    Args:
+        proposal: the trees.
+        rows: int64 [n], of the trees.
+        sources: of their method.
+        num_accepted: int64 [n], drafts of each that were accepted.
+        by_source: int64 [n, 2], of these those of an index, and of a model; None: all
+            have one source.
+        emitted: int64 [n], the token that came after a root without drafts.
+
+    Returns:
+        both [n], for each source.
+
+    """
+    if by_source is None:
+        claimed = {sources: claims_of(proposal, rows)}
+        accepted = {sources: num_accepted}
+    else:
+        both = (Source.INDEX, Source.MODEL)
+        claimed = {source: claims_of(proposal, rows, source) for source in both}
+        accepted = dict(zip(both, by_source.T, strict=True))
+    if proposal.shadow_token_ids is not None:
+        assert proposal.shadow_claims is not None
+        token_ids = proposal.shadow_token_ids[rows]
+        claimed[Source.INDEX] = claimed[Source.INDEX] + proposal.shadow_claims[rows]
+        accepted[Source.INDEX] = with_shadow_drafts(
+            token_ids, emitted, accepted[Source.INDEX]
+        )
+    return (
+        {source: claims.tolist() for source, claims in claimed.items()},
+        {source: tokens.tolist() for source, tokens in accepted.items()},
+    )
+
+
+def claims_of(
+    proposal: Proposal, rows: np.ndarray, source: Source | None = None
+) -> np.ndarray:
+    """Sum of the claims of each tree's proposed nodes, float64 [n].
+
+    Args:
+        proposal: the trees.
+        rows: int64 [n], of the trees.
+        source: whose nodes count, also those that it shares; None: all nodes count.
+
+    """
+    if proposal.claims is None:
+        return np.zeros(len(rows))
+    drafts = np.arange(proposal.claims.shape[1])
+    counted = drafts < proposal.num_drafts[rows, None]
+    if source is not None and proposal.sources is not None:
+        counted &= (proposal.sources[rows] & source) > 0
+    return np.asarray((proposal.claims[rows] * counted).sum(1))
+
+
+def with_shadow_drafts(
+    token_ids: np.ndarray, emitted: np.ndarray, num_accepted: np.ndarray
+) -> np.ndarray:
+    """Accepted drafts, shadow drafts included, int64 [n].
+
+    Args:
+        token_ids: int64 [n], see ``ShadowDrafts``.
+        emitted: int64 [n], the token that came after a root without drafts.
+        num_accepted: int64 [n], of the drafts of the others.
+
+    """
+    return np.where(token_ids == NO_TOKEN, num_accepted, token_ids == emitted)
