@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.harness.head_parts import time_parts
-from vllm_treespec.schedule.base import ListedSchedule
+from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.tools.side_engine import SideEngine, tpot_ms
 from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, plain_side
 

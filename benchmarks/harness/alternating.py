@@ -17,14 +17,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from benchmarks.harness import full_batches
-from vllm_treespec.schedule.base import (
-    REST_STEPS,
+from vllm_treespec.schedule.base import Schedule, ScheduledTree
+from vllm_treespec.schedule.listed import REST_STEPS
+from vllm_treespec.schedule.plan import (
+    PLAIN_PLAN,
     RunningRequests,
-    Schedule,
-    ScheduledTree,
-    StepOutcome,
+    StepPlan,
+    StepResult,
 )
-from vllm_treespec.schedule.prices import Prices
 from vllm_treespec.tools.side_engine import SideEngine, tpot_ms
 from vllm_treespec.tools.sides import Cell, CellResult
 
@@ -85,11 +85,11 @@ class PlainSchedule(Schedule):
         """As many as other schedules have."""
         return REST_STEPS
 
-    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
-        """Choose no tree."""
-        return None, ()
+    def _plan(self, requests: RunningRequests) -> StepPlan:
+        """Plan no tree."""
+        return PLAIN_PLAN
 
-    def observe(self, outcome: StepOutcome) -> None:
+    def observe(self, result: StepResult) -> None:
         """Learn nothing."""
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -118,7 +118,7 @@ class AlternatingSchedule(Schedule):
         self.blocks: list[Block] = []
         # of the block, of all requests
         self.num_emitted = 0
-        # of the latest choice of the block's variant; 0: it has not chosen yet
+        # of the latest plan of the block's variant; 0: it has not planned yet
         self.num_reqs = 0
         # number of a block, and what it was before the latest step with a tree
         self.before: tuple[int, Block] | None = None
@@ -150,41 +150,38 @@ class AlternatingSchedule(Schedule):
     def _rest_steps(self) -> int:
         return self.variant.schedule.rest_steps
 
-    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
-        """Let the block's variant choose, or the next one's."""
+    def _plan(self, requests: RunningRequests) -> StepPlan:
+        """Let the block's variant plan, or the next one's."""
         if 0 < self.block_tokens * requests.num_reqs <= self.num_emitted:
             self._begin_block()
         self.num_reqs = requests.num_reqs
-        return self.variant.schedule.choose(requests)
+        return self.variant.schedule.plan(requests)
 
-    def _prices(self, slots: Sequence[int]) -> Prices | None:
-        return self.variant.schedule.prices(slots)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        """Count the steps that the last choice held for; its variant learns."""
+    def observe(self, result: StepResult) -> None:
+        """Count the steps that the last plan held for; its variant learns."""
         if not self.num_reqs:
             # It was another variant's, and its trees did not come back.
             return
-        num_tokens = self.num_reqs * outcome.num_steps + sum(outcome.num_accepted)
+        num_tokens = self.num_reqs * result.num_steps + sum(result.num_accepted)
         self.num_emitted += num_tokens
-        self.variant.schedule.observe(outcome)
+        self.variant.schedule.observe(result)
         self.before = None
-        seconds = outcome.seconds
+        seconds = result.seconds
         if not self.block_tokens:
-            self._count(outcome, num_tokens, seconds or 0.0)
+            self._count(result, num_tokens, seconds or 0.0)
         elif seconds is not None:
-            if outcome.index is not None:
+            if result.tree is not None:
                 self.before = len(self.blocks) - 1, self.blocks[-1].model_copy()
-            self._count(outcome, num_tokens, seconds)
+            self._count(result, num_tokens, seconds)
 
-    def _count(self, outcome: StepOutcome, num_tokens: int, seconds: float) -> None:
+    def _count(self, result: StepResult, num_tokens: int, seconds: float) -> None:
         """Add steps to the block; ``seconds`` are those of each."""
         block = self.blocks[-1]
-        block.steps += outcome.num_steps
+        block.steps += result.num_steps
         block.tokens += num_tokens
-        block.drafts += sum(outcome.num_drafts)
-        block.levels += outcome.num_levels
-        block.seconds += seconds * outcome.num_steps
+        block.drafts += sum(result.num_drafts)
+        block.levels += int(result.work.levels)
+        block.seconds += seconds * result.num_steps
 
     def forget(self, slots: Sequence[int]) -> None:
         """Let all variants forget these requests, whose answers have ended."""
@@ -289,7 +286,7 @@ def begin(worker: Any, options: Mapping[str, Any]) -> None:
         )
         decoder.method = replace(decoder.method, schedule=schedule)
         decoder.drafter.method = decoder.method
-        decoder.chooser.schedule = schedule
+        decoder.clock.schedule = schedule
     schedule.begin()
 
 

@@ -79,7 +79,6 @@ SPECS: dict[str, dict[str, object]] = {
         "method": "hybrid",
         "num_drafts": 10,
         "depth": 6,
-        "sure_match": 4,
         "min_probability": 0.0,
     },
     "hybrid-eagle": {
@@ -87,7 +86,6 @@ SPECS: dict[str, dict[str, object]] = {
         "drafter": "eagle",
         "num_drafts": 10,
         "depth": 6,
-        "sure_match": 4,
     },
 }
 

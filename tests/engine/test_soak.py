@@ -22,7 +22,6 @@ TREE = {
     "method": "hybrid",
     "num_drafts": 10,
     "depth": 6,
-    "sure_match": 4,
     "schedule": "fixed",
 }
 

@@ -113,7 +113,7 @@ def reseed(worker: Any) -> None:
 
 def forwards(worker: Any) -> tuple[dict[int, float], dict[int, float]]:
     """What forwards took when the engine started, of target and draft model."""
-    timed = worker.model_runner.decoder.method.schedule.times.forwards
+    timed = worker.model_runner.decoder.method.schedule.cost.forwards
     return dict(timed.target), dict(timed.draft)
 
 
@@ -237,7 +237,7 @@ def test_ranks_choose_the_same_trees(run: Callable[[str, int], dict[str, Any]]) 
     assert first["mode_tokens"], "no step was timed"
 
 
-def test_ranks_begin_with_the_same_prices(
+def test_ranks_begin_with_the_same_costs(
     run: Callable[[str, int], dict[str, Any]],
 ) -> None:
     """Red when a start times nothing, or each rank's forwards for itself."""
