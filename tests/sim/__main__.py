@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from tests.sim.best import best_of
@@ -60,8 +61,8 @@ def score(
         whole.append(best.share(world, record))
         first.append(best.share(world, record, FIRST_STEPS))
     return {
-        "whole": round(sum(whole) / len(whole), 4),
-        "first": round(sum(first) / len(first), 4),
+        "whole": round(fmean(whole), 4),
+        "first": round(fmean(first), 4),
         "worst": round(min(whole), 4),
     }
 
@@ -71,37 +72,40 @@ def combined(scores: Mapping[str, float]) -> float:
     return (1 - FIRST_WEIGHT) * scores["whole"] + FIRST_WEIGHT * scores["first"]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str | float]]) -> str:
+Row = Sequence[str | float]
+
+
+def table(header: Row, rows: Sequence[Row]) -> str:
     """A Markdown table; numbers have three digits."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
-    lines += [[f"{x:.3f}" if isinstance(x, float) else x for x in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def mean_of(scores: Sequence[float]) -> float:
-    """Their mean."""
-    return sum(scores) / len(scores)
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    lines = [[f"{x:.3f}" if isinstance(x, float) else x for x in row] for row in rows]
+    return "\n".join(
+        f"| {' | '.join(map(str, line))} |" for line in (header, rule, *lines)
+    )
 
 
 def shown(scores: Scores) -> str:
     """The scores of a schedule as a table."""
-    names = ("whole", "first", "worst")
-    rows = [[name, *(of[key] for key in names)] for name, of in scores.items()]
-    means = [mean_of([of[key] for of in scores.values()]) for key in names]
+    keys = ("whole", "first", "worst")
+    rows: list[Row] = [
+        [name, *(of_name[key] for key in keys)] for name, of_name in scores.items()
+    ]
+    means = [fmean(of_name[key] for of_name in scores.values()) for key in keys]
     header = ["scenario", "whole", f"first {FIRST_STEPS}", "worst run"]
     return table(header, [*rows, ["mean", *means]])
 
 
 def compared(first: Scores, second: Scores) -> str:
     """Two schedules side by side, of the scenarios that both have."""
-    rows: list[list[str | float]] = []
-    for name in first.keys() & second.keys():
-        a, b = combined(first[name]), combined(second[name])
-        rows.append([name, a, b, b - a])
-    rows.sort(key=lambda row: row[-1])
-    means = [mean_of([float(row[i]) for row in rows]) for i in (1, 2, 3)]
-    header = ["scenario", "A", "B", "B - A"]
-    return table(header, [*rows, ["mean", *means]])
+    pairs = {
+        name: (combined(scores), combined(second[name]))
+        for name, scores in first.items()
+        if name in second
+    }
+    of_first, of_second = zip(*pairs.values(), strict=True)
+    pairs["mean"] = fmean(of_first), fmean(of_second)
+    rows = [(name, a, b, b - a) for name, (a, b) in pairs.items()]
+    return table(["scenario", "A", "B", "B - A"], rows)
 
 
 def main() -> None:

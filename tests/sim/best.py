@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.sim.drafting import Tree
 from tests.sim.tape import Request
@@ -121,28 +121,37 @@ def shapes(world: World, index: int, tree: Tree) -> list[Policy]:
     return [*fixed, *(Policy(index, level=factor) for factor in FACTORS)]
 
 
+def of_text(name: str) -> Chosen:
+    """Draft for the requests of one text."""
+    return lambda request: request.text.name == name
+
+
+def of_kind(sampled: bool) -> Chosen:
+    """Draft for greedy requests, or for sampled ones."""
+    return lambda request: request.sampled == sampled
+
+
 def groups(world: World) -> list[Chosen]:
     """All requests, and those of one text or kind where some are of another."""
     requests = {request for step in world.steps for request in step.requests}
-    found: list[Chosen] = [everybody]
-    names = {request.text.name for request in requests}
-    if len(names) > 1:
-        found += [lambda r, name=name: r.text.name == name for name in sorted(names)]
-    if len({request.sampled for request in requests}) > 1:
-        found += [lambda r: r.sampled, lambda r: not r.sampled]
-    return found
+    names = sorted({request.text.name for request in requests})
+    kinds = sorted({request.sampled for request in requests})
+    return [
+        everybody,
+        *(of_text(name) for name in names if len(names) > 1),
+        *(of_kind(kind) for kind in kinds if len(kinds) > 1),
+    ]
 
 
 def policies(world: World) -> list[Policy]:
     """All that are compared."""
-    found = [Policy()]
-    for chosen in groups(world):
-        for index, tree in enumerate(world.trees):
-            for policy in shapes(world, index, tree):
-                found.append(
-                    Policy(policy.tree, policy.row, policy.level, policy.depth, chosen)
-                )
-    return found
+    drafting = [
+        replace(policy, chosen=chosen)
+        for chosen in groups(world)
+        for index, tree in enumerate(world.trees)
+        for policy in shapes(world, index, tree)
+    ]
+    return [Policy(), *drafting]
 
 
 @dataclass(frozen=True)

@@ -178,16 +178,16 @@ def grow(draw: Draw, least: float, places: int, max_depth: int) -> Found:
     longest = min(max_depth, draw.length)
     next_main, next_rival = draw.rate, draw.rival
     while main + rival < places:
+        likelier = max(next_main, next_rival)
+        if not likelier or likelier < least:
+            break
+        claimed += likelier
         if next_main >= next_rival:
-            if next_main < least or not next_main or main == longest:
-                break
-            main, claimed = main + 1, claimed + next_main
-            next_main *= draw.rate
+            main += 1
+            next_main = next_main * draw.rate if main < longest else 0.0
         else:
-            if next_rival < least or rival == longest:
-                break
-            rival, claimed = rival + 1, claimed + next_rival
-            next_rival *= draw.rival
+            rival += 1
+            next_rival = next_rival * draw.rival if rival < longest else 0.0
     return Found(main, rival, claimed)
 
 

@@ -59,14 +59,18 @@ def random_text(tape: Tape) -> Text:
 
 
 def fixed(
-    trees: Sequence[Tree], num_steps: int, sizes: Sequence[int], is_timed: bool = False
+    methods: Sequence[Sequence[Tree]],
+    num_steps: int,
+    sizes: Sequence[int],
+    is_timed: bool = False,
 ) -> Callable[[int], World]:
-    """Trees that are drawn whole, over random costs."""
+    """Trees of one of the methods that are drawn whole, over random costs."""
 
     def world(number: int) -> World:
         tape = Tape(number)
         costs, text = random_costs(tape), random_text(tape)
         tape.run(num_steps, tape.join(text, sizes[number % len(sizes)]))
+        trees = methods[number % len(methods)]
         return World(costs, trees, tape.steps, is_timed=is_timed)
 
     return world
@@ -165,7 +169,7 @@ def limits(number: int) -> World:
 
 
 def pruned(number: int) -> World:
-    """Chains of known claims; a row costs little or much, and claims are true or not."""
+    """Chains of known claims, which are true or not; a row costs little or much."""
     tape = Tape(number)
     row, kept = (0.01, 0.1, 0.3, 0.6)[number % 4], (1.0, 0.5)[number // 4 % 2]
     count = (1, 8)[number % 2]
@@ -180,9 +184,9 @@ def branching(number: int) -> World:
     tape = Tape(number)
     text = Text(repeats=0.6, rates=(0.55,), rival=0.8, rival_rate=0.4)
     tape.run(1000, tape.join(text, 4))
-    costs = Costs(row=0.02, free_rows=4, fixed=0.05, lookup=0.01)
     branches = (0.01, 0.3)[number % 2]
-    return World(Costs(**{**vars(costs), "branches": branches}), (INDEX,), tape.steps)
+    costs = Costs(row=0.02, free_rows=4, fixed=0.05, branches=branches, lookup=0.01)
+    return World(costs, (INDEX,), tape.steps)
 
 
 def repeating(*phases: tuple[int, float]) -> Callable[[int], World]:
@@ -245,9 +249,22 @@ def never_pays(number: int) -> World:
 # An index and a model
 
 
-def hybrid_costs(level: float, **options: float) -> Costs:
+def hybrid_costs(
+    level: float,
+    caught_up: float = 0.0,
+    free_rows: int = 1,
+    small_kernel: float = 1.0,
+) -> Costs:
     """A level that costs so much; rows that cost little."""
-    return Costs(level=level, row=0.01, fixed=0.05, lookup=0.01, **options)
+    return Costs(
+        row=0.01,
+        free_rows=free_rows,
+        small_kernel=small_kernel,
+        fixed=0.05,
+        lookup=0.01,
+        level=level,
+        caught_up=caught_up,
+    )
 
 
 def answers(
@@ -357,8 +374,8 @@ def service(number: int) -> World:
         running = [r for r in running if ends[r.slot] > step]
         while len(running) < load and (not running or source.random() < 0.3):
             sampled, prompt = source.random() < 0.3, source.randrange(50, 400)
-            options = {"sampled": sampled, "prompt": prompt}
-            running += tape.join(source.choice(texts), **options)
+            text = source.choice(texts)
+            running += tape.join(text, sampled=sampled, prompt=prompt)
             ends[running[-1].slot] = step + source.randrange(20, 200)
         tape.run(4, running, f"load {load}")
     costs = Costs(

@@ -132,11 +132,18 @@ class Tape:
         self.slowness = 1.0
         self.num_slots = 0
 
-    def join(self, text: Text, count: int = 1, **options: object) -> list[Request]:
-        """New requests of a text, with the options of ``Request``."""
+    def join(
+        self,
+        text: Text,
+        count: int = 1,
+        sampled: bool = False,
+        limit: int = NO_LIMIT,
+        prompt: int = 0,
+    ) -> list[Request]:
+        """New requests of a text."""
         first, self.num_slots = self.num_slots, self.num_slots + count
         return [
-            Request(slot, text, **options)  # type: ignore[arg-type]
+            Request(slot, text, sampled, limit, prompt)
             for slot in range(first, self.num_slots)
         ]
 
