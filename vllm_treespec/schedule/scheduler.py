@@ -343,7 +343,7 @@ class AdaptiveScheduler:
         }
         factors = [self.values.factor(option, slot) for slot in slots]
         by_request = [survival[self.kinds[slot]] for slot in slots]
-        row_cost, level_cost = costs.row * now.rate, costs.level * num_reqs / self.cost.seconds(Work(num_reqs, now.sampled)).mean
+        row_cost, level_cost = costs.row * now.rate, costs.level * now.rate
         max_levels = None
         if model and not self.can_sync:
             max_levels = levels_worth_reading(by_request, factors, row_cost, level_cost)
