@@ -12,7 +12,6 @@ import pytest
 from tests.sim.best import Constant, Policy, best_of, policies
 from tests.sim.costs import Costs
 from tests.sim.drafting import Tree, draft
-from tests.sim.measured import MeasuredPlans
 from tests.sim.replay import Counted, errors_of, read_log
 from tests.sim.scenarios import HEAD, HYBRID, INDEX, MODEL
 from tests.sim.table import SCENARIOS
@@ -35,9 +34,9 @@ def small(trees: Sequence[Tree], text: Text = TEXT, size: int = 4) -> World:
     return World(costs, trees, tape.steps)
 
 
-def measured(world: World) -> MeasuredPlans:
-    """The measured schedule, with nothing measured."""
-    return MeasuredPlans(world.trees, MAX_TREES)
+def adaptive(world: World) -> AdaptiveScheduler:
+    """The adaptive scheduler, with nothing measured."""
+    return AdaptiveScheduler(world.trees, MAX_TREES)
 
 
 def share_of(world: World, policy: Policy) -> float:
@@ -51,7 +50,7 @@ def test_a_world_follows_from_its_seed() -> None:
         worlds = [BY_NAME[name].world(number) for number in (1, 1, 7)]
         assert worlds[0] == worlds[1]
         assert worlds[0].steps != worlds[2].steps
-    first, second = (run(small(HYBRID), measured(small(HYBRID)), 5) for _ in range(2))
+    first, second = (run(small(HYBRID), adaptive(small(HYBRID)), 5) for _ in range(2))
     assert first == second
 
 
@@ -93,7 +92,7 @@ def test_a_wrong_rule_is_seen() -> None:
     world = small(HEAD, Text())
     assert share_of(world, Policy()) == 1.0
     assert share_of(world, Policy(0)) < 0.6
-    assert best_of(world).share(world, run(world, measured(world))) > 0.9
+    assert best_of(world).share(world, run(world, adaptive(world))) > 0.9
 
 
 def test_the_best_policy_drafts_for_those_who_accept() -> None:
@@ -106,10 +105,7 @@ def test_the_best_policy_drafts_for_those_who_accept() -> None:
     assert {tuple(plan.slots) for plan in best.plans} == {(0,)}
 
 
-@pytest.mark.parametrize("schedule", [MeasuredPlans, AdaptiveScheduler])
-def test_all_ranks_plan_alike(
-    schedule: type[MeasuredPlans] | type[AdaptiveScheduler],
-) -> None:
+def test_all_ranks_plan_alike() -> None:
     """Red when a rank plans by its own clock."""
     world, told = small(HYBRID), list[list[float]]()
 
@@ -117,16 +113,16 @@ def test_all_ranks_plan_alike(
         told.append(list(seconds))
         return seconds
 
-    one = run(world, schedule(world.trees, MAX_TREES, first), seed=1)
+    one = run(world, AdaptiveScheduler(world.trees, MAX_TREES, first), seed=1)
     turn = iter(told)
-    follower = schedule(world.trees, MAX_TREES, lambda _: next(turn))
+    follower = AdaptiveScheduler(world.trees, MAX_TREES, lambda _: next(turn))
     other = run(world, follower, seed=2, clock_factor=3.0)
     assert next(turn, None) is None, "rank 0 handed out more"
     assert other.plans == one.plans
     assert {plan.tree for plan in one.plans} > {None}
 
 
-class Counting(MeasuredPlans):
+class Counting(AdaptiveScheduler):
     """Counts the steps of which it is told."""
 
     num_steps = num_results = 0

@@ -1,20 +1,17 @@
-"""Judge a schedule by all scenarios: ``python -m tests.sim --schedule measured``."""
+"""Judge the adaptive scheduler by all scenarios: ``python -m tests.sim``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from tests.sim.best import best_of
-from tests.sim.measured import MeasuredPlans
 from tests.sim.scenarios import Scenario
 from tests.sim.table import SCENARIOS
-from tests.sim.world import MAX_TREES, Schedule, World, run
-from vllm_treespec.schedule.forward_times import ForwardTimes
+from tests.sim.world import MAX_TREES, run
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 
 # Steps of the beginning, and their weight in a score.
@@ -24,37 +21,12 @@ FIRST_STEPS, FIRST_WEIGHT = 200, 0.25
 Scores = dict[str, dict[str, float]]
 
 
-class TimedSchedule(Schedule, Protocol):
-    """A schedule that takes forwards which the start has timed."""
-
-    def begin_with(self, forwards: ForwardTimes) -> None:
-        """Begin with them."""
-
-
-def measured(world: World) -> TimedSchedule:
-    """The measured schedule."""
-    return MeasuredPlans(world.trees, MAX_TREES, can_sync=world.can_sync)
-
-
-def adaptive(world: World) -> TimedSchedule:
-    """The adaptive scheduler."""
-    return AdaptiveScheduler(world.trees, MAX_TREES, can_sync=world.can_sync)
-
-
-SCHEDULES: Mapping[str, Callable[[World], TimedSchedule]] = {
-    "measured": measured,
-    "adaptive": adaptive,
-}
-
-
-def score(
-    scenario: Scenario, make: Callable[[World], TimedSchedule], num_seeds: int
-) -> dict[str, float]:
+def score(scenario: Scenario, num_seeds: int) -> dict[str, float]:
     """Run a scenario with several seeds of each variant."""
     whole, first = [], []
     for number in range(num_seeds * scenario.num_variants):
         world = scenario.world(number)
-        schedule = make(world)
+        schedule = AdaptiveScheduler(world.trees, MAX_TREES, can_sync=world.can_sync)
         if world.is_timed:
             schedule.begin_with(world.forwards)
         record, best = run(world, schedule, seed=number), best_of(world)
@@ -111,7 +83,6 @@ def compared(first: Scores, second: Scores) -> str:
 def main() -> None:
     """Print, and perhaps write, the scores."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
-    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="measured")
     parser.add_argument("--only", default="", help="part of a scenario's name")
     parser.add_argument("--seeds", type=int, default=3, help="of each variant")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -124,8 +95,7 @@ def main() -> None:
     if not chosen:
         names = ", ".join(scenario.name for scenario in SCENARIOS)
         parser.error(f"no scenario is named {options.only!r}; there are {names}")
-    make = SCHEDULES[options.schedule]
-    scores = {each.name: score(each, make, options.seeds) for each in chosen}
+    scores = {each.name: score(each, options.seeds) for each in chosen}
     print(shown(scores))
     if options.out:
         options.out.write_text(json.dumps(scores, indent=1) + "\n")

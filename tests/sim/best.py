@@ -8,8 +8,12 @@ from dataclasses import dataclass, replace
 from tests.sim.drafting import Tree
 from tests.sim.tape import Request
 from tests.sim.world import Record, World, run
-from vllm_treespec.schedule.base import RunningRequests
-from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan, StepResult
+from vllm_treespec.schedule.plan import (
+    PLAIN_PLAN,
+    RunningRequests,
+    StepPlan,
+    StepResult,
+)
 from vllm_treespec.trees.source import Source
 
 # Factors of the true costs.
@@ -53,7 +57,6 @@ class Constant:
     def __init__(self, world: World, policy: Policy) -> None:
         """Take both."""
         self.world, self.policy = world, policy
-        self.has_index = any(tree.is_free for tree in world.trees)
         self.num_planned = 0
 
     def plan(self, requests: RunningRequests) -> StepPlan:
@@ -68,16 +71,17 @@ class Constant:
             return PLAIN_PLAN
         slots = [request.slot for request in drafting]
         tree = self.world.trees[policy.tree]
-        if not tree.weighs_drafts:
-            return StepPlan(policy.tree, slots, model=not tree.is_free)
+        model = Source.MODEL in tree.sources
+        if not tree.prunes_by_cost:
+            return StepPlan(policy.tree, slots, model=model)
         costs, count = self.world.costs, requests.num_reqs
         rate = count / costs.plain(count, sum(r.sampled for r in step.requests))
         level = costs.level + costs.level_request * (len(slots) - 1)
         return StepPlan(
             policy.tree,
             slots,
-            lookup=self.has_index,
-            model=not tree.is_free,
+            lookup=Source.INDEX in tree.sources,
+            model=model,
             prunes=True,
             row_cost=policy.row * rate * costs.more_row(count),
             fixed_cost=policy.row * rate * costs.fixed,
@@ -107,9 +111,9 @@ def first_level(request: Request) -> float:
 
 def shapes(world: World, index: int, tree: Tree) -> list[Policy]:
     """The policies of one tree for all requests."""
-    if not tree.weighs_drafts:
+    if not tree.prunes_by_cost:
         return [Policy(index)]
-    if tree.is_free:
+    if Source.MODEL not in tree.sources:
         return [Policy(index, row=factor) for factor in FACTORS]
     fixed = [
         Policy(index, depth=depth)

@@ -11,7 +11,7 @@ from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
-# As in ``proposers/worth.py``: accepted over expected tokens of the next level.
+# As in ``proposers/draft_filter.py``: accepted over expected tokens of the next level.
 HOPED = 0.9
 
 
@@ -22,10 +22,10 @@ class Tree:
     num_drafts: int
     depth: int
     leaves: int
+    # what drafts it
+    sources: Source = Source.MODEL
     # whether drafts are left out that are worth less than their row
-    weighs_drafts: bool = False
-    # whether an index drafts it alone
-    is_free: bool = False
+    prunes_by_cost: bool = False
     # levels that a model drafts; 0: all
     draft_depth: int = 0
     batch_size: int = 10**9
@@ -109,9 +109,12 @@ def draft(
         if needed:
             elsewhere = likely_found(plan, draws)
             needed = model_is_needed(plan, elsewhere)
-        parts[Source.INDEX] = draft_by_index(plan, tree, places, draws, needed)
-        of_index = parts[Source.INDEX].nodes
-        places = [a - b for a, b in zip(places, of_index, strict=True)]
+        # Those of one path are the model's.
+        most = tree.num_drafts - tree.sizes.draft_depth if needed else tree.num_drafts
+        of_index = [min(count, most) for count in places]
+        parts[Source.INDEX] = draft_by_index(plan, tree, of_index, draws, needed)
+        found = parts[Source.INDEX].nodes
+        places = [a - b for a, b in zip(places, found, strict=True)]
     if needed:
         parts[Source.MODEL] = draft_by_model(
             plan, tree, places, draws, elsewhere, can_sync
@@ -153,7 +156,7 @@ def whole_trees(
     for request, draw, count in zip(requests, draws, nodes, strict=True):
         rate = tree.rate(request.text.level_accepted * request.truth)
         accepted.append(min(depth_of(rate, draw.luck), tree.depth, count))
-    levels = 0 if tree.is_free else tree.sizes.draft_depth
+    levels = tree.sizes.draft_depth if Source.MODEL in tree.sources else 0
     return Drafted(nodes, accepted, branches=tree.leaves > 1, levels=levels)
 
 
@@ -253,7 +256,7 @@ def draft_by_model(
     elsewhere: Sequence[float],
     can_sync: bool,
 ) -> Part:
-    """What a model drafts level by level; see ``Worth.ends``.
+    """What a model drafts level by level; see ``DraftFilter``.
 
     Args:
         plan: of the step.

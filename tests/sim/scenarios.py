@@ -9,13 +9,16 @@ from tests.sim.costs import Costs
 from tests.sim.drafting import Tree
 from tests.sim.tape import Request, Tape, Text
 from tests.sim.world import World
+from vllm_treespec.trees.source import Source
 
 HEAD = (Tree(16, 3, 8), Tree(5, 2, 4), Tree(4, 1, 4), Tree(2, 1, 2))
 FIXED_INDEX = (Tree(16, 12, 16), Tree(8, 8, 8), Tree(4, 4, 4), Tree(2, 2, 2))
-INDEX = Tree(16, 12, 16, weighs_drafts=True, is_free=True)
-BESIDE_INDEX = Tree(16, 12, 16, weighs_drafts=True, draft_depth=3)
+INDEX = Tree(16, 12, 16, Source.INDEX, prunes_by_cost=True)
+BESIDE_INDEX = Tree(
+    16, 12, 16, Source.INDEX | Source.MODEL, prunes_by_cost=True, draft_depth=3
+)
 HYBRID = (BESIDE_INDEX, INDEX)
-MODEL = (Tree(8, 8, 1, weighs_drafts=True),)
+MODEL = (Tree(8, 8, 1, prunes_by_cost=True),)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 

@@ -10,10 +10,10 @@ from typing import Protocol
 from tests.sim.costs import Costs
 from tests.sim.drafting import Drafted, Tree, draft
 from tests.sim.tape import Request, Step
-from vllm_treespec.schedule.base import RunningRequests
 from vllm_treespec.schedule.forward_times import NOT_TIMED, ForwardTimes
 from vllm_treespec.schedule.plan import (
     PLAIN_PLAN,
+    RunningRequests,
     StepPlan,
     StepResult,
     Work,
