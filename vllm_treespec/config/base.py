@@ -153,8 +153,9 @@ class MethodConfig(BaseModel, ABC):
 
     @property
     def sources(self) -> Source:
-        """What drafts its trees."""
-        return Source.MODEL
+        """What drafts its trees: its models or head, or without any an index."""
+        has_model = bool(self.models) or self.head is not None
+        return Source.MODEL if has_model else Source.INDEX
 
     @property
     def rule(self) -> Rule:
