@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from vllm_treespec.schedule.base import ScheduledTree
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.plan import RunningRequests, StepPlan, StepResult, Work
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
@@ -177,3 +178,35 @@ class ConstantCosts(ListedSchedule):
         """Keep it, too."""
         self.results.append(result)
         super().observe(result)
+
+
+def serve(
+    scheduler: AdaptiveScheduler,
+    num_steps: int,
+    slots: Sequence[int] = (0,),
+    sampled: bool = False,
+    plain: float = 1.0,
+    tree: float = 0.4,
+    accepted: int = 1,
+) -> list[StepPlan]:
+    """Run steps of fixed trees.
+
+    Args:
+        scheduler: that plans them.
+        num_steps: how many.
+        slots: of the requests.
+        sampled: whether they are.
+        plain: seconds of a plain step.
+        tree: seconds that trees add to it.
+        accepted: tokens of each tree.
+
+    """
+    plans = []
+    for _ in range(num_steps):
+        requests = running(slots, sampled)
+        plan = scheduler.plan(requests)
+        seconds = plain + tree * (plan.tree is not None)
+        tokens = [accepted] * len(plan.slots)
+        scheduler.observe(result_of(plan, requests, seconds, tokens))
+        plans.append(plan)
+    return plans
