@@ -30,8 +30,7 @@ class Calibration:
         """Begin with nothing measured."""
         # source, sampled -> accepted over claimed tokens
         self.texts: dict[tuple[Source, bool], DecayedMean] = {}
-        # source, slot -> accepted tokens over those that the text's ratio makes of the
-        # claims
+        # source, slot -> the same of a request
         self.requests: dict[tuple[Source, int], DecayedMean] = {}
         # sampled -> of each level from the first, the share of trees accepted to it
         self.levels: dict[bool, list[DecayedMean]] = {False: [], True: []}
@@ -40,9 +39,7 @@ class Calibration:
         """Accepted over claimed tokens of a request's next tree."""
         ratio = self._usual(step, source, sampled)
         request = self.requests.get((source, slot))
-        return ratio * (
-            1.0 if request is None else request.mean(step, 1.0, REQUEST_CLAIMS)
-        )
+        return ratio if request is None else request.mean(step, ratio, REQUEST_CLAIMS)
 
     def text(self, source: Source, sampled: bool) -> DecayedMean:
         """Accepted over claimed tokens of all requests of a kind."""
@@ -67,9 +64,8 @@ class Calibration:
             for slot, claimed, accepted in both:
                 if claimed and slot in kinds:
                     sampled = kinds[slot]
-                    usual = claimed * self._usual(step, source, sampled)
                     request = self.requests.setdefault((source, slot), DecayedMean())
-                    request.add(step, usual, accepted)
+                    request.add(step, claimed, accepted)
                     self.text(source, sampled).add(step, claimed, accepted)
 
     def observe_levels(

@@ -96,8 +96,9 @@ class Round:
     size: int = 0
     sampled: bool = False
     offer: Offer | None = None
-    # tokens a second that time is worth
+    # tokens a second that time is worth, and those of plain steps
     rate: float = 0.0
+    plain_rate: float = 0.0
     steps_left: int = 0
     # whether the step before was of the same choice and batch size
     settled: bool = False
@@ -198,29 +199,29 @@ class AdaptiveScheduler(Schedule):
     def _begin_round(self, size: int, sampled: bool, requests: RunningRequests) -> None:
         """Choose for some steps."""
         before = self.round
-        offer, rate = self._choose(size, sampled, requests)
+        offer, *rates = self._choose(size, sampled, requests)
         same = (size, sampled) == (before.size, before.sampled) and (
             before.offer is not None and before.offer.option is offer.option
         )
-        self.round = Round(size, sampled, offer, rate, ROUND_STEPS, same)
+        self.round = Round(size, sampled, offer, *rates, ROUND_STEPS, same)
 
     def _choose(
         self, size: int, sampled: bool, requests: RunningRequests
-    ) -> tuple[Offer, float]:
-        """The best offer, or one to probe; and the tokens a second of the best."""
+    ) -> tuple[Offer, float, float]:
+        """The best offer, or one to probe; tokens a second of the best, and plain."""
         num_reqs = requests.num_reqs
         if not self.cost.knows_plain(num_reqs, sampled):
-            return Offer(None, num_reqs, 1.0), 0.0
+            return Offer(None, num_reqs, 1.0), 0.0, 0.0
         seconds, error = self.cost.seconds(Work(num_reqs, sampled))
         plain = Offer(None, num_reqs, seconds, seconds_error=error)
         if not requests.slots:
-            return plain, plain.rate
+            return plain, plain.rate, plain.rate
         offers = [self._offer(option, size, requests) for option in self.options]
         best = max(offers, key=lambda offer: offer.hopeful_rate(HOPED_ERRORS))
         if best.hopeful_rate(HOPED_ERRORS) < WORTH_A_TREE * plain.rate:
             best = plain
         probe = self._probe(size, sampled, [plain, *offers], best)
-        return probe or best, best.rate
+        return probe or best, best.rate, plain.rate
 
     def _probe(
         self, size: int, sampled: bool, offers: Sequence[Offer], best: Offer
@@ -239,8 +240,9 @@ class AdaptiveScheduler(Schedule):
             self.credit[key] += time
             lost = ROUND_STEPS * (offer.seconds - offer.tokens / best.rate)
             lost = max(lost, LEAST_LOSS * best.seconds) + offer.catching_up
-            # Texts change, and what trees bring; plain steps bring one token for good.
-            may_win = offer.option or offer.hopeful_rate(PROBED_ERRORS) > best.rate
+            # Of a source that the best option lacks nothing is seen where a text changes.
+            may_win = offer.hopeful_rate(PROBED_ERRORS) > best.rate
+            may_win |= bool(sources_of(offer) & ~sources_of(best))
             if due is None and may_win and self.credit[key] >= lost:
                 self.credit[key] = 0.0
                 due = offer
@@ -344,9 +346,9 @@ class AdaptiveScheduler(Schedule):
             kind: self.calibration.survival(step, kind, max(option.levels, 1))
             for kind in {self.kinds[slot] for slot in slots}
         }
-        factors = [self.values.factor(option, slot) for slot in slots]
+        factors = [self.values.factor(option, slot, self.kinds[slot]) for slot in slots]
         by_request = [survival[self.kinds[slot]] for slot in slots]
-        row_cost, level_cost = costs.row * now.rate, costs.level * now.rate
+        row_cost, level_cost = costs.row * now.rate, costs.level * now.plain_rate
         max_levels = None
         if model and not self.can_sync:
             max_levels = levels_worth_reading(by_request, factors, row_cost, level_cost)
@@ -419,6 +421,11 @@ class AdaptiveScheduler(Schedule):
             # What ends with its first token tells nothing of others.
             if life:
                 self.lives.add(self.step, 1.0, life)
+
+
+def sources_of(offer: Offer) -> Source:
+    """What drafts an option; nothing where it is plain."""
+    return Source(0) if offer.option is None else offer.option.sources
 
 
 def counts_up_to(most: int) -> list[int]:

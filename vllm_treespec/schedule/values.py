@@ -21,6 +21,8 @@ from vllm_treespec.trees.source import Source
 # Trees that a prior of their accepted tokens counts for, and tokens that the prior of a
 # text, and of a request, counts for.
 PRIOR_TREES, PRIOR_TEXT, PRIOR_REQUEST = 4.0, 3.0, 4.0
+# The least of a text's ratio that a request is compared with.
+LEAST_RATIO = 0.05
 # Rows of a pruned tree for each token that is accepted, before any was drawn.
 PRIOR_ROWS = 2.0
 # Stands for any batch size: of trees that are the same in all of them.
@@ -119,7 +121,7 @@ class OptionValues:
         self.stats: dict[tuple[int, int], TreeStats] = {}
         # sources, sampled -> accepted tokens over those of the priors
         self.texts: dict[tuple[Source, bool], DecayedMean] = {}
-        # sources, slot -> accepted tokens over those of most requests
+        # sources, slot -> the same of a request
         self.requests: dict[tuple[Source, int], DecayedMean] = {}
 
     def parts(self, option: TreeOption) -> list[TreeOption]:
@@ -138,19 +140,28 @@ class OptionValues:
         mean = of_text = of_request = 0.0
         for part in self.parts(option):
             usual, num_trees = self._usual(size, part, sampled)
-            factor = self.factor(part, slot)
+            factor = self.factor(part, slot, sampled)
             mean += usual * factor
             of_text += factor * factor * usual * (1.0 + usual) / num_trees
             seen = PRIOR_REQUEST + self.num_seen(part, slot)
             of_request += usual * usual / seen
         return TokenEstimate(mean, math.sqrt(of_text), of_request)
 
-    def factor(self, option: TreeOption, slot: int) -> float:
+    def factor(self, option: TreeOption, slot: int, sampled: bool) -> float:
         """How much more is accepted of a request's trees than of others'."""
         request = self.requests.get((option.sources, slot))
         if request is None:
             return 1.0
-        return request.mean(self.steps[ANY_SIZE], 1.0, PRIOR_REQUEST)
+        of_text = max(self._of_text(option, sampled), LEAST_RATIO)
+        step = self.steps[ANY_SIZE]
+        return request.mean(step, of_text, PRIOR_REQUEST / of_text) / of_text
+
+    def _of_text(self, option: TreeOption, sampled: bool) -> float:
+        """Accepted tokens over those of the priors, for a request like most."""
+        text = self.texts.get((option.sources, sampled))
+        if text is None:
+            return 1.0
+        return text.mean(self.steps[ANY_SIZE], 1.0, PRIOR_TEXT)
 
     def num_seen(self, option: TreeOption, slot: int) -> float:
         """Accepted tokens that were expected of a request's trees so far."""
@@ -166,11 +177,7 @@ class OptionValues:
             their mean, and the trees that it counts for.
 
         """
-        text = self.texts.get((option.sources, sampled))
-        ratio = 1.0
-        if text is not None:
-            ratio = text.mean(self.steps[ANY_SIZE], 1.0, PRIOR_TEXT)
-        mean, num_trees = option.prior * ratio, PRIOR_TREES
+        mean, num_trees = option.prior * self._of_text(option, sampled), PRIOR_TREES
         for at in self._places(option, size):
             stats = self.stats.get((option.index, at))
             if stats is not None:
@@ -274,7 +281,6 @@ class OptionValues:
         """Learn what was accepted of one part of the trees."""
         stats, step = self.stats_of(part, size), self._step(part, size)
         all_steps = self.steps[ANY_SIZE]
-        usual = {kind: self._usual(size, part, kind)[0] for kind in (False, True)}
         for slot, tokens, limit in zip(
             result.slots, accepted, result.limits, strict=True
         ):
@@ -282,7 +288,7 @@ class OptionValues:
                 continue
             sampled = kinds[slot]
             request = self.requests.setdefault((part.sources, slot), DecayedMean())
-            request.add(all_steps, usual[sampled], tokens)
+            request.add(all_steps, part.prior, tokens)
             if limit >= part.num_drafts:
                 stats.accepted[sampled].add(step, 1.0, tokens)
                 text = self.texts.setdefault((part.sources, sampled), DecayedMean())

@@ -1,0 +1,1 @@
+"""A simulated world for schedules: costs, texts, requests and drafting."""
