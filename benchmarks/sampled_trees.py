@@ -219,7 +219,7 @@ class Simulation:
             # Coupled draw; all texts at once, for each call reads the target.
             def draw_tokens(reqs: Tensor, nodes: Tensor) -> Tensor:
                 own = noise[reqs, tree.depths[reqs, nodes]]
-                return draw_coupled(target.probs(reqs, nodes), own, host_may_wait=True)
+                return draw_coupled(target.probs(reqs, nodes), own, can_sync=True)
 
             output = follow_draws(tree, draw_tokens)
         self.unread, self.num_unread = output.emitted(tree), output.num_accepted + 1

@@ -32,7 +32,7 @@ def draw_after(
         *(given.split(ROWS_AT_ONCE) for given in (reqs, nodes, keys)), strict=True
     )
     drawn = [
-        draw_coupled(target.probs(req, node), key, host_may_wait=True)
+        draw_coupled(target.probs(req, node), key, can_sync=True)
         for req, node, key in rows
     ]
     return torch.cat(drawn)

@@ -37,7 +37,7 @@ def noise_of(keys: Tensor, token_ids: Tensor) -> Tensor:
     return -hashed_uniforms(keys, token_ids).log()
 
 
-def draw_coupled(probs: Tensor, keys: Tensor, host_may_wait: bool = False) -> Tensor:
+def draw_coupled(probs: Tensor, keys: Tensor, can_sync: bool = False) -> Tensor:
     """Draw one token per row: that of the highest probability / noise.
 
     Exact for any vocabulary: the first to arrive of the tokens without noise of their
@@ -46,7 +46,7 @@ def draw_coupled(probs: Tensor, keys: Tensor, host_may_wait: bool = False) -> Te
     Args:
         probs: float32 [rows, vocab_size]; need not be normalised.
         keys: int64 [rows], of independent noise.
-        host_may_wait: for the device, to leave out what is hardly ever needed.
+        can_sync: for the device, to leave out what is hardly ever needed.
 
     Returns:
         int64 [rows]; token 0 where no token has positive probability.
@@ -58,7 +58,7 @@ def draw_coupled(probs: Tensor, keys: Tensor, host_may_wait: bool = False) -> Te
     values, best = (mass / noise[:, :-1]).max(dim=1)
     chosen = tokens.gather(1, best[:, None])[:, 0].masked_fill(values == 0, 0)
     least = values * noise[:, -1]
-    if not host_may_wait:
+    if not can_sync:
         return _or_another(chosen, probs, tokens, keys, least)
     at_most = (probs.sum(dim=1) - mass.sum(dim=1)).clamp(min=0) + ROUNDING
     rows = torch.nonzero(at_most > least)[:, 0]

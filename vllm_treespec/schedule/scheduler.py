@@ -199,11 +199,11 @@ class AdaptiveScheduler(Schedule):
     def _begin_round(self, size: int, sampled: bool, requests: RunningRequests) -> None:
         """Choose for some steps."""
         before = self.round
-        offer, *rates = self._choose(size, sampled, requests)
+        offer, rate, plain_rate = self._choose(size, sampled, requests)
         same = (size, sampled) == (before.size, before.sampled) and (
             before.offer is not None and before.offer.option is offer.option
         )
-        self.round = Round(size, sampled, offer, *rates, ROUND_STEPS, same)
+        self.round = Round(size, sampled, offer, rate, plain_rate, ROUND_STEPS, same)
 
     def _choose(
         self, size: int, sampled: bool, requests: RunningRequests
@@ -240,7 +240,7 @@ class AdaptiveScheduler(Schedule):
             self.credit[key] += time
             lost = ROUND_STEPS * (offer.seconds - offer.tokens / best.rate)
             lost = max(lost, LEAST_LOSS * best.seconds) + offer.catching_up
-            # Of a source that the best option lacks nothing is seen where a text changes.
+            # A text's change is not seen in a source that the best option lacks.
             may_win = offer.hopeful_rate(PROBED_ERRORS) > best.rate
             may_win |= bool(sources_of(offer) & ~sources_of(best))
             if due is None and may_win and self.credit[key] >= lost:
@@ -429,13 +429,10 @@ def sources_of(offer: Offer) -> Source:
 
 
 def counts_up_to(most: int) -> list[int]:
-    """Powers of two below a number, and the number."""
-    counts = []
-    count = 1
-    while count < most:
-        counts.append(count)
-        count *= 2
-    return [*counts, most]
+    """Numbers of requests that are compared: 1, 2, 3, 4, 6, 8, 12, and so on."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    counts = {count for power in powers for count in (power, 3 * power // 2)}
+    return sorted({most, *(count for count in counts if count < most)})
 
 
 def levels_worth_reading(
