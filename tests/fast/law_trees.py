@@ -7,7 +7,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.fast.enumeration import Weighted, all_trees
@@ -27,6 +26,7 @@ from vllm_treespec.proposers import (
     StaticTree,
     StochasticTree,
 )
+from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.base import Continuations
 from vllm_treespec.trees.builders import from_draws
 from vllm_treespec.trees.tree import Draws, TreeBatch
@@ -130,8 +130,8 @@ def side_by_side(one: Weighted, other: Weighted) -> Weighted:
     return Weighted(tree, torch.cat([one.weights, other.weights]) / 2)
 
 
-def found_and_drafted(share: float, draft: Language) -> TreeBatch:
-    """A tree of what an index found, and of a draft model."""
+def found_and_drafted(plan: StepPlan, draft: Language | None) -> TreeBatch:
+    """A tree of what an index found, and of a draft model if there is one."""
     found = [(5, [1, 2, 0]), (5, [1, 0]), (2, [2, 2]), (1, [0])]
     return (
         Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0)
@@ -140,9 +140,9 @@ def found_and_drafted(share: float, draft: Language) -> TreeBatch:
                 root_token_ids=torch.zeros(1, dtype=torch.int64),
                 sampling=plain_sampling(1),
                 uniforms=torch.zeros(1, 0),
-                draft_models=[LanguageDraft(draft, 1)],
+                draft_models=[] if draft is None else [LanguageDraft(draft, 1)],
                 continuations=[Continuations([found])],
-                first_shares=np.array([share]),
+                plan=plan,
             )
         )
         .tree

@@ -21,11 +21,12 @@ from benchmarks.harness.alternating import (
     Block,
     variants_of,
 )
+from tests.fast.scheduled_trees import result_of, running
 from tests.fast.toy_workloads import make_method
 from vllm_treespec.proposers import RsdS
-from vllm_treespec.schedule import base as schedules
-from vllm_treespec.schedule.base import RunningRequests, Schedule, StepOutcome
-from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule import listed as schedules
+from vllm_treespec.schedule.base import Schedule
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel
@@ -38,44 +39,38 @@ CELL = Cell(batch_size=1, temperature=0.0, workload="chat", options=OPTIONS)
 METHOD = make_method([RsdS(1, 2), RsdS(2, 2)], "recursive_rejection", [9, 9])
 
 
-def measured() -> Schedule:
-    """A schedule that measures, of two trees."""
-    return MeasuredSchedule(METHOD.schedule.trees, 16)
+def adaptive() -> Schedule:
+    """An adaptive scheduler of two trees."""
+    return AdaptiveScheduler(METHOD.schedule.trees, 16)
 
 
 def alternating_schedule(number: str = "", *values: float) -> AlternatingSchedule:
-    """All three variants, or the measured schedule with values of a number."""
+    """All three variants, or the adaptive one with values of a number."""
     how = Alternation(
         variants=["schedule"] if number else ALL,
         block_tokens=8,
         number=number,
         values=list(values),
     )
-    return AlternatingSchedule(variants_of(measured(), how), 8, number)
+    return AlternatingSchedule(variants_of(adaptive(), how), 8, number)
 
 
 def step(schedule: Schedule, accepted: int, num_reqs: int = 2) -> int | None:
-    """Choose for some requests, and tell what was accepted of each tree."""
-    slots = list(range(num_reqs))
-    greedy, limits = [False] * num_reqs, [9] * num_reqs
-    index, drawn = schedule.choose(
-        RunningRequests(num_reqs, slots, greedy, limits, [0] * num_reqs)
-    )
-    trees = len(drawn)
+    """Plan for some requests, and tell what was accepted of each tree."""
+    requests = running(range(num_reqs), limits=[9] * num_reqs)
+    plan = schedule.plan(requests)
+    trees = len(plan.slots)
     schedule.observe(
-        StepOutcome(
-            index,
-            num_reqs,
-            slots=drawn,
-            num_drafts=[4] * trees,
-            num_accepted=[accepted] * trees,
-            limits=[9] * trees,
-            promised=[0.0] * trees,
-            num_levels=2 if trees else 0,
-            seconds=0.5,
+        result_of(
+            plan,
+            requests,
+            0.5,
+            [accepted] * trees,
+            [4] * trees,
+            levels=2 if trees else 0,
         )
     )
-    return index
+    return plan.tree
 
 
 def test_each_variant_comes_once_a_cycle_for_as_many_tokens() -> None:
@@ -107,20 +102,20 @@ def test_the_largest_tree_is_fixed_and_whole() -> None:
     while schedule.variant.name != "fixed":
         step(schedule, accepted=0)
     assert step(schedule, accepted=0) == 1
-    assert schedule.prices([0, 1]) is None
+    assert not schedule.plan(running([0, 1])).prunes
     assert schedule.rest_steps == 0
 
 
 def test_variants_learn_apart() -> None:
     """Red when a variant knows what the trees of another brought."""
-    schedule = alternating_schedule("vllm_treespec.schedule.base:REST_STEPS", 3, 3)
+    schedule = alternating_schedule("vllm_treespec.schedule.listed:REST_STEPS", 3, 3)
     one, other = (variant.schedule for variant in schedule.variants)
-    assert isinstance(one, MeasuredSchedule)
-    assert isinstance(other, MeasuredSchedule)
+    assert isinstance(one, AdaptiveScheduler)
+    assert isinstance(other, AdaptiveScheduler)
     first = schedule.variant.schedule
     step(schedule, accepted=3)
     assert {one.step, other.step} == {0, 1}
-    assert isinstance(first, MeasuredSchedule)
+    assert isinstance(first, AdaptiveScheduler)
     assert first.step == 1
     assert one.begun.keys() != other.begun.keys()
     schedule.forget([0, 1])
@@ -145,7 +140,7 @@ def test_the_last_step_of_an_answer_is_left_out() -> None:
 def test_a_number_changes_with_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a block runs with another variant's number."""
     monkeypatch.setattr(schedules, "REST_STEPS", 3)
-    number = "vllm_treespec.schedule.base:REST_STEPS"
+    number = "vllm_treespec.schedule.listed:REST_STEPS"
     schedule = alternating_schedule(number, 5, 7)
     seen = Counter[tuple[str, float]]()
     for _ in range(60):
@@ -208,9 +203,9 @@ class Engine:
 def engine() -> Any:
     """An engine whose steps take a second."""
     language = Language(0)
-    method = replace(METHOD, schedule=measured())
+    method = replace(METHOD, schedule=adaptive())
     fake = FakeEngine(language, method, [ToyDraftModel(language)], Habits())
-    fake.decoder.chooser.clock = lambda: float(fake.decoder.step)
+    fake.decoder.clock.clock = lambda: float(fake.decoder.step)
     return Engine(fake)
 
 

@@ -31,7 +31,8 @@ from tests.fast.test_redrafter_benchmark import head_folders
 from tests.published_heads import PublishedHead
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.schedule.base import ListedSchedule, RunningRequests
+from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.schedule.plan import PLAIN_PLAN, RunningRequests, StepPlan
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
 
 TREES = trees_by_kind(EAGLE_TREES, REDRAFTER_TREES)
@@ -299,11 +300,11 @@ def test_a_step_without_trees_stays_plain() -> None:
     spec = {"method": "suffix_tree", "schedule": "fixed"}
     schedule = ListedSchedule(parse_spec_config(spec).scheduled_trees())
     requests = RunningRequests(1, [0], [False], [63], [0])
-    assert schedule.choose(requests) == (0, [0])
+    assert schedule.plan(requests) == StepPlan(0, [0], lookup=True)
     decoder = SimpleNamespace(method=SimpleNamespace(schedule=schedule))
     runner = SimpleNamespace(decoder=decoder)
     in_engine.draw_no_trees(SimpleNamespace(model_runner=runner))
-    assert schedule.choose(requests) == (None, ())
+    assert schedule.plan(requests) == PLAIN_PLAN
 
 
 def test_answers_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,22 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.fast.test_measured_schedule import HEAD, INDEX, Machine, Run, Tree
-from vllm_treespec.schedule.costs import StepCosts
-from vllm_treespec.schedule.experience import Experience, experience_of, recall
 from vllm_treespec.schedule.forward_times import (
-    MORE_ROWS,
     MOST_RUNS,
-    NOT_TIMED,
     ROWS,
     TARGET_SECONDS,
     ForwardTimes,
     at,
     time_rows,
 )
-from vllm_treespec.schedule.measured import MeasuredSchedule
-from vllm_treespec.schedule.options import Option
-from vllm_treespec.schedule.prices import DraftCosts, DraftParts, guessed_parts
 
 TIMED = ForwardTimes(
     target={1: 0.10, 8: 0.10, 16: 0.10, 32: 0.16, 64: 0.32},
@@ -80,15 +72,15 @@ def test_a_slow_run_is_no_time() -> None:
     assert clean == pytest.approx({rows: 0.0001 * rows for rows in ROWS})
 
 
-def test_a_machine_that_was_slow_at_first_has_prices() -> None:
+def test_rows_cost_something_on_a_machine_that_was_slow_at_first() -> None:
     """Red when rows are thought to be free where small forwards were disturbed."""
     clean, _ = Clock(0.001).time()
     small = [run for run in range(200) if run < 2 or (run - 2) % len(ROWS) < 2]
     disturbed, _ = Clock(0.001, slow_runs=small).time()
     assert disturbed[8] == pytest.approx(min(3 * clean[8], clean[16]))
     for batch_size in (1, 8):
-        price = ForwardTimes(disturbed).target_row(batch_size)
-        assert price == pytest.approx(0.001, rel=0.25)
+        extra = ForwardTimes(disturbed).extra(batch_size, 48)
+        assert extra == pytest.approx(0.048, rel=0.25)
 
 
 def test_the_start_takes_bounded_time() -> None:
@@ -114,108 +106,6 @@ def test_ranks_have_rank_0_s_times() -> None:
         found, told_again = Clock(seconds_of_a_row).time(rank_0=told)
         assert found == first
         assert told_again == told
-
-
-def test_prices_begin_with_timed_forwards() -> None:
-    """Red when what is guessed of a small target is thought of every one."""
-    plain = 0.11
-    prices = DraftCosts(TIMED).prices(0, 4, plain, ())
-    each = (0.16 + 0.16 * 20 / 32 - 0.10) / MORE_ROWS
-    assert prices.draft == pytest.approx(each * 4 / plain)
-    assert prices.level == pytest.approx(0.02 * 4 / plain)
-    assert DraftCosts(TIMED).caught_up_seconds(0, 4, plain) == pytest.approx(0.04 / 32)
-    guessed = guessed_parts(4, plain)
-    assert prices.first == pytest.approx(guessed.first * 4 / plain)
-    untimed = DraftCosts().prices(0, 4, plain, ())
-    assert untimed.draft == pytest.approx(guessed.each * 4 / plain)
-    assert untimed.level == pytest.approx(guessed.level * 4 / plain)
-
-
-def test_no_draft_costs_less_than_half_a_timed_row() -> None:
-    """Red when two disturbed steps make rows free, and trees as large as can be."""
-    timed, untimed = DraftCosts(TIMED), DraftCosts()
-    for step, (num_drafts, seconds) in enumerate([(10, 0.5), (31, 0.2)] * 4):
-        counts = DraftParts.of_step(0, num_drafts, 0, True)
-        for costs in (timed, untimed):
-            costs.add(step, 8, counts, seconds, 0.11)
-    row = TIMED.target_row(8)
-    assert row is not None
-    assert timed.prices(8, 8, 0.11, ()).draft == pytest.approx(row / 2 * 8 / 0.11)
-    assert untimed.prices(8, 8, 0.11, ()).draft < row / 2 * 8 / 0.11
-
-
-def test_a_head_s_levels_are_guessed() -> None:
-    """Red when the levels of a source that was not timed cost nothing."""
-    prices = DraftCosts(ForwardTimes(TIMED.target)).prices(0, 1, 0.1, ())
-    assert prices.level == pytest.approx(guessed_parts(1, 0.1).level / 0.1)
-
-
-def test_trees_take_at_least_their_forwards() -> None:
-    """Red when a tree that was never drawn is thought to be free.
-
-    Trees whose drafts are weighed may be smaller, so nothing is said of them.
-    """
-    plain, whole = Option(None, 0, 0.0), Option(0, 15, 2.0, num_levels=3)
-    weighed = Option(1, 15, 2.0, weighs_drafts=True, num_levels=3)
-    costs = StepCosts([plain, whole, weighed])
-    assert costs.extra_seconds(2, 0, 0.1) == 0
-    costs.begin_with(TIMED)
-    assert costs.extra_seconds(2, 0, 0.1) == pytest.approx(0.06 + 3 * 0.02)
-    assert costs.extra_seconds(2, 1, 0.1) == 0
-
-
-def test_timed_forwards_are_kept() -> None:
-    """Red when the next start times again what is known, or another machine's stay."""
-    schedule = MeasuredSchedule([Tree(16, 12, 16)], 64)
-    schedule.times.begin_with(TIMED)
-    again = MeasuredSchedule([Tree(16, 12, 16)], 64)
-    as_text = experience_of(schedule).model_dump_json()
-    recall(again, Experience.model_validate_json(as_text))
-    assert again.times.forwards == TIMED
-    for costs in again.times.costs_by_kind.values():
-        assert costs.drafts.forwards == TIMED
-        costs.recalled[1, None] = 0.1
-        costs.times[1] = {}
-        for _ in range(6):
-            costs.add(1, None, 0.0, 1.0)
-        assert costs.is_other_machine
-        assert costs.drafts.forwards == NOT_TIMED
-        assert again.times.forwards == NOT_TIMED, "the next start would recall them"
-
-
-def test_what_is_recalled_of_drafts_stays() -> None:
-    """Red when a start that times forwards forgets what steps with drafts had shown."""
-    costs = StepCosts([Option(None, 0, 0.0)])
-    parts = DraftParts(0.01, 0.02, 0.003, 0.0001, 0.002)
-    costs.drafts.recall(4, 0.1, parts)
-    costs.begin_with(TIMED)
-    assert costs.prices(4, 0.1).draft == pytest.approx(parts.each * 4 / 0.1)
-
-
-def test_timed_forwards_shorten_the_search() -> None:
-    """Red when a schedule makes nothing of what forwards take.
-
-    What the host does is not in them.
-    """
-    shares = {}
-    for timed in (False, True):
-        shares[timed] = 0.0
-        for seed in range(48):
-            trees = HEAD if seed % 2 else INDEX
-            machine = Machine(seed, trees)
-            schedule = MeasuredSchedule(trees, 64)
-            if timed:
-                schedule.times.begin_with(forwards_of(machine))
-            run = Run(machine, schedule)
-            run.steps(60, (1, 2, 4, 8, 16, 32)[seed % 6])
-            shares[timed] += run.share / 48
-    assert shares[True] > shares[False] + 0.01
-
-
-def forwards_of(machine: Machine) -> ForwardTimes:
-    """What a simulated machine's forwards take, where trees have no host's work."""
-    target = {rows: 1 + machine.row * max(0, rows - machine.free_rows) for rows in ROWS}
-    return ForwardTimes(target, dict.fromkeys(ROWS, machine.level))
 
 
 class WarmWorker:

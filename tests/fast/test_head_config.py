@@ -155,9 +155,9 @@ def test_smaller_trees(method: str, parse: Callable[..., MethodConfig]) -> None:
     trees = parse(method).scheduled_trees()
     sizes = [tree.config.proposer().sizes.max_nodes for tree in trees]
     assert sizes == sorted(set(sizes), reverse=True)
-    weighs = parse(method).weighs_drafts
-    assert weighs == (method != "medusa_tree")
-    assert (len(sizes), sizes[-1]) == ((2, 5) if weighs else (3, 3))
+    prunes = parse(method).prunes_by_cost
+    assert prunes == (method != "medusa_tree")
+    assert (len(sizes), sizes[-1]) == ((2, 5) if prunes else (3, 3))
     again = parse_spec_config(trees[1].config.model_dump(mode="json"))
     assert again == trees[1].config, "a spec-config travels to the workers as JSON"
 

@@ -10,10 +10,10 @@ from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.hybrid import HEAD_KINDS
 from vllm_treespec.proposers import Hybrid
-from vllm_treespec.schedule.shares import Shares
 from vllm_treespec.sources.base import Reads
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.tools.sides import with_model
+from vllm_treespec.trees.source import Source
 
 
 def parse(**keys: Any) -> MethodConfig:
@@ -46,17 +46,6 @@ def test_keys_reach_both_parts() -> None:
     assert (sizes.draft_width, sizes.draft_nodes) == (3, 3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [({}, 8), ({"sure_match": 3}, 3), ({"max_match": 5}, 5), ({"sure_match": None}, 0)],
-)
-def test_sure_match(keys: dict[str, Any], expected: int) -> None:
-    """Red when an index can never be sure because it looks up fewer tokens."""
-    shares = parse(**keys).shares()
-    assert isinstance(shares, Shares)
-    assert (shares.sure_match or 0) == expected
-
-
 def test_the_model_is_what_it_is_called() -> None:
     """Red when a head is loaded as a draft model, or the other way round."""
     config = parse()
@@ -83,7 +72,9 @@ def test_default_schedule() -> None:
     ]
     asked = [tree.config.proposer().num_draft_models for tree in trees]
     assert asked == [1, 0]
-    assert [tree.weighs_drafts for tree in trees] == [True, True]
+    assert [tree.prunes_by_cost for tree in trees] == [True, True]
+    both = Source.INDEX | Source.MODEL
+    assert [tree.sources for tree in trees] == [both, Source.INDEX]
 
 
 def test_a_schedule_may_leave_out_the_model() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -39,6 +38,7 @@ from tests.fast.law_trees import (
     side_by_side,
 )
 from tests.fast.rule_forms import FORMS, grid_law_error
+from tests.fast.scheduled_trees import pruning_plan
 from tests.fast.tree_cuts import (
     at_a_size,
     at_its_size,
@@ -69,6 +69,7 @@ from vllm_treespec.proposers import (
     SpecInfer,
     StochasticTree,
 )
+from vllm_treespec.schedule.plan import PLAIN_PLAN
 from vllm_treespec.scorers.independent_draws import Judge
 from vllm_treespec.trees.builders import from_parents
 
@@ -288,17 +289,24 @@ TOKENS_AND_PARENTS = {
     "unlikely first": ([0, 2, 0, 1, 2], [-1, 0, 0, 1, 2]),
     "all children": ([0, 0, 1, 2, 0, 1, 2, 1], [-1, 0, 0, 0, 1, 1, 1, 2]),
 }
+# Of an index and a model.
+PLANS = {
+    "halves": PLAIN_PLAN,
+    "by claims": pruning_plan(row_cost=0.01),
+    "likely alone": pruning_plan(row_cost=0.2),
+}
 
 
 @pytest.mark.parametrize("form", ["walk", "batched"])
-@pytest.mark.parametrize("name", [*TOKENS_AND_PARENTS, 0.2, 0.6, 1.0])
-def test_law_of_any_tree_under_coupled_draw(name: Any, form: str) -> None:
+@pytest.mark.parametrize("name", [*TOKENS_AND_PARENTS, *PLANS, "index alone"])
+def test_law_of_any_tree_under_coupled_draw(name: str, form: str) -> None:
     """Red when order, number or origin of children changes what is emitted."""
-    if isinstance(name, str):
+    if name in TOKENS_AND_PARENTS:
         tokens, parents = TOKENS_AND_PARENTS[name]
         tree = from_parents([tokens], [parents])
     else:
-        tree = found_and_drafted(name, random_tables("random", 3, 2)[0])
+        draft = random_tables("random", 3, 2)[0] if name in PLANS else None
+        tree = found_and_drafted(PLANS.get(name, PLAIN_PLAN), draft)
     for num_nodes in range(1, int(tree.num_nodes) + 1):
         cut = certain(tree).cut(num_nodes)
         assert grid_law_error(FORMS["coupled_draw"][form], cut) < EXACT

@@ -14,7 +14,7 @@ import pytest
 from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_workloads import make_engine, make_method
 from vllm_treespec.proposers import DynamicTree, Lyanna
-from vllm_treespec.schedule.base import ListedSchedule
+from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.sources.chain import ChainMemory
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request

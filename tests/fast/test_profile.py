@@ -12,7 +12,7 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.heads import load_head
 from vllm_treespec.heads.source import HeadSource
-from vllm_treespec.schedule.base import ListedSchedule
+from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.sources.base import (
     CommittedTokens,
@@ -62,7 +62,6 @@ class Recorder(TreeDecoder):
             rule=config.rule,
             batched=True,
             max_trees=NUM_REQS,
-            shares=config.shares(),
         )
         limits = EngineLimits(torch.device("cpu"), 0, 0, 64, 64)
         super().__init__(method, sources, NO_LAYOUT, limits, StepStats())

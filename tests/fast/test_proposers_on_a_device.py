@@ -1,6 +1,5 @@
 """Proposers on a device whose values the host cannot see."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,7 +101,6 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
         ),
         draft_models=drafts,
         continuations=[Continuations([[(3, [1, 2, 3]), (1, [4])], [], [(2, [1, 1])]])],
-        first_shares=np.array([0.5, 0.5, 1.0]),
     )
     with NoWaiting():
         tree = proposer.propose(inputs).tree

@@ -7,7 +7,7 @@ import numpy as np
 from tests.fast.toy_workloads import make_method
 from vllm_treespec.batch.reading import ReadMarks, plan_reading
 from vllm_treespec.proposers import RsdS
-from vllm_treespec.schedule.base import RunningRequests
+from vllm_treespec.schedule.plan import PLAIN_PLAN, RunningRequests, StepPlan
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel
@@ -92,13 +92,13 @@ def test_schedules_are_told_how_far_models_are_behind() -> None:
     told: list[int] = []
     caught_up: list[int] = []
 
-    def choose(requests: RunningRequests) -> tuple[int | None, list[int]]:
+    def plan(requests: RunningRequests) -> StepPlan:
         told.extend(requests.num_behind)
         may_draft = len(told) in (4, 5, 6, 10)
-        return (0, list(requests.slots)) if may_draft else (None, [])
+        return StepPlan(0, requests.slots, model=True) if may_draft else PLAIN_PLAN
 
-    method.schedule.choose = choose  # type: ignore[method-assign]
-    method.schedule.observe = lambda outcome: caught_up.append(outcome.num_caught_up)  # type: ignore[method-assign]
+    method.schedule.plan = plan  # type: ignore[method-assign]
+    method.schedule.observe = lambda result: caught_up.append(result.work.caught_up)  # type: ignore[method-assign]
     engine.add(Request("r", [1, 2, 3, 4, 5, 6, 1], 40))
     for _ in range(10):
         engine.step()

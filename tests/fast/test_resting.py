@@ -11,14 +11,16 @@ from tests.fast.features_toy import FeatureSums, SumTree
 from tests.fast.toy_workloads import make_method
 from tests.tiers import cases
 from vllm_treespec.proposers import RsdS
-from vllm_treespec.schedule.base import (
-    REST_STEPS,
-    ListedSchedule,
+from vllm_treespec.schedule.base import Schedule
+from vllm_treespec.schedule.listed import REST_STEPS, ListedSchedule
+from vllm_treespec.schedule.plan import (
+    PLAIN_PLAN,
     RunningRequests,
-    Schedule,
-    StepOutcome,
+    StepPlan,
+    StepResult,
+    Work,
 )
-from vllm_treespec.schedule.measured import ROUND_STEPS, MeasuredSchedule
+from vllm_treespec.schedule.scheduler import ROUND_STEPS, AdaptiveScheduler
 from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
@@ -29,35 +31,35 @@ from vllm_treespec.testing.workloads import HABITS, check_greedy
 class InTurn(Schedule):
     """Draws trees in two steps, and none in up to four."""
 
-    num_chosen = 0
+    num_plans = 0
 
     def _rest_steps(self) -> int:
         """As many as a listed schedule has."""
-        return 0 if self.num_chosen % 3 else REST_STEPS
+        return 0 if self.num_plans % 3 else REST_STEPS
 
-    def _choose(self, requests: RunningRequests) -> tuple[int | None, Sequence[int]]:
-        self.num_chosen += 1
-        return (0, requests.slots) if self.num_chosen % 3 else (None, ())
+    def _plan(self, requests: RunningRequests) -> StepPlan:
+        self.num_plans += 1
+        return self.whole_tree(0, requests.slots) if self.num_plans % 3 else PLAIN_PLAN
 
-    def observe(self, outcome: StepOutcome) -> None:
+    def observe(self, result: StepResult) -> None:
         """Learn nothing."""
 
     def forget(self, slots: Sequence[int]) -> None:
         """Nothing was learned."""
 
 
-class Noted(MeasuredSchedule):
-    """Has no tree to draw, and notes what it is told."""
+class Noted(AdaptiveScheduler):
+    """Has one tree, and notes what it is told."""
 
     def __init__(self) -> None:
         """Begin with nothing noted."""
-        super().__init__([], 16)
-        self.outcomes: list[StepOutcome] = []
+        super().__init__(one_tree().schedule.trees, 16)
+        self.results: list[StepResult] = []
 
-    def observe(self, outcome: StepOutcome) -> None:
+    def observe(self, result: StepResult) -> None:
         """Note it, too."""
-        self.outcomes.append(outcome)
-        super().observe(outcome)
+        self.results.append(result)
+        super().observe(result)
 
 
 def one_tree(most_requests: int = 1000) -> Method:
@@ -70,13 +72,13 @@ def engine_with(schedule: Schedule, habits: Habits) -> FakeEngine:
     language = Language(0)
     method = replace(one_tree(), schedule=schedule)
     engine = FakeEngine(language, method, [ToyDraftModel(language)], habits)
-    engine.decoder.chooser.clock = lambda: float(engine.decoder.step)
+    engine.decoder.clock.clock = lambda: float(engine.decoder.step)
     return engine
 
 
-def long_request(name: str) -> Request:
+def long_request(name: str, drafts: bool = True) -> Request:
     """A request that goes on."""
-    return Request(name, [1, 2, 3], 60)
+    return Request(name, [1, 2, 3], 60, drafts=drafts)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +97,18 @@ def test_draft_models_read_after_a_rest(name: str) -> None:
     assert sum(engine.num_trees) > 100
 
 
-def test_a_measured_schedule_is_told_of_all_steps_at_once() -> None:
+def test_an_adaptive_scheduler_is_told_of_all_steps_at_once() -> None:
     """Red when steps of a rest are not timed, count for too little or not at all."""
     schedule = Noted()
     engine = engine_with(schedule, Habits())
-    engine.add(long_request("a"), long_request("b"))
+    engine.add(long_request("a", drafts=False), long_request("b", drafts=False))
     for _ in range(2 + 5 * ROUND_STEPS):
         engine.step()
-    latest = [(told.num_steps, told.seconds) for told in schedule.outcomes[-4:]]
+    latest = [(told.num_steps, told.seconds) for told in schedule.results[-4:]]
     assert latest == [(ROUND_STEPS, 1.0)] * 4
     assert schedule.step >= engine.decoder.step - ROUND_STEPS
-    times = schedule.costs.times[2][None]
-    assert times.seconds == 1.0
-    assert times.count.weight > 4 * ROUND_STEPS
+    assert schedule.cost.seconds(Work(2)).mean == pytest.approx(1.0)
+    assert schedule.cost.steps[2, False] > 4 * ROUND_STEPS
     stats = engine.decoder.stats.as_dict()
     assert stats["modes"]["plain"] == engine.decoder.step
     assert stats["mode_tokens"]["plain"] == 2 * stats["mode_seconds"]["plain"]
@@ -118,17 +119,17 @@ def test_a_rest_ends_when_the_batch_changes() -> None:
     """Red when a new request waits for its trees, or an old one's slot is mixed up."""
     schedule = Noted()
     engine = engine_with(schedule, Habits())
-    engine.add(long_request("a"))
+    engine.add(long_request("a", drafts=False))
     while engine.num_rested < REST_STEPS - 1:
         engine.step()
-    assert engine.decoder.chooser.rest.num_steps
-    asked = len(schedule.outcomes)
+    assert engine.decoder.clock.rest.num_steps
+    told = len(schedule.results)
     engine.add(long_request("b"))
-    engine.decoder.chooser.clock = lambda: 100.0
+    engine.decoder.clock.clock = lambda: 100.0
     engine.step()
-    assert len(schedule.outcomes) == asked + 1
-    assert schedule.outcomes[-1].seconds == 1.0, "a step that read a prompt counts"
-    assert len(schedule.sampled) == 2
+    assert len(schedule.results) == told + 1
+    assert schedule.results[-1].seconds == 1.0, "a step that read a prompt counts"
+    assert len(engine.decoder.clock.last.slots) == 2
 
 
 def test_a_forced_tree_is_drawn_at_once() -> None:

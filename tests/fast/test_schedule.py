@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.fast.scheduled_trees import ALL, result_of, running
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.schedule.base import (
-    MIN_TREES,
-    PAUSE_STEPS,
-    ListedSchedule,
-    RunningRequests,
-    StepOutcome,
-)
+from vllm_treespec.schedule.listed import MIN_TREES, PAUSE_STEPS, ListedSchedule
+from vllm_treespec.schedule.plan import PLAIN_PLAN
 
 SPEC = {"method": "rsd_s", "model": "draft", "beam_width": 3, "depth": 3}
 LADDER = [
@@ -30,23 +26,18 @@ class Listed(ListedSchedule):
 
     def tree_of(self, num_reqs: int) -> int | None:
         """Index of the tree for so many requests."""
-        slots = range(num_reqs)
-        requests = RunningRequests(
-            num_reqs, slots, [False] * num_reqs, [63] * num_reqs, [0] * num_reqs
-        )
-        index, drawn = self.choose(requests)
-        assert drawn == (() if index is None else slots)
-        return index
+        plan = self.plan(running(range(num_reqs)))
+        assert plan == PLAIN_PLAN or plan.slots == range(num_reqs)
+        return plan.tree
 
-    def accept(self, index: int, num_accepted: list[int], limit: int = 63) -> None:
+    def accept(
+        self, index: int, num_accepted: list[int], limit: int = ALL, drafts: int = 3
+    ) -> None:
         """Observe scored trees of requests with a limit of their own."""
         count = len(num_accepted)
-        drafts, limits = [3] * count, [limit] * count
-        self.observe(
-            StepOutcome(
-                index, count, range(count), drafts, num_accepted, limits, drafts, None
-            )
-        )
+        requests = running(range(count), limits=[limit] * count)
+        plan = self.whole_tree(index, requests.slots)
+        self.observe(result_of(plan, requests, None, num_accepted, [drafts] * count))
 
 
 def schedule(entries: Any = LADDER) -> Listed:
@@ -84,9 +75,7 @@ def test_trees_without_drafts_do_not_count() -> None:
     """Red when a suffix tree is given up because there was nothing to look up."""
     adaptive = schedule()
     adaptive.tree_of(1)
-    slots = range(2 * MIN_TREES)
-    none, limits = [0] * len(slots), [63] * len(slots)
-    adaptive.observe(StepOutcome(0, len(slots), slots, none, none, limits, none, None))
+    adaptive.accept(0, [0] * 2 * MIN_TREES, drafts=0)
     assert adaptive.tree_of(1) == 0
 
 
@@ -139,7 +128,7 @@ def test_use_always() -> None:
 def test_choosing_needs_no_spec_config() -> None:
     """Red when the core imports spec-configs, or pydantic, again."""
     code = (
-        "import sys, vllm_treespec.schedule.measured, vllm_treespec.trees.sizes\n"
+        "import sys, vllm_treespec.schedule.scheduler, vllm_treespec.trees.sizes\n"
         "unwanted = {'pydantic', 'torch', 'vllm_treespec.config'}\n"
         "sys.exit(bool(unwanted & set(sys.modules)))"
     )

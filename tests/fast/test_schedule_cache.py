@@ -1,4 +1,4 @@
-"""The file that keeps what a measured schedule learned."""
+"""The file that keeps what an adaptive scheduler learned."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="the file lies in vLLM's cache")
 
+from tests.fast.scheduled_trees import HEAD, serve
 from tests.fast.small_engine import engine_config
-from tests.fast.test_measured_schedule import HEAD, Machine, Run
 from vllm_treespec.engine import drafter, schedule_cache
 from vllm_treespec.engine.schedule_cache import (
     FIRST_SECONDS,
@@ -25,8 +25,9 @@ from vllm_treespec.engine.schedule_cache import (
     ScheduleCache,
     origin_of,
 )
-from vllm_treespec.schedule.experience import Experience, experience_of
-from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.cost import Terms
+from vllm_treespec.schedule.saved import SchedulerState, state_of
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.step.decoder import RanksDiffer
 
 ORIGIN = {"target": "t", "device": "cpu"}
@@ -66,32 +67,32 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
 
 
 def start(
-    folder: Path, origin: dict[str, str] | None = None, seed: int = 1
-) -> tuple[Run, ScheduleCache, Clock]:
-    """A machine that just started, its cache and its clock."""
-    run, clock = Run(Machine(seed, HEAD), MeasuredSchedule(HEAD, 64)), Clock()
-    cache = ScheduleCache(folder, origin or ORIGIN, run.schedule, clock)
+    folder: Path, origin: dict[str, str] | None = None
+) -> tuple[AdaptiveScheduler, ScheduleCache, Clock]:
+    """A scheduler that just started, its cache and its clock."""
+    scheduler, clock = AdaptiveScheduler(HEAD, 64), Clock()
+    cache = ScheduleCache(folder, origin or ORIGIN, scheduler, clock)
     cache.load()
     cache.save_if_due()
-    return run, cache, clock
+    return scheduler, cache, clock
 
 
-def kept(folder: Path) -> Experience:
+def kept(folder: Path) -> SchedulerState:
     """Let an engine run, and keep what it learned."""
-    run, cache, clock = start(folder)
-    run.steps(300, 4)
+    scheduler, cache, clock = start(folder)
+    serve(scheduler, 100, range(4))
     clock.now = FIRST_SECONDS
     cache.save_if_due()
-    return experience_of(run.schedule)
+    return state_of(scheduler)
 
 
 def test_the_next_start_knows_what_the_last_one_learned(tmp_path: Path) -> None:
     """Red when something is lost on the way, or what belongs elsewhere is read."""
     learned = kept(tmp_path)
-    assert learned.seconds["greedy"][4]
-    assert experience_of(start(tmp_path)[0].schedule) == learned
+    assert learned.costs["greedy"][4]
+    assert state_of(start(tmp_path)[0]) == learned
     for origin in ({**ORIGIN, "target": "other"}, {**ORIGIN, "threads": "8"}):
-        assert not start(tmp_path, origin)[0].schedule.costs.times
+        assert not start(tmp_path, origin)[0].cost.fits
 
 
 def test_all_ranks_begin_alike(
@@ -103,7 +104,7 @@ def test_all_ranks_begin_alike(
     second_rank = Rank(False, rank.told)
     monkeypatch.setattr(schedule_cache, "get_tp_group", lambda: second_rank)
     second, cache, clock = start(tmp_path / "elsewhere")
-    assert experience_of(second.schedule) == experience_of(first.schedule) == learned
+    assert state_of(second) == state_of(first) == learned
     clock.now = MOST_SECONDS
     cache.save_if_due()
     assert not (tmp_path / "elsewhere").exists()
@@ -111,11 +112,11 @@ def test_all_ranks_begin_alike(
 
 def test_it_is_written_now_and_then(tmp_path: Path) -> None:
     """Red when each step writes, or nothing is written for long."""
-    run, cache, clock = start(tmp_path)
+    scheduler, cache, clock = start(tmp_path)
+    serve(scheduler, 20)
     written = []
     for second in range(2000):
         clock.now = float(second)
-        run.steps(1, 4)
         cache.save_if_due()
         if cache.file.exists():
             written.append(second)
@@ -129,7 +130,7 @@ def changed(**learned: Any) -> Callable[[Path], object]:
 
     def change(file: Path) -> None:
         whole = json.loads(file.read_text())
-        whole["experience"] |= learned
+        whole["state"] |= learned
         file.write_text(json.dumps(whole))
 
     return change
@@ -152,9 +153,10 @@ def is_a_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-def plain(seconds: object) -> dict[str, object]:
-    """Times of plain steps."""
-    return {"greedy": {"4": {"plain": seconds}}, "sampled": {}}
+def costs(seconds: object, size: str = "4", **factors: float) -> dict[str, object]:
+    """Costs of steps of one batch size."""
+    one = dict.fromkeys(Terms._fields[1:], 1.0) | factors
+    return {"greedy": {size: {"seconds": seconds, "factors": one}}, "sampled": {}}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def plain(seconds: object) -> dict[str, object]:
     [
         (text(""), "ValidationError"),
         (text("{}"), "validation errors"),
-        (text('{"origin": {}, "experience": 3}'), "validation error"),
+        (text('{"origin": {}, "state": 3}'), "validation error"),
         (text("\x00"), "ValidationError"),
         (text("[" * 100_000), "ValidationError"),
         (lambda file: file.write_bytes(file.read_bytes()[:-9]), "ValidationError"),
@@ -175,28 +177,22 @@ def plain(seconds: object) -> dict[str, object]:
             "another engine's file",
         ),
         (
-            changed(seconds={"greedy": {"4": {"plain": 1, "no such tree": 1}}}),
-            "KeyError: 'no such tree'",
+            changed(costs={"greedy": {"4": {"seconds": 1, "factors": {}}}}),
+            "KeyError: 'rows'",
         ),
         (changed(accepted={"greedy": {"no such tree": 1}}), "'no such tree'"),
-        (changed(accepted={"greedy": {"plain": 1}}), "ZeroDivisionError"),
-        (
-            changed(
-                seconds={"greedy": {"4": {HEAD[0].name: 1}}},
-                drafts={"greedy": {"4": [1, 1, 1, 1, 1]}},
-            ),
-            "KeyError: 'plain'",
-        ),
-        (changed(seconds=plain(-1)), "ValidationError"),
-        (changed(seconds=plain(0)), "ValidationError"),
-        (changed(seconds=plain(math.nan)), "ValidationError"),
-        (changed(seconds=plain(math.inf)), "ValidationError"),
-        (changed(seconds=plain("long")), "ValidationError"),
-        (changed(seconds={"greedy": {"0": {"plain": 1}}}), "ValidationError"),
-        (changed(seconds={"warm": {}}), "ValidationError"),
+        (changed(costs=costs(-1)), "ValidationError"),
+        (changed(costs=costs(0)), "ValidationError"),
+        (changed(costs=costs(math.nan)), "ValidationError"),
+        (changed(costs=costs(math.inf)), "ValidationError"),
+        (changed(costs=costs("long")), "ValidationError"),
+        (changed(costs=costs(1, size="0")), "ValidationError"),
+        (changed(costs=costs(1, rows=-1.0)), "ValidationError"),
+        (changed(costs={"warm": {}}), "ValidationError"),
         (changed(drafts={"greedy": {"4": [1, 1]}}), "ValidationError"),
         (changed(target_forwards={"-1": 1}), "ValidationError"),
-        (changed(kept={"greedy": math.inf}), "ValidationError"),
+        (changed(kept={"greedy": {"index": math.inf}}), "ValidationError"),
+        (changed(kept={"greedy": {"text": 1}}), "ValidationError"),
     ],
 )
 def test_a_broken_file_is_measured_anew(
@@ -210,15 +206,15 @@ def test_a_broken_file_is_measured_anew(
     (file,) = tmp_path.iterdir()
     damage(file)
     with caplog.at_level(logging.WARNING):
-        run, *_ = start(tmp_path)
-    assert experience_of(run.schedule) == experience_of(MeasuredSchedule(HEAD, 64))
+        scheduler, *_ = start(tmp_path)
+    assert state_of(scheduler) == state_of(AdaptiveScheduler(HEAD, 64))
     (line,) = caplog.messages
     assert f"{file} cannot be read, so the schedule measures anew (" in line
     assert says in line
 
 
 @pytest.mark.usefixtures("aids_may_fail")
-@pytest.mark.parametrize("function", ["experience_of", "recall"])
+@pytest.mark.parametrize("function", ["state_of", "restore"])
 def test_a_cache_that_fails_is_left_out(
     function: str,
     tmp_path: Path,
@@ -232,9 +228,9 @@ def test_a_cache_that_fails_is_left_out(
         raise TypeError("as told")
 
     monkeypatch.setattr(schedule_cache, function, fail)
-    run, cache, clock = start(tmp_path)
-    assert bool(run.schedule.costs.times) == (function == "experience_of")
-    run.steps(20, 4)
+    scheduler, cache, clock = start(tmp_path)
+    assert bool(scheduler.cost.fits) == (function == "state_of")
+    serve(scheduler, 20)
     for clock.now in (20.0, 100.0, 1000.0):
         cache.save_if_due()
     (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
@@ -244,9 +240,9 @@ def test_a_cache_that_fails_is_left_out(
 
 def test_what_a_failed_schedule_learned_is_not_kept(tmp_path: Path) -> None:
     """Red when the next start begins with what made this one's schedule fail."""
-    run, cache, clock = start(tmp_path)
-    run.steps(20, 4)
-    run.schedule.aid.is_on = False
+    scheduler, cache, clock = start(tmp_path)
+    serve(scheduler, 20)
+    scheduler.aid.is_on = False
     clock.now = FIRST_SECONDS
     cache.save_if_due()
     assert not cache.file.exists()
@@ -254,13 +250,14 @@ def test_what_a_failed_schedule_learned_is_not_kept(tmp_path: Path) -> None:
 
 def test_writing_changes_nothing_that_was_learned(tmp_path: Path) -> None:
     """Red when rank 0, which alone writes, learns otherwise than the others."""
-    run, cache, clock = start(tmp_path)
-    run.steps(100, 4)
-    before = pickle.dumps(run.schedule.costs.times)
+    scheduler, cache, clock = start(tmp_path)
+    serve(scheduler, 100)
+    before = pickle.dumps((scheduler.cost, scheduler.values, scheduler.calibration))
     clock.now = FIRST_SECONDS
     cache.save_if_due()
     assert cache.file.exists()
-    assert pickle.dumps(run.schedule.costs.times) == before
+    after = pickle.dumps((scheduler.cost, scheduler.values, scheduler.calibration))
+    assert after == before
 
 
 def test_ranks_without_a_connection_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,25 +276,11 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     """Red when an engine stops for its cache, or says nothing, or says it each time."""
     (tmp_path / "file").write_text("")
-    run, cache, clock = start(tmp_path / "file" / "folder")
-    run.steps(20, 4)
+    scheduler, cache, clock = start(tmp_path / "file" / "folder")
+    serve(scheduler, 20)
     for clock.now in (20.0, 100.0, 1000.0):
         cache.save_if_due()
     assert caplog.text.count('set "schedule_cache" to false') == 1
-
-
-def test_another_machine_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Red when times of another machine are dropped without a word."""
-    kept(tmp_path)
-    run, cache, clock = start(tmp_path)
-    run.machine.factors = dict.fromkeys((None, *range(len(HEAD))), 4.0)
-    run.steps(40, 4)
-    for clock.now in (20.0, 100.0, 1000.0):
-        cache.save_if_due()
-    assert caplog.text.count("are another machine's") == 1
-    assert start(tmp_path)[0].schedule.costs.times[4][None].seconds > 3
 
 
 def test_an_origin_holds_what_times_depend_on() -> None:

@@ -31,7 +31,7 @@ from vllm_treespec.batch.views import (
 )
 from vllm_treespec.sampling.texts import TextView
 from vllm_treespec.sampling.uniforms import numbered_key, seeded_key
-from vllm_treespec.schedule.choosing import claimed
+from vllm_treespec.schedule.clock import claims_of
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.step.committed import committed_rows
 from vllm_treespec.testing.fake_views import ints
@@ -160,7 +160,7 @@ def test_claims_of_proposed_nodes_add_up() -> None:
         (whole, Source.MODEL, [0.0, 0.0, 0.75]),
         (proposal(), None, [0.0, 0.0, 0.0]),
     ):
-        assert claimed(found, rows, source).tolist() == expected
+        assert claims_of(found, rows, source).tolist() == expected
 
 
 def test_shadow_drafts_come_to_the_host() -> None:

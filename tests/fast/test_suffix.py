@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fast.scheduled_trees import pruning_plan
 from tests.fast.tree_bounds import check_bounds
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.config import SpecConfigError, parse_spec_config
@@ -20,7 +21,7 @@ from vllm_treespec.proposers.suffix import (
     grow_tree,
 )
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.schedule.prices import Prices
+from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.continuations import next_tokens
@@ -64,7 +65,7 @@ def propose(
     trees: Trees,
     texts: Sequence[list[int]],
     names: Sequence[str] | None = None,
-    price: float | None = None,
+    plan: StepPlan = PLAIN_PLAN,
 ) -> TreeBatch:
     """Trees of requests with these tokens so far."""
     lens = np.array([len(text) for text in texts])
@@ -90,7 +91,7 @@ def propose(
             sampling=SamplingTensors(torch.zeros(len(texts)), all_greedy=True),
             uniforms=torch.zeros(len(texts), 0, dtype=torch.float64),
             continuations=[trees.index.begin(roots)],
-            prices=None if price is None else Prices(price, 0.0, [1.0] * len(texts)),
+            plan=plan,
         )
     ).tree
 
@@ -148,7 +149,7 @@ def test_unlikely_drafts_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("min_probability", "price", "count"),
+    ("min_probability", "row_cost", "count"),
     [
         (None, None, 1),
         (None, 0.02, 3),
@@ -157,12 +158,13 @@ def test_unlikely_drafts_are_left_out() -> None:
         (0.0, None, 7),
     ],
 )
-def test_prices_alone_say_which_drafts_are_worth_it(
-    min_probability: float | None, price: float | None, count: int
+def test_costs_alone_say_which_drafts_are_worth_it(
+    min_probability: float | None, row_cost: float | None, count: int
 ) -> None:
-    """Red when cheap rows are not used, or unpriced trees hold all that was found."""
+    """Red when cheap rows are not used, or trees of no cost hold all that was found."""
     trees = Trees(10, 8, 8, 0, min_probability)
-    tree = propose(trees, [[*SENTENCE, 0, 3]], price=price)
+    plan = PLAIN_PLAN if row_cost is None else pruning_plan(row_cost=row_cost)
+    tree = propose(trees, [[*SENTENCE, 0, 3]], plan=plan)
     assert len(paths(tree)) == count
 
 

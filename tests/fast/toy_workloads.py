@@ -19,8 +19,8 @@ from vllm_treespec.proposers import (
     StochasticTree,
     Suffix,
 )
-from vllm_treespec.schedule.base import ListedSchedule
-from vllm_treespec.schedule.shares import Shares
+from vllm_treespec.schedule.base import Schedule, ScheduledTree
+from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import DraftSource
 from vllm_treespec.sources.chain import ChainMemory, Resample
@@ -34,6 +34,7 @@ from vllm_treespec.testing.toy_models import (
     ToyHead,
 )
 from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.trees.source import Source
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "rsd_s": lambda: RsdS(beam_width=3, depth=3),
@@ -86,8 +87,8 @@ class Scheduled:
     sizes: TreeSizes
     name: str = "toy"
     min_acceptance_length: float = 1.0
-    weighs_drafts: bool = False
-    is_free: bool = False
+    sources: Source = Source.MODEL
+    prunes_by_cost: bool = False
 
     def has_shape(self, shape: Mapping[str, object]) -> bool:
         """Nobody asks for a shape."""
@@ -111,30 +112,36 @@ def sources_of(name: str, language: Language) -> list[DraftSource]:
     return [ToyPairHead(language) if name == "pairs" else ToyDraftModel(language)]
 
 
+def drafting_sources(proposer: Proposer) -> Source:
+    """What drafts a proposer's trees."""
+    if isinstance(proposer, Hybrid) and proposer.model is not None:
+        return Source.INDEX | Source.MODEL
+    return Source.INDEX if isinstance(proposer, Hybrid | Suffix) else Source.MODEL
+
+
 def make_method(
     proposers: Sequence[Proposer],
     rule: str,
     batch_sizes: Sequence[int] = (1000,),
     max_trees: int = 16,
     batched: bool = False,
-    shares: Shares | None = None,
+    make_schedule: Callable[[Sequence[ScheduledTree]], Schedule] = ListedSchedule,
 ) -> Method:
     """A method with one tree of the schedule a batch size.
 
-    Trees that ``shares`` shares out are weighed, as a hybrid's are.
+    Trees that an index drafts may be pruned, as those of its spec-configs.
     """
+    trees = []
+    for size, proposer in zip(batch_sizes, proposers, strict=True):
+        sources = drafting_sources(proposer)
+        prunes = Source.INDEX in sources
+        trees.append(Scheduled(size, proposer.sizes, "toy", 1.0, sources, prunes))
     return Method(
-        schedule=ListedSchedule(
-            [
-                Scheduled(size, proposer.sizes, weighs_drafts=shares is not None)
-                for size, proposer in zip(batch_sizes, proposers, strict=True)
-            ]
-        ),
+        schedule=make_schedule(trees),
         proposers=proposers,
         rule=RULES[rule],
         batched=batched,
         max_trees=max_trees,
-        shares=shares,
     )
 
 
@@ -146,14 +153,18 @@ def make_engine(
     max_trees: int = 16,
     masks: bool = False,
     rank: int = 0,
+    make_schedule: Callable[[Sequence[ScheduledTree]], Schedule] = ListedSchedule,
 ) -> FakeEngine:
     """An engine for one method; with masks it scores all nodes, as on a GPU."""
     language = Language(seed)
     rule = "coupled_draw" if name in NOT_DRAWN else "recursive_rejection"
     proposer = (PROPOSERS | MORE_PROPOSERS)[name]()
-    shares = Shares(sure_match=4) if name.startswith("hybrid") else None
     method = make_method(
-        [proposer], rule, max_trees=max_trees, batched=masks, shares=shares
+        [proposer],
+        rule,
+        max_trees=max_trees,
+        batched=masks,
+        make_schedule=make_schedule,
     )
     return FakeEngine(
         language,

@@ -168,7 +168,7 @@ class StepClock:
         batch: EmittedBatch,
         proposal: Proposal | None,
         accepted: np.ndarray,
-        by_source: np.ndarray | None,
+        by_source: np.ndarray,
     ) -> None:
         """Note how long a step took, and what was accepted of its trees.
 
@@ -179,7 +179,7 @@ class StepClock:
             accepted: drafts accepted of each request's tree, -1 without one; int64
                 [num_reqs].
             by_source: those of them that an index, and that a model drafted, int64
-                [num_reqs, 2]; None: the method's trees do not have these two sources.
+                [num_reqs, 2].
 
         """
         self.only_decoded = scheduled.only_decodes
@@ -200,7 +200,7 @@ class StepClock:
         batch: EmittedBatch,
         proposal: Proposal | None,
         accepted: np.ndarray,
-        by_source: np.ndarray | None,
+        by_source: np.ndarray,
     ) -> StepResult:
         """What the trees of a step brought, see ``observe``; its time is left out."""
         last, num_steps = self.last, 1 + self.rest.num_steps
@@ -219,14 +219,13 @@ class StepClock:
         rows = rows[places]
         num_drafts = proposal.num_drafts[rows]
         num_accepted = accepted[places].clip(min=0)
-        of_sources = None if by_source is None else by_source[places]
         claimed: dict[Source, list[float]] = {}
         kept: dict[Source, list[int]] = {}
         tree = self.schedule.trees[proposal.tree_index]
         if tree.prunes_by_cost:
             emitted = batch.token_ids[places, batch.end[places]]
             claimed, kept = compared(
-                proposal, rows, tree.sources, num_accepted, of_sources, emitted
+                proposal, rows, tree.sources, num_accepted, by_source[places], emitted
             )
         return StepResult(
             last.plan.tree,
@@ -285,7 +284,7 @@ def compared(
     rows: np.ndarray,
     sources: Source,
     num_accepted: np.ndarray,
-    by_source: np.ndarray | None,
+    by_source: np.ndarray,
     emitted: np.ndarray,
 ) -> tuple[dict[Source, list[float]], dict[Source, list[int]]]:
     """Claimed and accepted tokens of trees, by source.
@@ -295,19 +294,19 @@ def compared(
         rows: int64 [n], of the trees.
         sources: of their method.
         num_accepted: int64 [n], drafts of each that were accepted.
-        by_source: int64 [n, 2], of these those of an index, and of a model; None: all
-            have one source.
+        by_source: int64 [n, 2], of these those of an index, and of a model, where the
+            method has both.
         emitted: int64 [n], the token that came after a root without drafts.
 
     Returns:
         both [n], for each source.
 
     """
-    if by_source is None:
+    both = Source.INDEX, Source.MODEL
+    if sources != Source.INDEX | Source.MODEL:
         claimed = {sources: claims_of(proposal, rows)}
         accepted = {sources: num_accepted}
     else:
-        both = (Source.INDEX, Source.MODEL)
         claimed = {source: claims_of(proposal, rows, source) for source in both}
         accepted = dict(zip(both, by_source.T, strict=True))
     if proposal.shadow_token_ids is not None:

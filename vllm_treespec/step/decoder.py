@@ -338,7 +338,8 @@ class TreeDecoder:
 
     def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
         """Let the schedule learn from the step, int64 [num_reqs] accepted drafts."""
-        by_source = self.clock.aid.run(None, self._count, batch, accepted)
+        nothing = np.zeros((batch.num_reqs, 2), dtype=np.int64)
+        by_source = self.clock.aid.run(nothing, self._count, batch, accepted)
         self.clock.observe(self.batch, batch, self.proposal, accepted, by_source)
 
     def _note(self, batch: EmittedBatch, reqs: np.ndarray) -> Tensor | slice | None:
@@ -409,21 +410,21 @@ class TreeDecoder:
             plan, end, candidates, drafting, models_draft, num_caught_up
         )
 
-    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray | None:
+    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray:
         """Count the trees that were scored in this step.
 
         Returns:
             accepted drafts of each request that an index, and that a model drafted,
-            int64 [num_reqs, 2]; None: the step's trees do not have these two sources.
+            int64 [num_reqs, 2].
 
         """
+        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
         if self.trees is None:
-            return None
+            return by_source
         stats = self.stats
         of_trees = accepted[self.trees.host_reqs].tolist()
         stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
         sources = self.method.schedule.trees[self.trees.tree_index].sources
-        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
         for req, *parts in scored_by_source(self.trees, self.proposal, batch):
             if Source.INDEX in sources:
                 num_scored, num_accepted = map(count_by_source, parts)
@@ -432,7 +433,7 @@ class TreeDecoder:
             else:
                 left_over = (int((part == Source.LEFTOVER).sum()) for part in parts)
                 stats.count_leftovers(*left_over)
-        return by_source if sources == Source.INDEX | Source.MODEL else None
+        return by_source
 
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""

@@ -16,8 +16,9 @@ from tests.fast.chi_square import p_value
 from tests.fast.toy_workloads import Scheduled
 from vllm_treespec.batch.views import EmittedBatch
 from vllm_treespec.proposers import RsdS
-from vllm_treespec.schedule.base import ListedSchedule, Schedule
-from vllm_treespec.schedule.measured import MeasuredSchedule
+from vllm_treespec.schedule.base import Schedule
+from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import RULES
 from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
@@ -54,7 +55,7 @@ def found_by(
     rule = RULES["recursive_rejection"]
     method = Method(make_schedule(trees), proposers, rule, False, 16)
     engine = engine_class(language, method, [ToyDraftModel(language)], HABIT, 0)
-    engine.decoder.chooser.clock = random_clock(engine)
+    engine.decoder.clock.clock = random_clock(engine)
     request = Request("", [1, 2], max_tokens=MAX_TOKENS, temperature=1.0)
     many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(1008)]
     for i, one in enumerate(many):
@@ -95,7 +96,7 @@ def law(language: Language) -> Tensor:
 @pytest.mark.thorough
 def test_choosing_by_the_clock_keeps_the_law() -> None:
     """Red when the schedule sees what was drawn."""
-    engine, found = found_by(FakeEngine, partial(MeasuredSchedule, max_trees=16))
+    engine, found = found_by(FakeEngine, partial(AdaptiveScheduler, max_trees=16))
     trees = {index for _, index in engine.drawn} - {None}
     assert len(trees) == 2, "one tree was always drawn"
     assert engine.decoder.stats.as_dict()["mode_seconds"]
@@ -105,7 +106,7 @@ def test_choosing_by_the_clock_keeps_the_law() -> None:
 @pytest.mark.thorough
 def test_limits_of_requests_keep_the_law() -> None:
     """Red when the schedule, which knows limits, lets draws decide over trees."""
-    make = partial(MeasuredSchedule, max_trees=16)
+    make = partial(AdaptiveScheduler, max_trees=16)
     engine, found = found_by(FakeEngine, make, limits=(63, 2, 0, 5, 1))
     assert {index for _, index in engine.drawn} >= {0, 1}
     assert p_value(found, law(engine.language)) > 1e-4
