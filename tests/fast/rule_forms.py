@@ -47,7 +47,7 @@ def sizes_of(tree: TreeBatch) -> TreeSizes:
     return tree_sizes(depth, int(counts.amax()), int((counts > 0).sum(1).max()))
 
 
-def by_uniform(probs: Tensor, uniforms: Tensor, host_may_wait: bool = False) -> Tensor:
+def by_uniform(probs: Tensor, uniforms: Tensor, can_sync: bool = False) -> Tensor:
     """Draw by one uniform number a row, in the place of ``draw_coupled``."""
     return draw(probs, uniforms)
 

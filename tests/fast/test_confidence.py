@@ -90,7 +90,7 @@ def drafted(
         sampling,
         rand(num_reqs, proposer.sizes.num_uniforms),
         [draft],
-        host_may_wait=may_wait,
+        can_sync=may_wait,
     )
     return proposer.propose(inputs), draft.num_read
 

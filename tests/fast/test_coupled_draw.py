@@ -167,18 +167,18 @@ def test_noise_is_exponential(fixed: str) -> None:
     assert abs(float(lagged)) < 0.02
 
 
-@pytest.mark.parametrize("host_may_wait", [False, True])
+@pytest.mark.parametrize("can_sync", [False, True])
 @pytest.mark.parametrize(
     "vocab_size",
     cases([4, LIKELIEST, LIKELIEST + 1, 500], quick=[4, LIKELIEST + 1]),
 )
-def test_law_of_one_draw(vocab_size: int, host_may_wait: bool) -> None:
+def test_law_of_one_draw(vocab_size: int, can_sync: bool) -> None:
     """Red when tokens beyond the likeliest ones are drawn too often, or never."""
     mass = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) ** 3
     probs = mass / mass.sum()
     parts = random_keys(SAMPLED, seed=2).split(4_000)
     tokens = torch.cat(
-        [draw_coupled(probs.expand(len(k), -1), k, host_may_wait) for k in parts]
+        [draw_coupled(probs.expand(len(k), -1), k, can_sync) for k in parts]
     )
     assert p_value(tokens, probs) > SUSPICIOUS
 
@@ -192,12 +192,12 @@ def test_waiting_changes_no_draw() -> None:
         assert draw_coupled(probs, keys).equal(draw_coupled(probs, keys, True))
 
 
-@pytest.mark.parametrize("host_may_wait", [False, True])
-def test_rows_without_mass_give_the_first_token(host_may_wait: bool) -> None:
+@pytest.mark.parametrize("can_sync", [False, True])
+def test_rows_without_mass_give_the_first_token(can_sync: bool) -> None:
     """Red when a row of zeros gives what vLLM's sampler would not."""
     probs = torch.zeros(2, 100)
     probs[1, 7] = 1
-    assert draw_coupled(probs, random_keys(2), host_may_wait).tolist() == [0, 7]
+    assert draw_coupled(probs, random_keys(2), can_sync).tolist() == [0, 7]
 
 
 # Both together
