@@ -54,7 +54,7 @@ class OwnProbability(Confidence):
     def of_children(self, probs: Tensor, columns: Tensor) -> Tensor:
         """Log probability of each child's path."""
         values = self.nodes[..., None] + probs.gather(-1, columns).double().log()
-        return self.worth.of_drafts(values)
+        return self.filter.of_drafts(values)
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -80,7 +80,7 @@ class CountingDraft(LanguageDraft):
 
 
 def drafted(
-    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, may_wait: bool
+    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, can_sync: bool
 ) -> tuple[Draft, int]:
     """Drafts of one random language, and how many levels were read for them."""
     language, _ = random_tables("random", 5, 6)
@@ -90,16 +90,16 @@ def drafted(
         sampling,
         rand(num_reqs, proposer.sizes.num_uniforms),
         [draft],
-        can_sync=may_wait,
+        can_sync=can_sync,
     )
     return proposer.propose(inputs), draft.num_read
 
 
 def draft_tree(
-    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, may_wait: bool
+    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, can_sync: bool
 ) -> tuple[TreeBatch, int]:
     """The same with the trees alone."""
-    draft, num_read = drafted(proposer, sampling, num_reqs, may_wait)
+    draft, num_read = drafted(proposer, sampling, num_reqs, can_sync)
     return draft.tree, num_read
 
 
@@ -121,8 +121,8 @@ def test_no_level_is_read_in_vain(name: str, greedy: bool) -> None:
     if greedy:
         zeros = torch.zeros(3)
         sampling = SamplingTensors(zeros, all_greedy=True)
-    short, few = draft_tree(ALL[name], sampling, 3, may_wait=True)
-    whole, all_levels = draft_tree(ALL[name], sampling, 3, may_wait=False)
+    short, few = draft_tree(ALL[name], sampling, 3, can_sync=True)
+    whole, all_levels = draft_tree(ALL[name], sampling, 3, can_sync=False)
     assert few == int(whole.depths.max()) < all_levels == 5
     width = short.max_nodes
     assert bool((whole.num_nodes <= width).all())
@@ -145,8 +145,8 @@ WHOLE: dict[str, Proposer] = {
 def test_drafts_of_greedy_requests_are_likely(name: str) -> None:
     """Red when a greedy tree holds an unlikely draft, or lacks a likely one."""
     sampling = SamplingTensors(torch.zeros(1), all_greedy=True)
-    tree, _ = draft_tree(ALL[name], sampling, 1, may_wait=False)
-    whole, _ = draft_tree(WHOLE[name], sampling, 1, may_wait=False)
+    tree, _ = draft_tree(ALL[name], sampling, 1, can_sync=False)
+    whole, _ = draft_tree(WHOLE[name], sampling, 1, can_sync=False)
     language, _ = random_tables("random", 5, 6)
     probs = path_probabilities(whole, language)
     likely = {path for path, p in probs.items() if p >= 0.2}
@@ -158,7 +158,7 @@ def test_drafts_of_greedy_requests_are_likely(name: str) -> None:
 def test_the_likeliest_node_of_a_level_claims_its_path(name: str) -> None:
     """Red when siblings claim twice, or a node claims another one's confidence."""
     sampling = PlainSampling(torch.zeros(1), all_greedy=True)
-    draft, _ = drafted(ALL[name], sampling, 1, may_wait=False)
+    draft, _ = drafted(ALL[name], sampling, 1, can_sync=False)
     language, _ = random_tables("random", 5, 6)
     probs = path_probabilities(draft.tree, language)
     expected = dict.fromkeys(probs, 0.0)
@@ -178,7 +178,7 @@ def test_the_likeliest_node_of_a_level_claims_its_path(name: str) -> None:
 def test_a_drawn_token_does_not_decide_what_is_claimed(name: str) -> None:
     """Red when a sampled request's claims add up to those of the path it drew."""
     sampling = plain_sampling(1)
-    draft, _ = drafted(ALL[name], sampling, 1, may_wait=False)
+    draft, _ = drafted(ALL[name], sampling, 1, can_sync=False)
     language, _ = random_tables("random", 5, 6)
     assert draft.claims is not None
     first_level = draft.claims[0][draft.tree.depths[0] == 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def exact(work: Work, row: float = ROW, level: float = LEVEL) -> float:
     )
 
 
-def any_work(source: random.Random, **others: float) -> Work:
+def any_work(source: random.Random, **others: Any) -> Work:
     """A plain step, one of four times, or a step with drafts."""
     if source.random() < 0.25:
         return Work(REQUESTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 
 import pytest
@@ -68,7 +68,7 @@ def found_paths(found: list[Continuation], num_drafts: int) -> list[Path]:
     return paths[1:]
 
 
-def path_probability(law: Callable[[Path], list[float]], path: Path) -> float:
+def path_probability(law: Callable[[Path], Sequence[float]], path: Path) -> float:
     """How likely a model draws a path, by its log probabilities."""
     return math.exp(sum(law(path[:depth])[path[depth]] for depth in range(len(path))))
 

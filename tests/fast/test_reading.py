@@ -90,7 +90,7 @@ def test_schedules_are_told_how_far_models_are_behind() -> None:
     model = ToyDraftModel(language)
     engine = FakeEngine(language, method, [model], Habits())
     told: list[int] = []
-    caught_up: list[int] = []
+    caught_up: list[float] = []
 
     def plan(requests: RunningRequests) -> StepPlan:
         told.extend(requests.num_behind)

@@ -33,7 +33,8 @@ def test_what_is_restored_is_what_was_learned() -> None:
     for work, seconds in ((Work(4), 1.0), (Work(2, sampled=True), 1.5)):
         found, known = (s.cost.seconds(work).mean for s in (again, scheduler))
         assert found == pytest.approx(known)
-        assert found == pytest.approx(seconds, rel=0.1)
+        # The pace is one for all sizes.
+        assert found == pytest.approx(seconds, rel=0.15)
     drawn = {option for option, _ in scheduler.values.stats}
     assert len(drawn) > 1
     assert drawn == {option for option, _ in again.values.stats}
@@ -41,8 +42,8 @@ def test_what_is_restored_is_what_was_learned() -> None:
     for option in (again.options[index] for index in drawn):
         for kind, tokens in ((False, 1), (True, 2)):
             mean = share * tokens + (1 - share) * option.prior
-            found = again.values.tokens(4, option, 99, kind)
-            assert found.mean == pytest.approx(mean, rel=0.3)
+            restored = again.values.tokens(4, option, 99, kind)
+            assert restored.mean == pytest.approx(mean, rel=0.3)
 
 
 def test_costs_and_ratios_of_pruned_trees_are_restored() -> None:

@@ -126,7 +126,6 @@ hybrid {"drafter": "medusa"} => 'drafter' is 'medusa'
 hybrid {"num_drafts": 64} => 'num_drafts' is 64
 hybrid {"model_depth": -1} => 'model_depth' is -1
 hybrid {"model_depth": true} => 'model_depth' is True
-hybrid {"sure_match": 0} => 'sure_match' is 0
 hybrid {"top_k": 8, "model_depth": 9} => lower 'top_k' or 'model_depth'
 hybrid {"hot_token": "file"} => 'hot_token' is not a key of this method
 hybrid {"drafter": "eagle", "hot_tokens": "other.json"} => 'hot_tokens' is for draft
