@@ -8,7 +8,13 @@ from tests.fast.scheduled_trees import HEAD, HYBRID, INDEX, serve
 from vllm_treespec.schedule.calibration import TEXT_CLAIMS
 from vllm_treespec.schedule.forward_times import ForwardTimes
 from vllm_treespec.schedule.plan import Work
-from vllm_treespec.schedule.saved import RESTORED, SchedulerState, restore, state_of
+from vllm_treespec.schedule.saved import (
+    KINDS,
+    RESTORED,
+    SchedulerState,
+    restore,
+    state_of,
+)
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.schedule.values import PRIOR_TREES
 from vllm_treespec.trees.source import Source
@@ -39,10 +45,11 @@ def test_what_is_restored_is_what_was_learned() -> None:
     assert len(drawn) > 1
     assert drawn == {option for option, _ in again.values.stats}
     share = RESTORED / (RESTORED + PRIOR_TREES)
-    for option in (again.options[index] for index in drawn):
-        for kind, tokens in ((False, 1), (True, 2)):
-            mean = share * tokens + (1 - share) * option.prior
-            restored = again.values.tokens(4, option, 99, kind)
+    names = {HEAD[index].name: again.options[index] for index in drawn}
+    for kind, sampled in KINDS:
+        for name in state.accepted[kind]:
+            mean = share * (2 if sampled else 1) + (1 - share) * names[name].prior
+            restored = again.values.tokens(4, names[name], 99, sampled)
             assert restored.mean == pytest.approx(mean, rel=0.3)
 
 
