@@ -153,9 +153,11 @@ class MethodConfig(BaseModel, ABC):
 
     @property
     def sources(self) -> Source:
-        """What drafts its trees: its models or head, or without any an index."""
+        """What drafts its trees: its models or head, and an index if it makes one."""
         has_model = bool(self.models) or self.head is not None
-        return Source.MODEL if has_model else Source.INDEX
+        has_index = type(self).text_source is not MethodConfig.text_source
+        sources = Source.MODEL if has_model else Source(0)
+        return sources | Source.INDEX if has_index else sources
 
     @property
     def rule(self) -> Rule:

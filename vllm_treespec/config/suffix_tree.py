@@ -13,7 +13,6 @@ from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.source import Source
 
 NUM_DRAFTS = 32
 DEPTH = 28
@@ -70,8 +69,3 @@ class SuffixTreeConfig(IndexConfig):
     def prunes_by_cost(self) -> bool:
         """Yes: so an adaptive schedule needs no smaller trees."""
         return True
-
-    @property
-    def sources(self) -> Source:
-        """The index alone."""
-        return Source.INDEX

@@ -34,8 +34,9 @@ class Planned:
     plan: StepPlan
     # name of the tree, or "plain"
     mode: str
-    # of the requests that ran, and whether one of them is sampled
+    # of the requests that ran and go on, how many ran, and whether one was sampled
     slots: frozenset[int]
+    num_reqs: int
     sampled: bool
     # whether that step only decoded, so that draft models had no prompt to read after
     # it
@@ -76,7 +77,7 @@ class StepClock:
         self.clock = clock
         # of trees, by their index: to make a name takes longer than to plan
         self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
-        self.last = Planned(PLAIN_PLAN, PLAIN, frozenset(), False, False, 0.0)
+        self.last = Planned(PLAIN_PLAN, PLAIN, frozenset(), 0, False, False, 0.0)
         self.only_decoded = False
         # from the last plan to the drafts
         self.drafting_seconds = 0.0
@@ -133,6 +134,7 @@ class StepClock:
             plan,
             mode,
             ran,
+            batch.num_reqs,
             bool((sampled & batch.emitted[reqs]).any()),
             self.only_decoded,
             self.clock(),
@@ -204,7 +206,7 @@ class StepClock:
     ) -> StepResult:
         """What the trees of a step brought, see ``observe``; its time is left out."""
         last, num_steps = self.last, 1 + self.rest.num_steps
-        work = Work(len(last.slots), last.sampled, lookup=float(last.plan.lookup))
+        work = Work(last.num_reqs, last.sampled, lookup=float(last.plan.lookup))
         if proposal is None:
             return StepResult(
                 last.plan.tree,
@@ -222,7 +224,7 @@ class StepClock:
         claimed: dict[Source, list[float]] = {}
         kept: dict[Source, list[int]] = {}
         tree = self.schedule.trees[proposal.tree_index]
-        if tree.prunes_by_cost:
+        if tree.prunes_by_cost and last.plan.prunes:
             emitted = batch.token_ids[places, batch.end[places]]
             claimed, kept = compared(
                 proposal, rows, tree.sources, num_accepted, by_source[places], emitted

@@ -46,12 +46,6 @@ class ForwardTimes:
             return None
         return more(self.target, requests, requests + rows)
 
-    def target_row(self, batch_size: int) -> float | None:
-        """Seconds of one more row of the target, beside a row of each request."""
-        if not self.target:
-            return None
-        return more(self.target, batch_size, batch_size + MORE_ROWS) / MORE_ROWS
-
     def level(self, batch_size: int) -> float | None:
         """Seconds of a level that draft models read, one row a request."""
         return at(self.draft, batch_size) if self.draft else None
@@ -61,20 +55,6 @@ class ForwardTimes:
         if not self.draft:
             return None
         return more(self.draft, CATCHING_UP, 2 * CATCHING_UP) / CATCHING_UP
-
-    def tree(self, batch_size: int, num_drafts: int, num_levels: int) -> float:
-        """Seconds of the forwards of a step with trees, less those of a plain one.
-
-        Args:
-            batch_size: requests, each with a tree.
-            num_drafts: of a tree.
-            num_levels: that draft models read.
-
-        """
-        levels = num_levels * (self.level(batch_size) or 0.0)
-        if not self.target:
-            return levels
-        return levels + more(self.target, batch_size, batch_size * (1 + num_drafts))
 
 
 NOT_TIMED = ForwardTimes()

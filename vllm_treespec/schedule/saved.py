@@ -13,6 +13,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from vllm_treespec.schedule.batch_sizes import size_group
 from vllm_treespec.schedule.cost import Fit, Terms
 from vllm_treespec.schedule.forward_times import ForwardTimes
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
@@ -105,15 +106,23 @@ def restore(scheduler: AdaptiveScheduler, state: SchedulerState) -> None:
     Times count with half the doubt of those that were never measured.
 
     Raises:
+        ValueError: the state is of a batch size that is not measured.
         KeyError: the state is of a tree that the schedule does not have, or of a term
             that the cost model does not have.
 
     """
     indices = {name: index for index, name in names_of(scheduler).items()}
     cost, values = scheduler.cost, scheduler.values
-    cost.begin_with(ForwardTimes(state.target_forwards, state.draft_forwards))
+    cost.begin_with(
+        ForwardTimes(
+            dict(sorted(state.target_forwards.items())),
+            dict(sorted(state.draft_forwards.items())),
+        )
+    )
     for kind, sampled in KINDS:
         for size, saved in state.costs.get(kind, {}).items():
+            if size_group(size) != size:
+                raise ValueError(f"there is no batch size {size}")
             factors = [1.0, *(saved.factors[name] for name in Terms._fields[1:])]
             known = Fit.new(saved.seconds)
             known.factors = factors

@@ -39,6 +39,8 @@ WORTH_A_TREE = 1.02
 HOPED_ERRORS, LEAST_HOPED = 0.5, 0.5
 # Standard errors by which an option must come up to the best one to be probed.
 PROBED_ERRORS = 2.0
+# Rounds without a timed plain step after which those of another batch size count.
+MOST_UNTIMED = 3
 # Steps of a request before any has ended.
 PRIOR_LIFE = 64.0
 # Tokens caught up on that tell what they take, in a step that is no usual one.
@@ -100,6 +102,8 @@ class Round:
     rate: float = 0.0
     plain_rate: float = 0.0
     steps_left: int = 0
+    # slots of requests for which the offer is not drawn
+    left_out: frozenset[int] = frozenset()
     # whether the step before was of the same choice and batch size
     settled: bool = False
 
@@ -139,6 +143,8 @@ class AdaptiveScheduler(Schedule):
         self.cost = CostModel()
         self.calibration = Calibration()
         self.values = OptionValues(self.options, self.steps)
+        # batch size, sampled -> rounds in which plain steps were not timed
+        self.untimed: Counter[tuple[int, bool]] = Counter()
         # option, batch size, sampled -> seconds that it may lose
         self.credit: defaultdict[tuple[int | None, int, bool], float] = defaultdict(
             float
@@ -184,8 +190,8 @@ class AdaptiveScheduler(Schedule):
             self._begin_round(size, sampled, requests)
         offer = self.round.offer
         assert offer is not None
-        chosen = set(offer.slots)
-        slots = [slot for slot in requests.slots if slot in chosen]
+        left_out = self.round.left_out
+        slots = [slot for slot in requests.slots if slot not in left_out]
         if offer.option is None or not slots:
             return PLAIN_PLAN
         return self._plan_of(offer.option, slots, requests.num_reqs)
@@ -200,10 +206,15 @@ class AdaptiveScheduler(Schedule):
         """Choose for some steps."""
         before = self.round
         offer, rate, plain_rate = self._choose(size, sampled, requests)
-        same = (size, sampled) == (before.size, before.sampled) and (
-            before.offer is not None and before.offer.option is offer.option
+        is_same = before.offer is not None and before.offer.option is offer.option
+        # A plain step is like any other plain one before it.
+        settled = is_same and (
+            offer.option is None or (size, sampled) == (before.size, before.sampled)
         )
-        self.round = Round(size, sampled, offer, rate, plain_rate, ROUND_STEPS, same)
+        left_out = frozenset(requests.slots) - frozenset(offer.slots)
+        self.round = Round(
+            size, sampled, offer, rate, plain_rate, ROUND_STEPS, left_out, settled
+        )
 
     def _choose(
         self, size: int, sampled: bool, requests: RunningRequests
@@ -211,7 +222,9 @@ class AdaptiveScheduler(Schedule):
         """The best offer, or one to probe; tokens a second of the best, and plain."""
         num_reqs = requests.num_reqs
         if not self.cost.knows_plain(num_reqs, sampled):
-            return Offer(None, num_reqs, 1.0), 0.0, 0.0
+            self.untimed[size, sampled] += 1
+            if self.untimed[size, sampled] <= MOST_UNTIMED or not self.cost.fits:
+                return Offer(None, num_reqs, 1.0), 0.0, 0.0
         seconds, error = self.cost.seconds(Work(num_reqs, sampled))
         plain = Offer(None, num_reqs, seconds, seconds_error=error)
         if not requests.slots:
@@ -376,7 +389,7 @@ class AdaptiveScheduler(Schedule):
         num_rested = result.num_steps - 1
         now.steps_left -= num_rested
         self._count(now.size, now.sampled, num_rested)
-        if result.tree is not None:
+        if result.tree is not None and self.forced_index is None:
             option = self.options[result.tree]
             self.values.observe(now.size, option, self.kinds, result)
             self.calibration.observe(self.step, self.kinds, result)
@@ -388,17 +401,18 @@ class AdaptiveScheduler(Schedule):
             self.timed_seconds += [result.seconds, result.drafting_seconds]
 
     def _observe_levels(self, option: TreeOption, result: StepResult) -> None:
-        """Learn how deep what a model drafted was accepted, beside an index if any."""
-        found = result.accepted.get(Source.INDEX, [0] * len(result.slots))
-        for slot, accepted, beside, limit in zip(
-            result.slots, result.num_accepted, found, result.limits, strict=True
+        """Learn how deep what a model drafted was accepted."""
+        claimed = result.claimed.get(Source.INDEX, [0.0] * len(result.slots))
+        for slot, accepted, of_index, limit in zip(
+            result.slots, result.num_accepted, claimed, result.limits, strict=True
         ):
-            if slot in self.kinds and limit >= option.num_drafts:
+            # What a model adds is seen where the index found nothing.
+            if slot in self.kinds and limit >= option.num_drafts and not of_index:
                 self.calibration.observe_levels(
                     self.step,
                     self.kinds[slot],
                     int(result.work.levels),
-                    accepted - beside,
+                    accepted,
                 )
 
     def _take_in(self) -> None:

@@ -126,7 +126,9 @@ class OptionValues:
 
     def parts(self, option: TreeOption) -> list[TreeOption]:
         """The index alone and the option that adds to it; else the option itself."""
-        if self.index_only is None or option is self.index_only:
+        if option.index_only or Source.INDEX not in option.sources:
+            return [option]
+        if self.index_only is None:
             return [option]
         return [self.index_only, option]
 
@@ -252,10 +254,13 @@ class OptionValues:
             return
         parts, by_part = self.parts(option), [list(result.num_accepted)]
         if len(parts) > 1:
+            nothing = [0] * len(result.slots)
             found = [
                 min(a, b)
                 for a, b in zip(
-                    result.num_accepted, result.accepted[Source.INDEX], strict=True
+                    result.num_accepted,
+                    result.accepted.get(Source.INDEX, nothing),
+                    strict=True,
                 )
             ]
             added = [a - b for a, b in zip(result.num_accepted, found, strict=True)]

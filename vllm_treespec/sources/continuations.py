@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-import numpy as np
-
 from vllm_treespec.trees.draft import NO_TOKEN
 
 # Doubt that a text goes on as it did before is this much less for each token that
@@ -28,11 +26,6 @@ class Continuations:
 
     # per request, longest occurrences first
     by_request: list[list[Continuation]]
-
-    def matches(self) -> np.ndarray:
-        """Length of each request's longest occurrence, 0 without one, int64 [n]."""
-        longest = [found[0][0] if found else 0 for found in self.by_request]
-        return np.array(longest, dtype=np.int64)
 
     @cached_property
     def likeliest(self) -> list[tuple[float, int]]:
