@@ -115,6 +115,19 @@ def test_an_adaptive_scheduler_is_told_of_all_steps_at_once() -> None:
     assert stats["mode_seconds"]["plain"] >= engine.decoder.step - ROUND_STEPS - 1
 
 
+def test_a_request_that_ends_in_a_rest_counts() -> None:
+    """Red when steps of several requests teach what a step of one takes."""
+    schedule = Noted()
+    engine = engine_with(schedule, Habits())
+    requests = [long_request(name, drafts=False) for name in "abc"]
+    requests[0].max_tokens = 15
+    engine.add(*requests)
+    for _ in range(30):
+        engine.step()
+    assert {told.work.requests for told in schedule.results[1:]} == {2, 3}
+    assert {size for size, _ in schedule.cost.fits} == {2, 4}
+
+
 def test_a_rest_ends_when_the_batch_changes() -> None:
     """Red when a new request waits for its trees, or an old one's slot is mixed up."""
     schedule = Noted()

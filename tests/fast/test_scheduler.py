@@ -106,6 +106,27 @@ def test_trees_that_cannot_be_timed_are_given_up() -> None:
     assert chosen[None] > 850
 
 
+@pytest.mark.parametrize("sizes", [(4, 5), (1, 1, 1, 4)])
+def test_sizes_that_are_never_timed_borrow(sizes: tuple[int, ...]) -> None:
+    """Red when trees are never drawn where each step has another batch size.
+
+    Or where no step of a batch size only decodes.
+    """
+    scheduler = scheduler_of(HEAD[1])
+    with_tree: Counter[int] = Counter()
+    for step in range(600):
+        size = sizes[step * len(sizes) // 600 if len(sizes) > 2 else step % 2]
+        requests = running(range(size))
+        plan = scheduler.plan(requests)
+        with_tree[size] += step > 500 and plan.tree is not None
+        seconds = 1.0 if plan.tree is None else 1.3
+        is_timed = len(sizes) == 2 or size == 1
+        accepted = [2] * len(plan.slots)
+        result = result_of(plan, requests, seconds if is_timed else None, accepted)
+        scheduler.observe(result)
+    assert with_tree[sizes[-1]] > 30
+
+
 # Requests
 
 
