@@ -56,8 +56,9 @@ def test_index_and_model_are_judged_apart() -> None:
     calibration = Calibration()
     claimed = {INDEX: [8.0], MODEL: [3.0]}
     observe(calibration, {0: GREEDY}, claimed, {INDEX: [1], MODEL: [3]})
-    assert calibration.kept(60, INDEX, 0, GREEDY) < 0.2
-    assert calibration.kept(60, MODEL, 0, GREEDY) == pytest.approx(1.0)
+    for slot in (0, 9):
+        assert calibration.kept(60, INDEX, slot, GREEDY) < 0.2
+        assert calibration.kept(60, MODEL, slot, GREEDY) == pytest.approx(1.0)
 
 
 def test_requests_that_do_not_run_tell_nothing() -> None:
