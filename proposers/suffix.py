@@ -128,7 +128,7 @@ class Suffix(Proposer):
     def _shadow(
         self, found: Continuations, num_nodes: np.ndarray, device: torch.device
     ) -> ShadowDrafts:
-        """The likeliest token where no draft is worth its price; one copy.
+        """The likeliest token where no draft is worth its row; one copy.
 
         So claims are compared with what was accepted also while drafts do not pay.
 

@@ -1,4 +1,4 @@
-"""What the measured schedule learned, in a file for the next start."""
+"""What the adaptive scheduler learned, in a file for the next start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch sizes that a measured schedule tells apart."""
+"""Batch sizes that the adaptive scheduler tells apart."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class ShadowDrafts:
-    """Drafts that were left out for their price, and still show what claims are worth.
+    """Drafts that were left out for their cost, and still show what claims are worth.
 
     A tree without drafts has one: the token that its index found likeliest.
     """
