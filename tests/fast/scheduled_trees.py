@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tests.sim.drafting import Tree
 from vllm_treespec.schedule.base import ScheduledTree
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.plan import RunningRequests, StepPlan, StepResult, Work
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
-from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
 # Draft tokens of a request that does not limit its trees.
 ALL = 63
 BOTH = Source.INDEX | Source.MODEL
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A tree of so many draft nodes, levels and leaves."""
-
-    num_drafts: int
-    depth: int
-    leaves: int
-    batch_size: int = 10**9
-    min_acceptance_length: float = 1.0
-    sources: Source = Source.MODEL
-    prunes_by_cost: bool = False
-    # levels that a model drafts
-    draft_depth: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its numbers."""
-        return f"{self.num_drafts} in {self.depth}, {self.sources!r}"
-
-    @property
-    def sizes(self) -> TreeSizes:
-        """Its sizes."""
-        return TreeSizes(
-            max_nodes=1 + self.num_drafts,
-            max_depth=self.depth,
-            max_width=self.leaves,
-            max_leaves=self.leaves,
-            draft_depth=self.draft_depth,
-        )
-
-    def has_shape(self, shape: Mapping[str, object]) -> bool:
-        """By the number of draft nodes."""
-        return shape == {"num_drafts": self.num_drafts}
 
 
 # Fixed trees of a head, an index that prunes, and a model beside it.

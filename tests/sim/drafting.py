@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tests.sim.tape import Draw, Request, depth_of
+from vllm_treespec.proposers.draft_filter import HOPED
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
-
-# As in ``proposers/draft_filter.py``: accepted over expected tokens of the next level.
-HOPED = 0.9
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class Tree:
 
     @property
     def name(self) -> str:
-        """Its numbers."""
-        return f"{self.num_drafts} in {self.depth}"
+        """Its numbers and sources."""
+        return f"{self.num_drafts} in {self.depth}, {self.sources!r}"
 
     @property
     def sizes(self) -> TreeSizes:
