@@ -85,11 +85,6 @@ class HybridConfig(IndexConfig):
         return Hybrid(**self.shape)
 
     @property
-    def prunes_by_cost(self) -> bool:
-        """Yes: both parts do."""
-        return True
-
-    @property
     def sources(self) -> Source:
         """The index, and the model if it has levels."""
         return Source.INDEX | Source.MODEL if self.model_depth else Source.INDEX

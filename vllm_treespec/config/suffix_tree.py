@@ -45,6 +45,11 @@ class IndexConfig(MethodConfig, ABC):
         """Drafts that were not drawn have no distribution to reject by."""
         return COUPLED_DRAW
 
+    @property
+    def prunes_by_cost(self) -> bool:
+        """Yes: an adaptive schedule needs no smaller trees of an index."""
+        return True
+
     def text_source(self) -> SuffixIndex:
         """Make the index, with an empty cache, for the deepest tree of the schedule."""
         depth = max(tree.config.sizes.max_depth for tree in self.scheduled_trees())
@@ -64,8 +69,3 @@ class SuffixTreeConfig(IndexConfig):
     def proposer(self) -> Suffix:
         """Make the proposer of its trees."""
         return Suffix(**self.shape)
-
-    @property
-    def prunes_by_cost(self) -> bool:
-        """Yes: so an adaptive schedule needs no smaller trees."""
-        return True
