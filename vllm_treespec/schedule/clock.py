@@ -224,7 +224,7 @@ class StepClock:
         claimed: dict[Source, list[float]] = {}
         kept: dict[Source, list[int]] = {}
         tree = self.schedule.trees[proposal.tree_index]
-        if tree.prunes_by_cost and last.plan.prunes:
+        if tree.prunes_by_cost:
             emitted = batch.token_ids[places, batch.end[places]]
             claimed, kept = compared(
                 proposal, rows, tree.sources, num_accepted, by_source[places], emitted
