@@ -80,6 +80,16 @@ class Offer:
     catching_up: float = 0.0
 
     @property
+    def tree(self) -> int | None:
+        """Index of the tree; None: plain."""
+        return None if self.option is None else self.option.index
+
+    @property
+    def sources(self) -> Source:
+        """What drafts it; nothing where it is plain."""
+        return Source(0) if self.option is None else self.option.sources
+
+    @property
     def rate(self) -> float:
         """Tokens a second."""
         return self.tokens / self.seconds
@@ -229,7 +239,11 @@ class AdaptiveScheduler(Schedule):
         plain = Offer(None, num_reqs, seconds, seconds_error=error)
         if not requests.slots:
             return plain, plain.rate, plain.rate
-        offers = [self._offer(option, size, requests) for option in self.options]
+        token = self.cost.draft_costs(num_reqs, sampled).caught_up
+        offers = [
+            self._offer(option, size, requests, token, token / seconds)
+            for option in self.options
+        ]
         best = max(offers, key=lambda offer: offer.hopeful_rate(HOPED_ERRORS))
         if best.hopeful_rate(HOPED_ERRORS) < WORTH_A_TREE * plain.rate:
             best = plain
@@ -245,28 +259,38 @@ class AdaptiveScheduler(Schedule):
         for offer in offers:
             if offer.option is best.option:
                 continue
-            key = (
-                None if offer.option is None else offer.option.index,
-                size,
-                sampled,
-            )
+            key = offer.tree, size, sampled
             self.credit[key] += time
             lost = ROUND_STEPS * (offer.seconds - offer.tokens / best.rate)
             lost = max(lost, LEAST_LOSS * best.seconds) + offer.catching_up
             # A text's change is not seen in a source that the best option lacks.
             may_win = offer.hopeful_rate(PROBED_ERRORS) > best.rate
-            may_win |= bool(sources_of(offer) & ~sources_of(best))
+            may_win |= bool(offer.sources & ~best.sources)
             if due is None and may_win and self.credit[key] >= lost:
                 self.credit[key] = 0.0
                 due = offer
         return due
 
-    def _offer(self, option: TreeOption, size: int, requests: RunningRequests) -> Offer:
-        """Draw an option for as many requests as bring the most tokens a second."""
+    def _offer(
+        self,
+        option: TreeOption,
+        size: int,
+        requests: RunningRequests,
+        token: float,
+        in_steps: float,
+    ) -> Offer:
+        """Draw an option for as many requests as bring the most tokens a second.
+
+        Args:
+            option: that is drawn.
+            size: the batch size's group.
+            requests: that run.
+            token: seconds of one that draft models are behind.
+            in_steps: the same in plain steps.
+
+        """
         num_reqs, sampled = requests.num_reqs, any(requests.sampled)
-        token = self.cost.draft_costs(num_reqs, sampled).caught_up
-        plain = self.cost.seconds(Work(num_reqs, sampled)).mean
-        gains = self._gains(option, size, requests, token / plain)[: self.max_trees]
+        gains = self._gains(option, size, requests, in_steps)[: self.max_trees]
         best: Offer | None = None
         counts = counts_up_to(len(gains))
         # An index prunes by itself what is worth no row.
@@ -341,10 +365,9 @@ class AdaptiveScheduler(Schedule):
         self, option: TreeOption, slots: Sequence[int], num_reqs: int
     ) -> StepPlan:
         """What drafting may spend."""
-        lookup = Source.INDEX in option.sources
-        model = Source.MODEL in option.sources
+        whole = self.whole_tree(option.index, slots)
         if not option.prunes:
-            return self.whole_tree(option.index, slots)
+            return whole
         now, step = self.round, self.step
         costs = self.cost.draft_costs(num_reqs, now.sampled)
         kept = {
@@ -363,13 +386,10 @@ class AdaptiveScheduler(Schedule):
         by_request = [survival[self.kinds[slot]] for slot in slots]
         row_cost, level_cost = costs.row * now.rate, costs.level * now.plain_rate
         max_levels = None
-        if model and not self.can_sync:
+        if whole.model and not self.can_sync:
             max_levels = levels_worth_reading(by_request, factors, row_cost, level_cost)
-        return StepPlan(
-            option.index,
-            slots,
-            lookup,
-            model,
+        return replace(
+            whole,
             prunes=True,
             row_cost=row_cost,
             fixed_cost=costs.fixed * now.rate,
@@ -435,11 +455,6 @@ class AdaptiveScheduler(Schedule):
             # What ends with its first token tells nothing of others.
             if life:
                 self.lives.add(self.step, 1.0, life)
-
-
-def sources_of(offer: Offer) -> Source:
-    """What drafts an option; nothing where it is plain."""
-    return Source(0) if offer.option is None else offer.option.sources
 
 
 def counts_up_to(most: int) -> list[int]:
