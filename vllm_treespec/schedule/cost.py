@@ -56,9 +56,15 @@ DOUBT = Terms(0.3, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
 UNTIMED_ROW, UNTIMED_ROWS = 0.5, 16
 # The part of that which the host takes for a row, beside a timed forward.
 HOST_ROW = 0.1
-# The least factor of a term, and of timed rows: two noisy steps must not make them
-# free.
-LEAST, LEAST_OF_TIMED = 0.05, 0.5
+# The least factors of the terms: two noisy steps must not make rows free, timed ones
+# least of all.
+LEAST = Terms(*[0.05] * NUM_TERMS)
+LEAST_IF_TIMED = LEAST._replace(rows=0.5)
+# Covariance of factors of which nothing was measured.
+PRIOR_COVARIANCE = tuple(
+    tuple(doubt * doubt if row == column else 0.0 for column in range(NUM_TERMS))
+    for row, doubt in enumerate(DOUBT)
+)
 
 
 class DraftCosts(NamedTuple):
@@ -96,15 +102,11 @@ class Fit:
     @classmethod
     def new(cls, plain: float) -> Fit:
         """Begin with the prior."""
-        return cls(plain, [1.0] * NUM_TERMS, prior_covariance())
+        return cls(plain, [1.0] * NUM_TERMS, toward_prior(PRIOR_COVARIANCE, 0.0))
 
     def inherit(self, plain: float) -> Fit:
         """Begin another batch size with what this one taught, and half its doubt."""
-        prior = prior_covariance()
-        covariance = [
-            [0.5 * (a + b) for a, b in zip(row, of_prior, strict=True)]
-            for row, of_prior in zip(self.covariance, prior, strict=True)
-        ]
+        covariance = toward_prior(self.covariance, 0.5)
         return Fit(plain, [1.0, *self.factors[1:]], covariance)
 
     def forget(self, step: int) -> None:
@@ -115,22 +117,14 @@ class Fit:
         self.step = step
         base, *others = self.factors
         self.factors = [base, *(1.0 + (factor - 1.0) * left for factor in others)]
-        left *= left
-        prior = prior_covariance()
-        self.covariance = [
-            [a * left + b * (1.0 - left) for a, b in zip(row, of_prior, strict=True)]
-            for row, of_prior in zip(self.covariance, prior, strict=True)
-        ]
+        self.covariance = toward_prior(self.covariance, left * left)
 
     def times(self, counts: Sequence[float]) -> list[float]:
         """The covariance times a vector."""
-        return [
-            sum(a * b for a, b in zip(row, counts, strict=True) if b)
-            for row in self.covariance
-        ]
+        return [dot(row, counts) for row in self.covariance]
 
     def correct(
-        self, direction: Sequence[float], gain: float, share: float, least_row: float
+        self, direction: Sequence[float], gain: float, share: float, least: Terms
     ) -> None:
         """Move the factors along a direction, and shrink their covariance.
 
@@ -138,25 +132,31 @@ class Fit:
             direction: the covariance times the seconds of the terms.
             gain: of the factors.
             share: of the covariance's outer product.
-            least_row: least factor of rows.
+            least: factors at least.
 
         """
         self.factors = [
-            max(factor + gain * d, LEAST)
-            for factor, d in zip(self.factors, direction, strict=True)
+            max(factor + gain * d, low)
+            for factor, d, low in zip(self.factors, direction, least, strict=True)
         ]
-        self.factors[1] = max(self.factors[1], least_row)
         for row, a in zip(self.covariance, direction, strict=True):
             for column, b in enumerate(direction):
                 row[column] -= share * a * b
 
 
-def prior_covariance() -> list[list[float]]:
-    """The covariance of factors of which nothing was measured."""
+def toward_prior(
+    covariance: Sequence[Sequence[float]], left: float
+) -> list[list[float]]:
+    """A covariance of which so much is left, and the prior's has the other part."""
     return [
-        [doubt * doubt if row == column else 0.0 for column in range(NUM_TERMS)]
-        for row, doubt in enumerate(DOUBT)
+        [a * left + b * (1.0 - left) for a, b in zip(row, of_prior, strict=True)]
+        for row, of_prior in zip(covariance, PRIOR_COVARIANCE, strict=True)
     ]
+
+
+def dot(one: Sequence[float], other: Sequence[float]) -> float:
+    """The sum of products of two vectors."""
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 class CostModel:
@@ -193,16 +193,15 @@ class CostModel:
             LookupError: nothing was timed yet.
 
         """
-        fit = self._fit(work)
+        fit = self._known_fit(work)
         terms = self._terms(work, fit)
-        variance = sum(a * b for a, b in zip(terms, fit.times(terms), strict=True))
-        mean = sum(a * b for a, b in zip(terms, fit.factors, strict=True))
+        variance, mean = dot(terms, fit.times(terms)), dot(terms, fit.factors)
         return Estimate(self.pace * mean, self.pace * math.sqrt(max(variance, 0.0)))
 
     def draft_costs(self, requests: int, sampled: bool) -> DraftCosts:
         """What a row, any drafts, branches, a level and a token to catch up on add."""
         work = Work(requests, sampled, MORE_ROWS, 1.0, 1.0, 1.0, 1.0, 1.0)
-        fit = self._fit(work)
+        fit = self._known_fit(work)
         parts = Terms(
             *(
                 self.pace * a * b
@@ -233,13 +232,13 @@ class CostModel:
 
         """
         plain = not (work.rows or work.lookup or work.levels or work.caught_up)
-        key = size_group(work.requests), work.sampled
-        if plain and key not in self.fits and not self._prior(work):
-            self.fits[key] = Fit.new(seconds / self.pace)
-        try:
-            fit = self._fit(work)
-        except LookupError:
-            return
+        fit = self._fit(work)
+        if fit is None:
+            if not plain:
+                return
+            key = size_group(work.requests), work.sampled
+            fit = self.fits[key] = Fit.new(seconds / self.pace)
+            fit.step = self.steps[key]
         fit.num_plain += plain
         terms = self._terms(work, fit)
         if drafting:
@@ -253,37 +252,44 @@ class CostModel:
     def _correct(self, fit: Fit, terms: Sequence[float], seconds: float) -> None:
         """Move factors and pace towards a measured time."""
         pace = self.pace
-        expected = pace * sum(a * b for a, b in zip(terms, fit.factors, strict=True))
+        expected = pace * dot(terms, fit.factors)
         if expected <= 0.0:
             return
         direction = fit.times(terms)
-        of_fit = pace * pace * sum(a * b for a, b in zip(terms, direction, strict=True))
+        of_fit = pace * pace * dot(terms, direction)
         of_pace = expected * expected * self.pace_variance
         error = ERROR * expected
         variance = of_fit + of_pace + error * error
         most = MOST_ERRORS * math.sqrt(variance)
         off = min(seconds - expected, most)
-        least_row = LEAST_OF_TIMED if self.forwards.target else LEAST
+        least = LEAST_IF_TIMED if self.forwards.target else LEAST
         gain, share = pace * off / variance, pace * pace / variance
-        fit.correct(direction, gain, share, least_row)
+        fit.correct(direction, gain, share, least)
         self.pace += pace * self.pace_variance * expected * off / variance
         self.pace_variance *= 1.0 - of_pace / variance
 
-    def _fit(self, work: Work) -> Fit:
-        """The factors for a step's batch size and kind, up to its last step.
+    def _known_fit(self, work: Work) -> Fit:
+        """The factors for a step's batch size and kind.
 
         Raises:
             LookupError: nothing was timed yet.
 
         """
+        fit = self._fit(work)
+        if fit is None:
+            raise LookupError("no step was timed yet")
+        return fit
+
+    def _fit(self, work: Work) -> Fit | None:
+        """The same up to its last step; None: nothing was timed yet."""
         key = size_group(work.requests), work.sampled
-        if key not in self.fits:
+        fit = self.fits.get(key)
+        if fit is None:
             fit = self._prior(work)
             if fit is None:
-                raise LookupError("no step was timed yet")
+                return None
             self.fits[key] = fit
             fit.step = self.steps[key]
-        fit = self.fits[key]
         fit.forget(self.steps[key])
         return fit
 
