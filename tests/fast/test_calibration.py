@@ -68,7 +68,7 @@ def test_requests_that_do_not_run_tell_nothing() -> None:
         0, Work(1), slots=[5], claimed={INDEX: [2.0]}, accepted={INDEX: [0]}
     )
     calibration.observe(0, {}, result)
-    assert not calibration.requests
+    assert not calibration.ratios.requests
     assert calibration.kept(0, INDEX, 5, GREEDY) == 1.0
 
 
@@ -78,7 +78,7 @@ def test_few_trees_tell_little() -> None:
     observe(calibration, {0: GREEDY}, {INDEX: [1.0]}, {INDEX: [0]}, num_steps=1)
     assert calibration.kept(0, INDEX, 0, GREEDY) > 0.6
     observe(calibration, {1: GREEDY}, {INDEX: [0.0]}, {INDEX: [0]})
-    assert (INDEX, 1) not in calibration.requests
+    assert (INDEX, 1) not in calibration.ratios.requests
 
 
 def test_survival_by_depth_is_learned() -> None:

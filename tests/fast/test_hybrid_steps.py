@@ -202,8 +202,8 @@ def test_requests_that_end_are_forgotten() -> None:
     scheduler = engine.decoder.method.schedule
     assert isinstance(scheduler, AdaptiveScheduler)
     check_greedy(engine, workload(0))
-    assert scheduler.calibration.texts, "nothing was learned"
+    assert scheduler.calibration.ratios.texts, "nothing was learned"
     engine.step()
-    assert not scheduler.calibration.requests
-    assert not scheduler.values.requests
+    assert not scheduler.calibration.ratios.requests
+    assert not scheduler.values.ratios.requests
     assert not scheduler.begun

@@ -62,7 +62,8 @@ def test_costs_and_ratios_of_pruned_trees_are_restored() -> None:
         scheduler.cost.count(4, False)
         scheduler.cost.observe(Work(4, rows=rows, levels=levels), seconds)
     for source, ratio in ((Source.INDEX, 0.5), (Source.MODEL, 0.25)):
-        scheduler.calibration.text(source, True).add(0, 100.0, 100.0 * ratio)
+        tokens = 100.0, 100.0 * ratio
+        scheduler.calibration.ratios.add_to_text(0, source, True, *tokens)
     again = started_with(state_of(scheduler), HYBRID, INDEX)
     costs, expected = (s.cost.draft_costs(4, False) for s in (again, scheduler))
     assert costs == pytest.approx(expected, rel=0.05)

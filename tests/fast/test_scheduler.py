@@ -217,7 +217,11 @@ def test_ended_requests_are_forgotten(name: str) -> None:
     """Red when a request starts with the fame of another that had its slot."""
     scheduler = scheduler_of(*TREES[name])
     noisy_steps(scheduler, 50, 2, random.Random(0))
-    known = scheduler.values.requests, scheduler.calibration.requests, scheduler.begun
+    known = (
+        scheduler.values.ratios.requests,
+        scheduler.calibration.ratios.requests,
+        scheduler.begun,
+    )
     assert {slot for _, slot in known[0]} == scheduler.begun.keys() == {0, 1}
     assert bool(known[1]) == (name == "hybrid")
     scheduler.forget([0, 1, 7])
@@ -318,7 +322,7 @@ def plan_with(tree: int, can_sync: bool = True) -> tuple[AdaptiveScheduler, Step
     for step in range(200, 260):
         for source in Source.INDEX, Source.MODEL:
             for slot, accepted in ((0, 2), (1, 0)):
-                request = scheduler.calibration.requests[source, slot]
+                request = scheduler.calibration.ratios.requests[source, slot]
                 request.add(step, 2.0, accepted)
     option = scheduler.options[tree]
     return scheduler, scheduler._plan_of(option, [1, 0], 2)

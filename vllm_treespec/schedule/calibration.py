@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_treespec.schedule.decay import DecayedMean
 from vllm_treespec.schedule.plan import StepResult
+from vllm_treespec.schedule.ratios import Ratios
 from vllm_treespec.trees.source import Source
 
 # Claimed tokens that "as many are accepted" counts for: of a text, and of a request
@@ -28,27 +29,16 @@ class Calibration:
 
     def __init__(self) -> None:
         """Begin with nothing measured."""
-        # source, sampled -> accepted over claimed tokens
-        self.texts: dict[tuple[Source, bool], DecayedMean] = {}
-        # source, slot -> the same of a request
-        self.requests: dict[tuple[Source, int], DecayedMean] = {}
+        # accepted over claimed tokens
+        self.ratios = Ratios(TEXT_CLAIMS)
         # sampled -> of each level from the first, the share of trees accepted to it
         self.levels: dict[bool, list[DecayedMean]] = {False: [], True: []}
 
     def kept(self, step: int, source: Source, slot: int, sampled: bool) -> float:
         """Accepted over claimed tokens of a request's next tree."""
-        ratio = self._usual(step, source, sampled)
-        request = self.requests.get((source, slot))
+        ratio = self.ratios.of_text(step, source, sampled)
+        request = self.ratios.request(source, slot)
         return ratio if request is None else request.mean(step, ratio, REQUEST_CLAIMS)
-
-    def text(self, source: Source, sampled: bool) -> DecayedMean:
-        """Accepted over claimed tokens of all requests of a kind."""
-        return self.texts.setdefault((source, sampled), DecayedMean())
-
-    def _usual(self, step: int, source: Source, sampled: bool) -> float:
-        """The same of a request that is like most."""
-        text = self.texts.get((source, sampled))
-        return 1.0 if text is None else text.mean(step, 1.0, TEXT_CLAIMS)
 
     def observe(self, step: int, kinds: Mapping[int, bool], result: StepResult) -> None:
         """Learn what was accepted of the claims of a step's trees.
@@ -63,10 +53,9 @@ class Calibration:
             both = zip(result.slots, claims, result.accepted[source], strict=True)
             for slot, claimed, accepted in both:
                 if claimed and slot in kinds:
-                    sampled = kinds[slot]
-                    request = self.requests.setdefault((source, slot), DecayedMean())
-                    request.add(step, claimed, accepted)
-                    self.text(source, sampled).add(step, claimed, accepted)
+                    tokens = claimed, accepted
+                    self.ratios.add_to_request(step, source, slot, *tokens)
+                    self.ratios.add_to_text(step, source, kinds[slot], *tokens)
 
     def observe_levels(
         self, step: int, sampled: bool, num_levels: int, num_accepted: int
@@ -96,6 +85,4 @@ class Calibration:
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
-        for slot in slots:
-            for source in Source:
-                self.requests.pop((source, slot), None)
+        self.ratios.forget(slots)

@@ -90,7 +90,7 @@ def state_of(scheduler: AdaptiveScheduler) -> SchedulerState:
             kind: {
                 name: mean.total / mean.weight
                 for name, source in SOURCES
-                if (mean := scheduler.calibration.texts.get((source, sampled)))
+                if (mean := scheduler.calibration.ratios.texts.get((source, sampled)))
                 and mean.weight
             }
             for kind, sampled in KINDS
@@ -136,8 +136,9 @@ def restore(scheduler: AdaptiveScheduler, state: SchedulerState) -> None:
         for source_name, source in SOURCES:
             kept = state.kept.get(kind, {}).get(source_name)
             if kept is not None:
-                text = scheduler.calibration.text(source, sampled)
-                text.add(0, RESTORED, RESTORED * kept)
+                scheduler.calibration.ratios.add_to_text(
+                    0, source, sampled, RESTORED, RESTORED * kept
+                )
 
 
 def names_of(scheduler: AdaptiveScheduler) -> Mapping[int, str]:

@@ -16,6 +16,7 @@ from vllm_treespec.schedule.base import ScheduledTree
 from vllm_treespec.schedule.batch_sizes import nearest_size
 from vllm_treespec.schedule.decay import DecayedMean
 from vllm_treespec.schedule.plan import StepResult, Work
+from vllm_treespec.schedule.ratios import Ratios
 from vllm_treespec.trees.source import Source
 
 # Trees that a prior of their accepted tokens counts for, and tokens that the prior of a
@@ -119,10 +120,8 @@ class OptionValues:
         self.index_only = next((o for o in self.options if o.index_only), None)
         # option, batch size -> means
         self.stats: dict[tuple[int, int], TreeStats] = {}
-        # sources, sampled -> accepted tokens over those of the priors
-        self.texts: dict[tuple[Source, bool], DecayedMean] = {}
-        # sources, slot -> the same of a request
-        self.requests: dict[tuple[Source, int], DecayedMean] = {}
+        # accepted tokens over those of the priors
+        self.ratios = Ratios(PRIOR_TEXT)
 
     def parts(self, option: TreeOption) -> list[TreeOption]:
         """The index alone and the option that adds to it; else the option itself."""
@@ -151,7 +150,7 @@ class OptionValues:
 
     def factor(self, option: TreeOption, slot: int, sampled: bool) -> float:
         """How much more is accepted of a request's trees than of others'."""
-        request = self.requests.get((option.sources, slot))
+        request = self.ratios.request(option.sources, slot)
         if request is None:
             return 1.0
         of_text = max(self._of_text(option, sampled), LEAST_RATIO)
@@ -160,14 +159,11 @@ class OptionValues:
 
     def _of_text(self, option: TreeOption, sampled: bool) -> float:
         """Accepted tokens over those of the priors, for a request like most."""
-        text = self.texts.get((option.sources, sampled))
-        if text is None:
-            return 1.0
-        return text.mean(self.steps[ANY_SIZE], 1.0, PRIOR_TEXT)
+        return self.ratios.of_text(self.steps[ANY_SIZE], option.sources, sampled)
 
     def num_seen(self, option: TreeOption, slot: int) -> float:
         """Accepted tokens that were expected of a request's trees so far."""
-        request = self.requests.get((option.sources, slot))
+        request = self.ratios.request(option.sources, slot)
         return 0.0 if request is None else request.weight
 
     def _usual(
@@ -267,7 +263,7 @@ class OptionValues:
             by_part = [found, added]
         for part, accepted in zip(parts, by_part, strict=True):
             self._observe_part(size, part, kinds, result, accepted)
-        stats, step = self.stats_of(option, size), self._step(option, size)
+        stats, step = self.stats_of(option, size), self.steps[self._place(option, size)]
         for limit, drafts in zip(result.limits, result.num_drafts, strict=True):
             if limit >= option.num_drafts:
                 stats.rows.add(step, 1.0, drafts)
@@ -284,7 +280,7 @@ class OptionValues:
         accepted: Sequence[int],
     ) -> None:
         """Learn what was accepted of one part of the trees."""
-        stats, step = self.stats_of(part, size), self._step(part, size)
+        stats, step = self.stats_of(part, size), self.steps[self._place(part, size)]
         all_steps = self.steps[ANY_SIZE]
         for slot, tokens, limit in zip(
             result.slots, accepted, result.limits, strict=True
@@ -292,24 +288,21 @@ class OptionValues:
             if slot not in kinds:
                 continue
             sampled = kinds[slot]
-            request = self.requests.setdefault((part.sources, slot), DecayedMean())
-            request.add(all_steps, part.prior, tokens)
+            ratio = part.prior, tokens
+            self.ratios.add_to_request(all_steps, part.sources, slot, *ratio)
             if limit >= part.num_drafts:
                 stats.accepted[sampled].add(step, 1.0, tokens)
-                text = self.texts.setdefault((part.sources, sampled), DecayedMean())
-                text.add(all_steps, part.prior, tokens)
+                self.ratios.add_to_text(all_steps, part.sources, sampled, *ratio)
 
     def stats_of(self, option: TreeOption, size: int) -> TreeStats:
         """The means of an option at a batch size."""
-        key = option.index, size if option.prunes else ANY_SIZE
+        key = option.index, self._place(option, size)
         return self.stats.setdefault(key, TreeStats())
 
-    def _step(self, option: TreeOption, size: int) -> int:
-        """The steps by which an option's means decay."""
-        return self.steps[size if option.prunes else ANY_SIZE]
+    def _place(self, option: TreeOption, size: int) -> int:
+        """The batch size to which an option's trees count."""
+        return size if option.prunes else ANY_SIZE
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""
-        for slot in slots:
-            for sources in {option.sources for option in self.options}:
-                self.requests.pop((sources, slot), None)
+        self.ratios.forget(slots)
