@@ -57,8 +57,8 @@ class DraftFilter:
         """Whether no level below this one is worth reading.
 
         Below each node a draft is hoped for that is as likely, beside its parent, as
-        levels were in the mean beside those above them. Where the host must not wait
-        for the device, the plan says how many levels are read.
+        levels were in the mean beside those above them. The plan may say how many
+        levels are read at most, and how many where the host must not wait.
 
         Args:
             level: of the drafts that were found last, from 1.
@@ -67,7 +67,7 @@ class DraftFilter:
 
         """
         inputs, plan = self.inputs, self.inputs.plan
-        if not inputs.can_sync:
+        if level == plan.max_levels or not inputs.can_sync:
             return level == plan.max_levels
         if inputs.num_drafts is not None:
             likely = likely * (inputs.num_drafts > 0)[:, None]

@@ -117,10 +117,10 @@ def test_variants_learn_apart() -> None:
     assert {one.step, other.step} == {0, 1}
     assert isinstance(first, AdaptiveScheduler)
     assert first.step == 1
-    assert one.begun.keys() != other.begun.keys()
+    assert one.maker.lives.begun.keys() != other.maker.lives.begun.keys()
     schedule.forget([0, 1])
-    assert not one.begun
-    assert not other.begun
+    assert not one.maker.lives.begun
+    assert not other.maker.lives.begun
 
 
 def test_the_last_step_of_an_answer_is_left_out() -> None:

@@ -206,4 +206,4 @@ def test_requests_that_end_are_forgotten() -> None:
     engine.step()
     assert not scheduler.calibration.ratios.requests
     assert not scheduler.values.ratios.requests
-    assert not scheduler.begun
+    assert not scheduler.maker.lives.begun

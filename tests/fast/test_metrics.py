@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import prometheus_client
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
@@ -186,6 +188,8 @@ class Runner(TreeRunnerMixin, StockRunner):
 
     def __init__(self) -> None:
         self.decoder = make_engine("rsd_s", Habits()).decoder
+        self._step_end = None
+        self._aux_layers = ()
 
     def make_layout(self, limits: LayoutLimits) -> TreeLayout:
         raise NotImplementedError
@@ -209,6 +213,26 @@ def test_every_step_is_handed_over() -> None:
     found = runner.take_draft_token_ids()
     assert isinstance(found, TreeDraftTokenIds)
     assert found.counts == StepCounts()
+
+
+def test_trees_are_drawn_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a step's tokens wait for the next trees, or no trees are drawn."""
+    runner, drawn = Runner(), list[list[list[int]]]()
+    monkeypatch.setattr(
+        runner.decoder, "rests", lambda num_emitted: not any(num_emitted)
+    )
+    monkeypatch.setattr(runner, "_propose", lambda tokens, _: drawn.append(tokens))
+    steps: list[list[list[int]]] = [[[5], [6, 7]], [[], []]]
+    for tokens in steps:
+        states = torch.zeros(3, 4)
+        drafts = runner.propose_draft_token_ids(
+            SchedulerOutput.make_empty(), tokens, None, states, states, None
+        )
+        assert (drafts, drawn) == ([[], []], [])
+        runner.drafts = DraftTokenIds(["a", "b"], drafts)
+        runner.take_draft_token_ids()
+        assert drawn == ([tokens] if any(tokens) else [])
+        drawn.clear()
 
 
 def test_counters_survive_a_reset() -> None:

@@ -67,12 +67,12 @@ def test_all_requests_are_looked_up_together() -> None:
 
 def test_plan_keeps_its_budget() -> None:
     """Red when a long context is read in one go, or drafts without being read."""
-    first, end = ints(0, 0, 0), ints(9, 30, 3)
-    plan = plan_reading(ints(0, 4, 7), first, end, np.ones(3, dtype=bool), 20, 8)
-    assert (plan.reqs.tolist(), plan.first.tolist()) == ([0, 4], [0, 0])
-    # The first one's root takes one token of the budget.
-    assert plan.end.tolist() == [9, 10]
-    assert plan.drafting.tolist() == [0]
+    first, end = ints(0, 0, 0, 0), ints(9, 30, 3, 40)
+    plan = plan_reading(ints(0, 4, 7, 8), first, end, np.ones(4, dtype=bool), 20, 8)
+    assert (plan.reqs.tolist(), plan.first.tolist()) == ([0, 4, 7], [0, 0, 0])
+    # The roots of two take a token of the budget each.
+    assert plan.end.tolist() == [9, 6, 3]
+    assert plan.drafting.tolist() == [0, 2], "a long context keeps others waiting"
 
 
 def test_plan_limits_the_number_of_trees() -> None:

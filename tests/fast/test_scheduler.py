@@ -20,12 +20,12 @@ from tests.fast.scheduled_trees import (
     running,
     serve,
 )
+from vllm_treespec.schedule.offers import Offer
 from vllm_treespec.schedule.plan import PLAIN_PLAN, RunningRequests, StepPlan, Work
 from vllm_treespec.schedule.scheduler import (
     MANY_TOKENS,
     ROUND_STEPS,
     AdaptiveScheduler,
-    counts_up_to,
     levels_worth_reading,
 )
 from vllm_treespec.trees.source import Source
@@ -220,9 +220,9 @@ def test_ended_requests_are_forgotten(name: str) -> None:
     known = (
         scheduler.values.ratios.requests,
         scheduler.calibration.ratios.requests,
-        scheduler.begun,
+        scheduler.maker.lives.begun,
     )
-    assert {slot for _, slot in known[0]} == scheduler.begun.keys() == {0, 1}
+    assert {slot for _, slot in known[0]} == known[2].keys() == {0, 1}
     assert bool(known[1]) == (name == "hybrid")
     scheduler.forget([0, 1, 7])
     assert not any(known)
@@ -325,7 +325,7 @@ def plan_with(tree: int, can_sync: bool = True) -> tuple[AdaptiveScheduler, Step
                 request = scheduler.calibration.ratios.requests[source, slot]
                 request.add(step, 2.0, accepted)
     option = scheduler.options[tree]
-    return scheduler, scheduler._plan_of(option, [1, 0], 2)
+    return scheduler, scheduler._plan_of(Offer(option, 2.0, 1.0), [1, 0], 2)
 
 
 def test_costs_of_a_plan_are_in_tokens() -> None:
@@ -355,7 +355,9 @@ def test_a_plan_has_the_ratios_of_its_requests() -> None:
 
 def test_past_steps_tell_levels_where_the_host_cannot_sync() -> None:
     """Red when a GPU's plan leaves levels open, or a CPU's does not."""
-    assert plan_with(0)[1].max_levels is None
+    plan = plan_with(0)[1]
+    assert plan.max_levels is not None
+    assert plan.max_levels > HYBRID.draft_depth, "only the bound of a step"
     _, plan = plan_with(0, can_sync=False)
     assert plan.max_levels is not None
     assert 1 <= plan.max_levels <= HYBRID.draft_depth
@@ -381,6 +383,44 @@ def test_levels_worth_reading(
     assert found == expected
 
 
-def test_counts_of_trees() -> None:
-    """Red when one tree, or all of them, is no choice."""
-    assert [counts_up_to(n) for n in (1, 2, 7)] == [[1], [1, 2], [1, 2, 3, 4, 6, 7]]
+# Latency
+
+
+def slowest_of(max_slowdown: float, seconds_of: Callable[[int, int], float]) -> float:
+    """The mean of the longest tenth of steps that accept much, in plain steps."""
+    (tree,) = trees = HEAD[:1]
+    scheduler = AdaptiveScheduler(trees, 64, max_slowdown=max_slowdown)
+    requests, seconds = running(range(8)), list[float]()
+    for _ in range(600):
+        plan = scheduler.plan(requests)
+        rows = [tree.num_drafts] * len(plan.slots)
+        accepted = [tree.depth] * len(plan.slots)
+        seconds.append(seconds_of(sum(rows), len(plan.slots)))
+        scheduler.observe(result_of(plan, requests, seconds[-1], accepted, rows))
+    late = sorted(seconds[300:])[-30:]
+    return sum(late) / len(late)
+
+
+def test_a_step_takes_no_longer_than_allowed() -> None:
+    """Red when many tokens a second are bought with steps that last for ever."""
+
+    def seconds_of(rows: int, num_trees: int) -> float:
+        return 1.0 + 0.02 * rows + 0.05 * bool(num_trees)
+
+    free, bound = slowest_of(100.0, seconds_of), slowest_of(2.0, seconds_of)
+    assert free > 3.5, "trees for all requests bring the most tokens a second"
+    assert 1.3 < bound <= 2.15, "trees are drawn for fewer requests, not for none"
+
+
+@pytest.mark.parametrize("can_sync", [True, False])
+def test_models_catch_up_in_parts(can_sync: bool) -> None:
+    """Red when a long prompt is read at once, or never."""
+    scheduler, plan = plan_with(0, can_sync=can_sync)
+    costs, plain = scheduler.cost.draft_costs(2, False), scheduler.cost.seconds(Work(2))
+    assert plan.max_caught_up is not None
+    assert 1 <= plan.max_caught_up <= plain.mean / costs.caught_up
+    scheduler.max_slowdown = 1.0001
+    slow = Offer(scheduler.options[0], 2.0, 9.0)
+    tight = scheduler._plan_of(slow, [1, 0], 2)
+    assert (tight.max_caught_up, tight.max_levels) == (1, 1)
+    assert plan_with(1)[1].max_caught_up is None, "an index has nothing to read"

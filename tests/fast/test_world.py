@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.sim.best import Constant, Policy, best_of, policies
 from tests.sim.costs import Costs
 from tests.sim.drafting import Tree, draft
-from tests.sim.replay import Counted, errors_of, read_log
+from tests.sim.replay import Counted, errors_of
 from tests.sim.scenarios import HEAD, HYBRID, INDEX, MODEL
 from tests.sim.table import SCENARIOS
 from tests.sim.tape import Draw, Request, Tape, Text
 from tests.sim.world import MAX_TREES, Record, World, run
 from vllm_treespec.schedule.plan import StepPlan, StepResult, Work
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
+from vllm_treespec.schedule.step_log import log_step, read_steps
 from vllm_treespec.trees.source import Source
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
@@ -197,19 +197,20 @@ def test_rows_are_padded_to_graph_sizes() -> None:
     )
 
 
-def test_a_cost_model_is_judged_by_a_log(tmp_path: Path) -> None:
-    """Red when a log's steps are fed in another order, or untimed ones count."""
-    log = tmp_path / "steps.jsonl"
+def test_a_cost_model_is_judged_by_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Red when a log is read otherwise than written, or untimed steps count."""
+    caplog.set_level(logging.DEBUG, "vllm.treespec.steps")
     works = [Work(1), Work(1, rows=4.0, drafted=1.0), Work(1, rows=4.0, levels=2.0)]
-    lines = [
-        {"work": work._asdict(), "seconds": seconds, "drafting_seconds": 0.0}
-        for work, seconds in zip(works * 30, [1.0, 1.2, 1.5] * 30, strict=True)
-    ]
-    lines[3]["seconds"] = None
-    log.write_text("\n".join(map(json.dumps, lines)))
-    errors = errors_of(Counted(), read_log(log))
+    for work, seconds in zip(works * 30, [1.0, 1.2, 1.5] * 30, strict=True):
+        log_step(StepResult(None, work, seconds=seconds, num_steps=1 + (not work.rows)))
+        logging.getLogger("vllm.treespec.steps").debug("another line")
+    log_step(StepResult(None, Work(1), claimed={Source.INDEX: [0.5]}))
+    steps = list(read_steps(caplog.text.splitlines()))
+    assert [step.work for step in steps] == [*works * 30, Work(1)]
+    assert [step.num_steps for step in steps[:3]] == [2, 1, 1]
+    errors = errors_of(Counted(), steps)
     assert {kind: len(of_kind) for kind, of_kind in errors.items()} == {
-        "plain": 28,
+        "plain": 29,
         "drafts": 30,
         "levels": 30,
     }

@@ -86,7 +86,8 @@ class Constant:
             row_cost=policy.row * rate * costs.more_row(count),
             fixed_cost=policy.row * rate * costs.fixed,
             branch_cost=policy.row * rate * costs.branches,
-            level_cost=policy.level * rate * level if policy.depth is None else 0.0,
+            # A constant depth is read whatever it brings.
+            level_cost=policy.level * rate * level if policy.depth is None else -1.0,
             kept={
                 Source.INDEX: [r.text.kept * r.truth for r in drafting],
                 Source.MODEL: [r.text.model_kept * r.truth for r in drafting],

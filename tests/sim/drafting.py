@@ -277,10 +277,9 @@ def draft_by_model(
             claims[row] = claim if is_sent and claim else 0.0
             nodes[row] += claims[row] > 0
             claimed[row] += claims[row]
-        if plan.max_levels is not None:
-            if level == plan.max_levels:
-                break
-        elif can_sync:
+        if level == plan.max_levels:
+            break
+        if can_sync:
             gain = 0.0
             for claim, factor, found in zip(claims, kept, elsewhere, strict=True):
                 hoped = HOPED * claim * claim ** (1 / level)

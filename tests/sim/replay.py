@@ -1,21 +1,18 @@
-"""Judge a cost model by a log of real steps: ``python -m tests.sim.replay LOG``.
+"""Judge a cost model by the log of an engine: ``python -m tests.sim.replay LOG``.
 
-A log has one JSON object a line: ``work`` (the fields of ``Work``; those left out have
-their defaults), ``seconds`` (null: not timed), ``drafting_seconds`` and ``num_steps``,
-as in ``StepResult``. Its other fields, ``claimed`` and ``accepted``, are not read.
+An engine writes a line for each step where ``VLLM_LOGGING_LEVEL=DEBUG`` is set.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 from vllm_treespec.schedule.cost import CostModel
 from vllm_treespec.schedule.plan import Estimate, Work
+from vllm_treespec.schedule.step_log import LoggedStep, read_steps
 
 
 class Judged(Protocol):
@@ -49,29 +46,6 @@ class Counted:
         self.model.observe(work, seconds, drafting_seconds)
 
 
-@dataclass(frozen=True)
-class LoggedStep:
-    """A line of a log."""
-
-    work: Work
-    seconds: float | None
-    drafting_seconds: float = 0.0
-    num_steps: int = 1
-
-
-def read_log(path: Path) -> Iterator[LoggedStep]:
-    """The steps of a log in their order."""
-    with path.open() as lines:
-        for line in lines:
-            logged = json.loads(line)
-            yield LoggedStep(
-                Work(**logged["work"]),
-                logged["seconds"],
-                logged.get("drafting_seconds", 0.0),
-                logged.get("num_steps", 1),
-            )
-
-
 def kind_of(work: Work) -> str:
     """What a step did."""
     if work.levels:
@@ -103,10 +77,11 @@ def main() -> None:
     """Print the mean error of each kind of step."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim.replay")
     parser.add_argument("log", type=Path)
-    steps = read_log(parser.parse_args().log)
-    for kind, errors in sorted(errors_of(Counted(), steps).items()):
-        mean = sum(errors) / len(errors)
-        print(f"{kind}: {100 * mean:.1f} % in {len(errors)} observations")
+    with parser.parse_args().log.open() as lines:
+        errors = errors_of(Counted(), read_steps(lines))
+    for kind, of_kind in sorted(errors.items()):
+        mean = sum(of_kind) / len(of_kind)
+        print(f"{kind}: {100 * mean:.1f} % in {len(of_kind)} observations")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -147,23 +147,32 @@ class Run:
             seconds = self._seconds(step, Work(len(slots)), 0)[0]
             self.pending.num_steps += 1
             self.pending.seconds.append(seconds * noise)
-            self._count_behind(step, [], Drafted((), ()))
+            self._count_behind(step, {}, [], Drafted((), ()))
             return len(slots), seconds, PLAIN_PLAN
         self._report(slots)
         plan = self.schedule.plan(self._running(step))
         wanted = set(plan.slots)
         drawn = [i for i, each in enumerate(step.requests) if each.slot in wanted]
         drafted = self._draft(step, plan, drawn)
-        work = self._work(step, drawn, drafted)
+        read: dict[int, int] = {}
+        if drafted.levels:
+            read = self._read(step, plan, drawn)
+            ready = [i for i in drawn if read[i] == self._behind(step.requests[i])]
+            if ready != drawn:
+                drawn = ready
+                plan = plan.of_slots([step.requests[i].slot for i in drawn])
+                drafted = self._draft(step, plan, drawn)
+        work = self._work(step, drafted, sum(read.values()))
         seconds, drafting = self._seconds(step, work, len(drawn))
+        as_planned = bool(drawn) == (plan.tree is not None)
         is_timed = not step.reads_prompt and (not is_new or work.caught_up > 0)
         may_rest = 0 if is_new or plan.tree is not None else self.schedule.rest_steps
         self.pending = Pending(
             self._result(step, plan, drawn, drafted, work, drafting * noise),
             may_rest,
-            [seconds * noise] if is_timed else [],
+            [seconds * noise] if is_timed and as_planned else [],
         )
-        self._count_behind(step, drawn, drafted)
+        self._count_behind(step, read, drawn, drafted)
         return len(slots) + sum(drafted.num_accepted), seconds, plan
 
     def _rests(self, step: Step, is_new: bool) -> bool:
@@ -198,16 +207,31 @@ class Run:
             return 0
         return self.behind.get(request.slot, request.prompt)
 
-    def _count_behind(self, step: Step, drawn: Sequence[int], drafted: Drafted) -> None:
+    def _read(self, step: Step, plan: StepPlan, drawn: Sequence[int]) -> dict[int, int]:
+        """Tokens that models catch up on, by place; who is least behind comes first."""
+        left, read = plan.max_caught_up, dict[int, int]()
+        for i in sorted(drawn, key=lambda i: self._behind(step.requests[i])):
+            behind = self._behind(step.requests[i])
+            read[i] = behind if left is None else min(behind, left)
+            left = None if left is None else left - read[i]
+        return read
+
+    def _count_behind(
+        self,
+        step: Step,
+        read: Mapping[int, int],
+        drawn: Sequence[int],
+        drafted: Drafted,
+    ) -> None:
         """Note what models have not read after a step."""
         if not self.world.reads_late:
             return
-        read = set(drawn) if drafted.levels else set()
         accepted = dict(zip(drawn, drafted.num_accepted, strict=True))
+        ready = set(drawn) if drafted.levels else set()
         for i, request in enumerate(step.requests):
+            left = self._behind(request) - read.get(i, 0)
             emitted = 1 + accepted.get(i, 0)
-            before = self._behind(request)
-            self.behind[request.slot] = 0 if i in read else before + emitted
+            self.behind[request.slot] = 0 if i in ready else left + emitted
 
     def _draft(self, step: Step, plan: StepPlan, drawn: Sequence[int]) -> Drafted:
         """Draft for the requests of a plan, by their places in the step."""
@@ -221,12 +245,9 @@ class Run:
             self.world.can_sync,
         )
 
-    def _work(self, step: Step, drawn: Sequence[int], drafted: Drafted) -> Work:
+    def _work(self, step: Step, drafted: Drafted, caught_up: int) -> Work:
         """What a step does."""
         rows = sum(drafted.num_drafts)
-        caught_up = 0
-        if drafted.levels:
-            caught_up = sum(self._behind(step.requests[i]) for i in drawn)
         return Work(
             requests=len(step.requests),
             sampled=any(request.sampled for request in step.requests),

@@ -135,7 +135,7 @@ def plan_reading(
     max_tokens: int,
     max_trees: int,
 ) -> ReadingPlan:
-    """Share out the tokens that one step may read, first come, first served.
+    """Share out the tokens that one step may read; who has read nearly all comes first.
 
     A request that the budget does not let catch up reads a part, and drafts later. A
     request that drafts reads its root besides.
@@ -151,8 +151,11 @@ def plan_reading(
     """
     drafts = may_draft & (np.cumsum(may_draft) <= max_trees)
     wanted = end - first + drafts
-    left = max_tokens - (np.cumsum(wanted) - wanted)
-    taken = np.clip(left, 0, wanted)
+    order = np.argsort(wanted, kind="stable")
+    in_order = wanted[order]
+    taken = np.empty_like(wanted)
+    left = max_tokens - (np.cumsum(in_order) - in_order)
+    taken[order] = np.clip(left, 0, in_order)
     drafts &= taken == wanted
     reading = np.flatnonzero(taken)
     return ReadingPlan(

@@ -101,6 +101,12 @@ class MethodConfig(BaseModel, ABC):
         default=True,
         description="keep what the measured schedule learned for the next start",
     )
+    max_slowdown: Number = Field(
+        default=2.0,
+        gt=1.0,
+        description="times a plain step that a step with trees may take, in the "
+        "measured schedule: the less, the more evenly answers flow",
+    )
     lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
         default=None,
         description="give up the target's distribution for speed",

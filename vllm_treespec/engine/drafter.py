@@ -231,7 +231,9 @@ def make_schedule(
 ) -> Schedule:
     """How the tree of a step is chosen."""
     if config.schedule == "measured":
-        return AdaptiveScheduler(trees, config.max_trees, first_rank_values, can_sync)
+        return AdaptiveScheduler(
+            trees, config.max_trees, first_rank_values, can_sync, config.max_slowdown
+        )
     return ListedSchedule(trees)
 
 

@@ -20,6 +20,7 @@ from vllm_treespec.schedule.plan import (
     StepResult,
     Work,
 )
+from vllm_treespec.schedule.step_log import log_step
 from vllm_treespec.trees.draft import NO_TOKEN
 from vllm_treespec.trees.source import Source
 
@@ -195,7 +196,9 @@ class StepClock:
                 seconds = timed.end - self.last.time
                 self.stats.count_timed(self.last.mode, seconds, timed.num_tokens)
                 seconds /= timed.num_steps
-        self.schedule.observe(replace(result, seconds=seconds))
+        result = replace(result, seconds=seconds)
+        log_step(result)
+        self.schedule.observe(result)
 
     def _result(
         self,

@@ -80,8 +80,10 @@ class StepPlan:
     kept: Mapping[Source, Sequence[float]] = field(default_factory=dict)
     # accepted tokens that a model's first level adds where an index finds nothing
     first_level: Sequence[float] = ()
-    # that draft models read; None: as many as what they draft is worth
+    # that draft models read at most; None: as many as what they draft is worth
     max_levels: int | None = None
+    # tokens of earlier steps that draft models read at most; None: as many as fit
+    max_caught_up: int | None = None
 
     def of_slots(self, slots: Sequence[int]) -> StepPlan:
         """The same for some of the requests, in this order."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from vllm_treespec.schedule.base import Schedule, ScheduledTree
 from vllm_treespec.schedule.batch_sizes import size_group
 from vllm_treespec.schedule.calibration import Calibration
 from vllm_treespec.schedule.cost import CostModel
-from vllm_treespec.schedule.decay import DecayedMean
 from vllm_treespec.schedule.forward_times import ForwardTimes
+from vllm_treespec.schedule.offers import Offer, OfferMaker
 from vllm_treespec.schedule.plan import (
     PLAIN_PLAN,
     RunningRequests,
@@ -34,71 +32,19 @@ LEAST_LOSS = 0.1
 # How much faster than plain decoding an option must be: the best of several estimates
 # is too high.
 WORTH_A_TREE = 1.02
-# Standard errors by which an option may be better than estimated, and the least part
-# of its time: what is hardly known is tried.
-HOPED_ERRORS, LEAST_HOPED = 0.5, 0.5
+# Standard errors by which an option may be better than estimated: what is hardly known
+# is tried.
+HOPED_ERRORS = 0.5
 # Standard errors by which an option must come up to the best one to be probed.
 PROBED_ERRORS = 2.0
 # Rounds without a timed plain step after which those of another batch size count.
 MOST_UNTIMED = 3
-# Steps of a request before any has ended.
-PRIOR_LIFE = 64.0
 # Tokens caught up on that tell what they take, in a step that is no usual one.
 MANY_TOKENS = 16
-
-
-class Gain(NamedTuple):
-    """What a request's tree brings."""
-
-    # accepted tokens, see ``TokenEstimate``
-    tokens: float
-    error: float
-    own_variance: float
-    slot: int
-    # of a whole tree
-    share: float
-    # tokens that draft models are behind, and the part of them for each of the steps
-    # that the request goes on
-    behind: float
-    behind_a_step: float
-
-
-@dataclass(frozen=True)
-class Offer:
-    """An option, drawn for as many requests as bring the most tokens a second."""
-
-    # None: plain
-    option: TreeOption | None
-    # of a step
-    tokens: float
-    seconds: float
-    # the standard errors of both
-    tokens_error: float = 0.0
-    seconds_error: float = 0.0
-    slots: Sequence[int] = ()
-    # seconds that draft models take now for the tokens that they are behind
-    catching_up: float = 0.0
-
-    @property
-    def tree(self) -> int | None:
-        """Index of the tree; None: plain."""
-        return None if self.option is None else self.option.index
-
-    @property
-    def sources(self) -> Source:
-        """What drafts it; nothing where it is plain."""
-        return Source(0) if self.option is None else self.option.sources
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
-
-    def hopeful_rate(self, errors: float) -> float:
-        """The same if tokens and time are so many standard errors better."""
-        tokens = self.tokens + errors * self.tokens_error
-        seconds = self.seconds - errors * self.seconds_error
-        return tokens / max(seconds, LEAST_HOPED * self.seconds)
+# Times a plain step that one with trees takes at most, unless a spec-config says it.
+MAX_SLOWDOWN = 2.0
+# The part of what it takes longer that is left for catching up, whatever trees take.
+READING_SHARE = 0.5
 
 
 @dataclass
@@ -131,6 +77,7 @@ class AdaptiveScheduler(Schedule):
         max_trees: int,
         share: Callable[[list[float]], list[float]] = lambda seconds: seconds,
         can_sync: bool = True,
+        max_slowdown: float = MAX_SLOWDOWN,
     ) -> None:
         """Begin with nothing measured.
 
@@ -140,10 +87,11 @@ class AdaptiveScheduler(Schedule):
             share: hands out rank 0's times, which all ranks choose by.
             can_sync: whether the host waits for what a model drafted before it reads
                 on; else past steps tell the number of levels.
+            max_slowdown: times a plain step that one with trees takes at most.
 
         """
         super().__init__(trees)
-        self.max_trees = max_trees
+        self.max_slowdown = max_slowdown
         self.share = share
         self.can_sync = can_sync
         self.options = [
@@ -153,16 +101,13 @@ class AdaptiveScheduler(Schedule):
         self.cost = CostModel()
         self.calibration = Calibration()
         self.values = OptionValues(self.options, self.steps)
+        self.maker = OfferMaker(self.values, self.cost, max_trees, max_slowdown)
         # batch size, sampled -> rounds in which plain steps were not timed
         self.untimed: Counter[tuple[int, bool]] = Counter()
         # option, batch size, sampled -> seconds that it may lose
         self.credit: defaultdict[tuple[int | None, int, bool], float] = defaultdict(
             float
         )
-        # the step in which a request decoded first, by slot
-        self.begun: dict[int, int] = {}
-        # steps that requests had
-        self.lives = DecayedMean()
         # whether requests of the last plan are sampled, by slot
         self.kinds: dict[int, bool] = {}
         self.round = Round()
@@ -192,8 +137,7 @@ class AdaptiveScheduler(Schedule):
         now.settled = True
         size, sampled = size_group(requests.num_reqs), any(requests.sampled)
         self._count(size, sampled, 1)
-        for slot in requests.slots:
-            self.begun.setdefault(slot, self.step)
+        self.maker.lives.begin(requests.slots, self.step)
         self.kinds = dict(zip(requests.slots, requests.sampled, strict=True))
         if now.steps_left <= 0 or (size, sampled) != (now.size, now.sampled):
             self._take_in()
@@ -204,7 +148,7 @@ class AdaptiveScheduler(Schedule):
         slots = [slot for slot in requests.slots if slot not in left_out]
         if offer.option is None or not slots:
             return PLAIN_PLAN
-        return self._plan_of(offer.option, slots, requests.num_reqs)
+        return self._plan_of(offer, slots, requests.num_reqs)
 
     def _count(self, size: int, sampled: bool, num_steps: int) -> None:
         """Count steps of a batch size."""
@@ -239,14 +183,11 @@ class AdaptiveScheduler(Schedule):
         plain = Offer(None, num_reqs, seconds, seconds_error=error)
         if not requests.slots:
             return plain, plain.rate, plain.rate
-        token = self.cost.draft_costs(num_reqs, sampled).caught_up
-        offers = [
-            self._offer(option, size, requests, token, token / seconds)
-            for option in self.options
-        ]
-        best = max(offers, key=lambda offer: offer.hopeful_rate(HOPED_ERRORS))
-        if best.hopeful_rate(HOPED_ERRORS) < WORTH_A_TREE * plain.rate:
-            best = plain
+        best, offers = plain, self.maker.offers(size, requests, plain)
+        if offers:
+            hopeful = max(offers, key=lambda offer: offer.hopeful_rate(HOPED_ERRORS))
+            if hopeful.hopeful_rate(HOPED_ERRORS) >= WORTH_A_TREE * plain.rate:
+                best = hopeful
         probe = self._probe(size, sampled, [plain, *offers], best)
         return probe or best, best.rate, plain.rate
 
@@ -271,105 +212,19 @@ class AdaptiveScheduler(Schedule):
                 due = offer
         return due
 
-    def _offer(
-        self,
-        option: TreeOption,
-        size: int,
-        requests: RunningRequests,
-        token: float,
-        in_steps: float,
-    ) -> Offer:
-        """Draw an option for as many requests as bring the most tokens a second.
-
-        Args:
-            option: that is drawn.
-            size: the batch size's group.
-            requests: that run.
-            token: seconds of one that draft models are behind.
-            in_steps: the same in plain steps.
-
-        """
-        num_reqs, sampled = requests.num_reqs, any(requests.sampled)
-        gains = self._gains(option, size, requests, in_steps)[: self.max_trees]
-        best: Offer | None = None
-        counts = counts_up_to(len(gains))
-        # An index prunes by itself what is worth no row.
-        for count in counts[-1:] if option.index_only and option.prunes else counts:
-            drawn = gains[:count]
-            tokens = num_reqs + sum(gain.tokens for gain in drawn)
-            num_trees = sum(gain.share for gain in drawn)
-            work = self.values.work(size, option, num_reqs, num_trees, sampled)
-            seconds, error = self.cost.seconds(work)
-            seconds += token * sum(gain.behind_a_step for gain in drawn)
-            if best is None or tokens / seconds > best.rate:
-                best = Offer(
-                    option,
-                    tokens,
-                    seconds,
-                    sum(gain.error for gain in drawn)
-                    + math.sqrt(sum(gain.own_variance for gain in drawn)),
-                    error,
-                    [gain.slot for gain in drawn],
-                    token * sum(gain.behind for gain in drawn),
-                )
-        assert best is not None
-        if option.index_only and option.prunes:
-            # Where its drafts are worth no row, none is drawn.
-            nothing = self.cost.seconds(Work(num_reqs, sampled, lookup=1.0))
-            if num_reqs / nothing.mean > best.rate:
-                best = replace(best, tokens=num_reqs, seconds=nothing.mean)
-        return best
-
-    def _gains(
-        self, option: TreeOption, size: int, requests: RunningRequests, token: float
-    ) -> list[Gain]:
-        """What each request's tree brings; the most first.
-
-        Args:
-            option: that is drawn.
-            size: the batch size's group.
-            requests: that run.
-            token: what one takes that draft models are behind, in plain steps.
-
-        """
-        life = self.lives.mean(self.step, PRIOR_LIFE, 1.0)
-        gains = []
-        for slot, sampled, limit, behind in zip(
-            requests.slots,
-            requests.sampled,
-            requests.limits,
-            requests.num_behind,
-            strict=True,
-        ):
-            tokens = self.values.tokens(size, option, slot, sampled)
-            share = min(limit / option.num_drafts, 1.0)
-            unread = 0.0 if option.index_only else float(behind)
-            # It goes on as long as others, or as it did so far.
-            num_steps = max(self.step - self.begun[slot], life)
-            # Tokens that are read for a hope alone are lost.
-            caution = 1.0 + unread * token
-            gains.append(
-                Gain(
-                    min(tokens.mean, limit),
-                    tokens.error / caution,
-                    tokens.own_variance / (caution * caution),
-                    slot,
-                    share,
-                    unread,
-                    unread / num_steps,
-                )
-            )
-        return sorted(gains, reverse=True)
-
-    def _plan_of(
-        self, option: TreeOption, slots: Sequence[int], num_reqs: int
-    ) -> StepPlan:
+    def _plan_of(self, offer: Offer, slots: Sequence[int], num_reqs: int) -> StepPlan:
         """What drafting may spend."""
-        whole = self.whole_tree(option.index, slots)
-        if not option.prunes:
-            return whole
-        now, step = self.round, self.step
+        option, now, step = offer.option, self.round, self.step
+        assert option is not None
+        plan = self.whole_tree(option.index, slots)
         costs = self.cost.draft_costs(num_reqs, now.sampled)
+        plain = self.cost.seconds(Work(num_reqs, now.sampled)).mean
+        spare = (self.max_slowdown - 1.0) * plain
+        if plan.model:
+            left = max(plain + spare - offer.seconds, READING_SHARE * spare)
+            plan = replace(plan, max_caught_up=times_in(left, costs.caught_up))
+        if not option.prunes:
+            return plan
         kept = {
             source: [
                 self.calibration.kept(step, source, slot, self.kinds[slot])
@@ -385,11 +240,12 @@ class AdaptiveScheduler(Schedule):
         factors = [self.values.factor(option, slot, self.kinds[slot]) for slot in slots]
         by_request = [survival[self.kinds[slot]] for slot in slots]
         row_cost, level_cost = costs.row * now.rate, costs.level * now.plain_rate
-        max_levels = None
-        if whole.model and not self.can_sync:
-            max_levels = levels_worth_reading(by_request, factors, row_cost, level_cost)
+        max_levels = times_in(spare, costs.level)
+        if not self.can_sync:
+            worth = levels_worth_reading(by_request, factors, row_cost, level_cost)
+            max_levels = min(max_levels, worth)
         return replace(
-            whole,
+            plan,
             prunes=True,
             row_cost=row_cost,
             fixed_cost=costs.fixed * now.rate,
@@ -400,7 +256,7 @@ class AdaptiveScheduler(Schedule):
                 min(levels[0] * factor, 1.0)
                 for levels, factor in zip(by_request, factors, strict=True)
             ],
-            max_levels=max_levels,
+            max_levels=max_levels if plan.model else None,
         )
 
     def observe(self, result: StepResult) -> None:
@@ -450,18 +306,12 @@ class AdaptiveScheduler(Schedule):
         """Forget requests that ended; their slots will be other requests'."""
         self.calibration.forget(slots)
         self.values.forget(slots)
-        for slot in slots:
-            life = self.step - self.begun.pop(slot, self.step)
-            # What ends with its first token tells nothing of others.
-            if life:
-                self.lives.add(self.step, 1.0, life)
+        self.maker.lives.end(slots, self.step)
 
 
-def counts_up_to(most: int) -> list[int]:
-    """Numbers of requests that are compared: 1, 2, 3, 4, 6, 8, 12, and so on."""
-    powers = [1 << exponent for exponent in range(most.bit_length())]
-    counts = {count for power in powers for count in (power, 3 * power // 2)}
-    return sorted({most, *(count for count in counts if count < most)})
+def times_in(seconds: float, each: float) -> int:
+    """How often something fits into this time, at least once."""
+    return max(int(seconds / each), 1)
 
 
 def levels_worth_reading(

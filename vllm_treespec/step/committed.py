@@ -110,6 +110,7 @@ class CommittedReader:
         accepted: np.ndarray,
         max_trees: int,
         any_trees: bool,
+        max_caught_up: int | None = None,
     ) -> np.ndarray:
         """Let the sources read, after ``note``.
 
@@ -121,6 +122,7 @@ class CommittedReader:
             accepted: int64 [n], see ``Roots``.
             max_trees: how many may.
             any_trees: whether this step draws trees.
+            max_caught_up: tokens of earlier steps that are read; None: as many as fit.
 
         Returns:
             int64 [num_drafting], the requests that draft now, ascending.
@@ -133,7 +135,7 @@ class CommittedReader:
             unread &= self._unread(batch.slots[reqs], accepted)
             others = reqs[~unread], may_draft[~unread]
             others_drafting = self._catch_up(
-                batch, *others, max_trees - int(unread.sum())
+                batch, *others, max_trees - int(unread.sum()), max_caught_up
             )
             drafting = np.sort(np.concatenate([reqs[unread], others_drafting]))
         if self.step_sources:
@@ -159,11 +161,16 @@ class CommittedReader:
         reqs: np.ndarray,
         may_draft: np.ndarray,
         max_trees: int,
+        max_caught_up: int | None,
     ) -> np.ndarray:
         """Let sources read what they have not read; return who is ready to draft."""
         table, end = batch.blocks.host_table, batch.end[reqs]
         first = self.marks.first_unread(table[reqs], end)
-        plan = plan_reading(reqs, first, end, may_draft, self.max_num_tokens, max_trees)
+        budget = self.max_num_tokens
+        if max_caught_up is not None:
+            of_step = int(batch.num_emitted[reqs].sum() + may_draft.sum())
+            budget = min(budget, of_step + max_caught_up)
+        plan = plan_reading(reqs, first, end, may_draft, budget, max_trees)
         self.marks.mark_read(table[plan.reqs], plan.first, plan.end)
         if len(plan.reqs):
             behind = without_own_step(batch, plan.reqs, plan.end - plan.first)

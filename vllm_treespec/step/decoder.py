@@ -404,6 +404,7 @@ class TreeDecoder:
             accepted[reqs],
             self.method.max_trees,
             models_draft,
+            plan.max_caught_up,
         )
         num_caught_up = self.committed_reader.num_caught_up
         return self.drafter.draw(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+    from vllm_treespec.batch.matching import Proposal
     from vllm_treespec.engine.draft_model import PagedDraftModel
     from vllm_treespec.engine.v1.vllm_types import V1Runner
 else:
@@ -82,6 +83,8 @@ class TreeRunnerMixin(V1Runner):
         self._aux_layers = self.drafter.aux_layers
         self.use_aux_hidden_state_outputs = bool(self._aux_layers)
         self._forward_start = 0.0
+        # what the next trees begin with; None: they are drawn, or not drawn at all
+        self._step_end: tuple[list[list[int]], HiddenStates] | None = None
         self._add_custom_processors()
 
     def _add_custom_processors(self) -> None:
@@ -224,37 +227,44 @@ class TreeRunnerMixin(V1Runner):
         aux_hidden_states: Sequence[Tensor] | None,
         *_: object,
     ) -> list[list[int]]:
-        """Draw the next tree of every request that may have one."""
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self.decoder.rests(map(len, sampled_token_ids)):
-            return drafts
-        layers = zip(self._aux_layers, aux_hidden_states or (), strict=True)
-        hidden = HiddenStates(
-            sampled=sample_hidden_states,
-            by_layer={FINAL_LAYER: hidden_states, **dict(layers)},
-        )
-        scheduled = self.decoder.batch
-        proposal = self.drafter.propose(
-            emitted_batch(
-                self, scheduled, sampled_token_ids, hidden, self.group_order[0]
+        """Note what the next trees begin with; they are drawn when they are taken."""
+        self._step_end = None
+        if not self.decoder.rests(map(len, sampled_token_ids)):
+            layers = zip(self._aux_layers, aux_hidden_states or (), strict=True)
+            hidden = HiddenStates(
+                sampled=sample_hidden_states,
+                by_layer={FINAL_LAYER: hidden_states, **dict(layers)},
             )
-        )
-        if proposal is not None:
-            for req, row in zip(proposal.reqs, proposal.drafts(), strict=True):
-                drafts[req] = row
-        return drafts
+            self._step_end = sampled_token_ids, hidden
+        return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Hand the drafts to the scheduler, with their trees and what was counted."""
+        """Draw the next trees, and hand them to the scheduler with what was counted.
+
+        The engine has sent out the step's tokens by now, so that they need not wait.
+        """
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
-        proposal = self.decoder.proposal
         parents: dict[str, list[int]] = {}
-        if proposal is not None:
-            names = [self.decoder.slots.name(slot) for slot in proposal.slots]
-            parents = dict(zip(names, proposal.draft_parents(), strict=True))
+        if self._step_end is not None:
+            proposal = self._propose(*self._step_end)
+            if proposal is not None:
+                for req, row in zip(proposal.reqs, proposal.drafts(), strict=True):
+                    drafts.draft_token_ids[req] = row
+                names = [self.decoder.slots.name(slot) for slot in proposal.slots]
+                parents = dict(zip(names, proposal.draft_parents(), strict=True))
         counts = self.decoder.stats.hand_over()
         return TreeDraftTokenIds(
             drafts.req_ids, drafts.draft_token_ids, parents, counts
         )
+
+    def _propose(
+        self, sampled_token_ids: list[list[int]], hidden: HiddenStates
+    ) -> Proposal | None:
+        """Draw the next tree of every request that may have one."""
+        self._step_end = None
+        batch = emitted_batch(
+            self, self.decoder.batch, sampled_token_ids, hidden, self.group_order[0]
+        )
+        return self.drafter.propose(batch)
