@@ -72,6 +72,17 @@ class ProposerInputs:
         least = UNPRICED if min_probability is None else min_probability
         return [least] * len(self.root_token_ids)
 
+    def max_drafts(self) -> Tensor | None:
+        """Draft tokens that each tree of a model may have, int64 [num_reqs].
+
+        The rows of a step are shared out evenly; None: as many as the proposer says.
+        """
+        limits, max_rows = self.num_drafts, self.plan.max_rows
+        if limits is not None or max_rows is None:
+            return limits
+        num_reqs = len(self.root_token_ids)
+        return torch.full_like(self.root_token_ids, max(max_rows // num_reqs, 1))
+
     def within_levels(self, values: Tensor, level: int) -> Tensor:
         """Leave out the candidates of a level where trees are not that deep.
 

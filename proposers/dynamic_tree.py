@@ -110,7 +110,7 @@ class DynamicTree(Proposer):
             read = tokens[-1].gather(1, place)
             logits = draft_model.extend(read, place // count)
         values = torch.cat(log_probs, dim=1)
-        kept = highest(values, self.num_drafts, inputs.num_drafts)
+        kept = highest(values, self.num_drafts, inputs.max_drafts())
         widths = [level.shape[1] for level in tokens]
         draft = from_levels(
             inputs.root_token_ids,

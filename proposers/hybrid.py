@@ -75,12 +75,21 @@ class Hybrid(Proposer):
         (continuations,) = inputs.continuations
         least = inputs.min_claims(Source.INDEX, self.index.min_probability)
         limits = [self._index_limits(inputs.plan)] * len(continuations.by_request)
-        grown = self.index.grown(self.index.grow(continuations, limits, least))
+        trees = self.index.grow(continuations, limits, least)
+        max_rows = inputs.plan.max_rows
+        if max_rows is not None:
+            # A path of the model for each request, but for one half of them.
+            of_index = max(max_rows - self.model.depth * len(trees), max_rows // 2)
+            trees = suffix.within_rows(trees, replace(inputs.plan, max_rows=of_index))
+        grown = self.index.grown(trees)
         # A draft adds one leaf at most.
         left = np.minimum(
             1 + self.num_drafts - grown.num_nodes,
             self.sizes.max_leaves - grown.num_leaves(),
         )
+        if max_rows is not None:
+            rows_left = max_rows - sum(map(len, trees))
+            left = np.minimum(left, rows_left // len(trees))
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
         of_model = replace(inputs, num_drafts=num_drafts)

@@ -121,6 +121,7 @@ class Suffix(Proposer):
         trees = self.grow(found, limits, least)
         if not inputs.plan.prunes:
             return self.grown(trees).draft(inputs.root_token_ids)
+        trees = within_rows(trees, inputs.plan)
         grown = self.grown(worth_most(trees, inputs.plan))
         shadow = self._shadow(found, grown.num_nodes, inputs.root_token_ids.device)
         return replace(grown.draft(inputs.root_token_ids), shadow=shadow)
@@ -200,6 +201,35 @@ class Suffix(Proposer):
                 depths[row, 1:size] = drafts[2]
                 claims[row, 1:size] = drafts[3]
         return GrownTrees(tokens, parents, depths, num_nodes, claims)
+
+
+def within_rows(trees: list[list[DraftNode]], plan: StepPlan) -> list[list[DraftNode]]:
+    """These trees, cut to the rows of a step: their likeliest nodes stay.
+
+    A node is no likelier than its parent, which thus stays, too.
+    """
+    if plan.max_rows is None or sum(map(len, trees)) <= plan.max_rows:
+        return trees
+    ranked = sorted(
+        (-ratio * draft.probability, node, row)
+        for row, (tree, ratio) in enumerate(
+            zip(trees, plan.kept[Source.INDEX], strict=True)
+        )
+        for node, draft in enumerate(tree, start=1)
+    )
+    staying: list[list[int]] = [[] for _ in trees]
+    for _, node, row in ranked[: plan.max_rows]:
+        staying[row].append(node)
+    return [
+        subtree(tree, sorted(nodes)) for tree, nodes in zip(trees, staying, strict=True)
+    ]
+
+
+def subtree(tree: Sequence[DraftNode], nodes: Sequence[int]) -> list[DraftNode]:
+    """Some nodes of a tree, ascending, and with each its parent."""
+    number = {0: 0} | {node: new for new, node in enumerate(nodes, start=1)}
+    drafts = [tree[node - 1] for node in nodes]
+    return [draft._replace(parent=number[draft.parent]) for draft in drafts]
 
 
 def worth_most(

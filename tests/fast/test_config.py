@@ -86,6 +86,8 @@ def test_a_name_and_a_model_are_enough(method: str, tmp_path: Path) -> None:
     assert open_keys <= {"min_probability"}
     config = parse_spec_config(spec)
     assert parse_spec_config(printed) == config
+    fixed = parse_spec_config({**spec, "schedule": "fixed"})
+    assert parse_spec_config(fixed.model_dump(mode="json")) == fixed
     num_drafts = config.proposer().sizes.max_nodes - 1
     assert arguments["speculative_config"]["num_speculative_tokens"] == num_drafts
     assert num_drafts <= 32

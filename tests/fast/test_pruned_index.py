@@ -95,6 +95,26 @@ def test_branches_must_be_worth_what_they_cost() -> None:
     assert num_drafts(propose(found, replace(plan, fixed_cost=9.0))) == [0, 0]
 
 
+def test_a_step_has_rows_for_its_likeliest_drafts() -> None:
+    """Red when drafts that fit no step take its rows, or lose their parents."""
+    plan = replace(pruning_plan(3, kept=[1.0, 1.0, 0.9]), max_rows=6)
+    draft = propose([LONG, SHORT, LONG], plan)
+    assert num_drafts(draft) == [3, 0, 3], "claims and what they are worth both count"
+    wide = [[(8, [1, 2, 3]), (7, [4, 5])]]
+    whole = propose(wide, pruning_plan(1))
+    assert whole.claims is not None
+    for rows in range(1, 6):
+        cut = propose(wide, replace(pruning_plan(1), max_rows=rows))
+        assert num_drafts(cut) == [rows]
+        tree, size = cut.tree, 1 + rows
+        depths = tree.depths[0, :size].tolist()
+        parents = tree.parents[0, 1:size].tolist()
+        assert [depths[p] + 1 for p in parents] == depths[1:]
+        assert cut.claims is not None
+        best = whole.claims[0].sort(descending=True).values[:rows]
+        assert cut.claims[0].sum() == pytest.approx(float(best.sum()))
+
+
 def test_trees_without_drafts_have_shadow_drafts() -> None:
     """Red when nothing is learned of a text whose drafts all cost too much."""
     plan = pruning_plan(3, row_cost=0.9, kept=[0.9, 1.0, 1.0])

@@ -325,7 +325,9 @@ def plan_with(tree: int, can_sync: bool = True) -> tuple[AdaptiveScheduler, Step
                 request = scheduler.calibration.ratios.requests[source, slot]
                 request.add(step, 2.0, accepted)
     option = scheduler.options[tree]
-    return scheduler, scheduler._plan_of(Offer(option, 2.0, 1.0), [1, 0], 2)
+    return scheduler, scheduler._plan_of(
+        Offer(option, 2.0, 1.0), [1, 0], running(range(2))
+    )
 
 
 def test_costs_of_a_plan_are_in_tokens() -> None:
@@ -357,7 +359,7 @@ def test_past_steps_tell_levels_where_the_host_cannot_sync() -> None:
     """Red when a GPU's plan leaves levels open, or a CPU's does not."""
     plan = plan_with(0)[1]
     assert plan.max_levels is not None
-    assert plan.max_levels > HYBRID.draft_depth, "only the bound of a step"
+    assert plan.max_levels == HYBRID.draft_depth, "only the bound of a step"
     _, plan = plan_with(0, can_sync=False)
     assert plan.max_levels is not None
     assert 1 <= plan.max_levels <= HYBRID.draft_depth
@@ -421,6 +423,6 @@ def test_models_catch_up_in_parts(can_sync: bool) -> None:
     assert 1 <= plan.max_caught_up <= plain.mean / costs.caught_up
     scheduler.max_slowdown = 1.0001
     slow = Offer(scheduler.options[0], 2.0, 9.0)
-    tight = scheduler._plan_of(slow, [1, 0], 2)
-    assert (tight.max_caught_up, tight.max_levels) == (1, 1)
+    tight = scheduler._plan_of(slow, [1, 0], running(range(2)))
+    assert (tight.max_caught_up, tight.max_levels, tight.max_rows) == (1, 1, 2)
     assert plan_with(1)[1].max_caught_up is None, "an index has nothing to read"

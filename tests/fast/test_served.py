@@ -29,6 +29,7 @@ asked = len(pathlib.Path(arguments["--dataset-path"]).read_text().splitlines())
 result = {{"completed": asked - {lost}, "duration": 2.0, "ttfts": [1.0]}}
 result["output_throughput"] = 10.0 * int(arguments["--max-concurrency"])
 result["median_itl_ms"] = float(arguments["--request-rate"])
+result["p99_itl_ms"] = 8.0
 folder = pathlib.Path(arguments["--result-dir"])
 (folder / arguments["--result-filename"]).write_text(json.dumps(result))
 """
@@ -90,7 +91,7 @@ def test_lost_requests_and_broken_servers_are_said(
 def test_the_command_writes_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red when speed-ups are not against plain under the same load."""
+    """Red when ratios are not over plain under the same load."""
     monkeypatch.setattr(served, "VLLM", stand_in(tmp_path))
     monkeypatch.setattr(served.plot, "bar_panels", lambda *args, **options: None)
     target = tmp_path / "target"
@@ -101,7 +102,7 @@ def test_the_command_writes_the_table(
     assert done.exit_code == 0, done.output
     text = (tmp_path / "out" / "results.md").read_text()
     assert "## prompts, 4 clients, temperature 0" in text
-    assert "| suffix_tree-32x28-adaptive-compiled | 40.0 | 1.00× |" in text
+    assert "| suffix_tree-32x28-adaptive-compiled | 40.0 | 1.00× | – | 1.00× |" in text
     _, rated = text.split("## prompts, 0.5 requests/s, temperature 0")
     assert "| suffix_tree-32x28-adaptive-compiled | 160.0 | 1.00× |" in rated
     content = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -12,7 +12,8 @@ from tests.sim.best import best_of
 from tests.sim.scenarios import Scenario
 from tests.sim.table import SCENARIOS
 from tests.sim.world import MAX_TREES, Record, World, run
-from vllm_treespec.schedule.scheduler import MAX_SLOWDOWN, AdaptiveScheduler
+from vllm_treespec.schedule.plan import MAX_SLOWDOWN
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 
 # Steps of the beginning, and their weight in a score.
 FIRST_STEPS, FIRST_WEIGHT = 200, 0.25

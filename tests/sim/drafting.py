@@ -113,6 +113,9 @@ def draft(
         parts[Source.INDEX] = draft_by_index(plan, tree, of_index, draws, needed)
         found = parts[Source.INDEX].nodes
         places = [a - b for a, b in zip(places, found, strict=True)]
+    if plan.max_rows is not None and len(requests):
+        left = plan.max_rows - sum(of_index_nodes(parts))
+        places = [min(each, left // len(requests)) for each in places]
     if needed:
         parts[Source.MODEL] = draft_by_model(
             plan, tree, places, draws, elsewhere, can_sync
@@ -135,6 +138,11 @@ def draft(
         lookup=plan.lookup,
         levels=sum(part.levels for part in parts.values()),
     )
+
+
+def of_index_nodes(parts: Mapping[Source, Part]) -> Sequence[int]:
+    """Nodes of each tree that an index drafted."""
+    return parts[Source.INDEX].nodes if Source.INDEX in parts else ()
 
 
 def has_branches(parts: Mapping[Source, Part]) -> bool:
@@ -192,6 +200,35 @@ def grow(draw: Draw, least: float, places: int, max_depth: int) -> Found:
     return Found(main, rival, claimed)
 
 
+def within_rows(
+    found: Sequence[Found],
+    draws: Sequence[Draw],
+    kept: Sequence[float],
+    max_rows: int | None,
+) -> list[Found]:
+    """The likeliest nodes of all requests, as many as a step has rows for."""
+    if max_rows is None or sum(each.main + each.rival for each in found) <= max_rows:
+        return list(found)
+    ranked = sorted(
+        (-factor * rate**level, row, which)
+        for row, (each, draw, factor) in enumerate(zip(found, draws, kept, strict=True))
+        for which, rate, count in (
+            (0, draw.rate, each.main),
+            (1, draw.rival, each.rival),
+        )
+        for level in range(1, count + 1)
+    )[:max_rows]
+    counts = [[0, 0] for _ in found]
+    claims = [0.0] * len(found)
+    for value, row, which in ranked:
+        counts[row][which] += 1
+        claims[row] -= value / kept[row]
+    return [
+        Found(main, rival, claimed)
+        for (main, rival), claimed in zip(counts, claims, strict=True)
+    ]
+
+
 def chain_of(draw: Draw, found: Found) -> Found:
     """The likelier continuation alone."""
     claimed = sum(draw.rate**level for level in range(1, found.main + 1))
@@ -228,6 +265,11 @@ def draft_by_index(
             draws, plan.min_claim(Source.INDEX), places, strict=True
         )
     ]
+    max_rows = plan.max_rows
+    if max_rows is not None and beside_model:
+        of_model = tree.sizes.draft_depth * len(found)
+        max_rows = max(max_rows - of_model, max_rows // 2)
+    found = within_rows(found, draws, plan.kept[Source.INDEX], max_rows)
     if not beside_model:
         chains = [chain_of(*both) for both in zip(draws, found, strict=True)]
         nothing = [Found()] * len(found)

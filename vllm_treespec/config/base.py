@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from vllm_treespec.proposers import Proposer
+from vllm_treespec.schedule.plan import MAX_SLOWDOWN
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 from vllm_treespec.sources.base import TextSource
@@ -101,11 +102,11 @@ class MethodConfig(BaseModel, ABC):
         default=True,
         description="keep what the measured schedule learned for the next start",
     )
-    max_slowdown: Number = Field(
-        default=2.0,
-        gt=1.0,
+    max_slowdown: Annotated[Number, Field(gt=1.0)] | None = Field(
+        default=None,
         description="times a plain step that a step with trees may take, in the "
-        "measured schedule: the less, the more evenly answers flow",
+        f"measured schedule (default: {MAX_SLOWDOWN:g}); the less, the more evenly "
+        "answers flow",
     )
     lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
         default=None,
@@ -214,9 +215,10 @@ class MethodConfig(BaseModel, ABC):
                     f"'schedule' has an entry with '{key}', which does not shape a "
                     f"{self.name} tree; write {', '.join(self.SHAPE) or 'no such key'}"
                 )
+        fixed = {"schedule": "fixed", "max_slowdown": None}
         if not shape:
-            return self.model_copy(update={"schedule": "fixed"})
-        changed = {**self.model_dump(), "schedule": "fixed", **shape}
+            return self.model_copy(update=fixed)
+        changed = {**self.model_dump(), **fixed, **shape}
         try:
             return type(self).model_validate(changed)
         except ValidationError as error:
@@ -260,6 +262,11 @@ class MethodConfig(BaseModel, ABC):
             )
         if self.schedule == ():
             raise ValueError("'schedule' is empty; remove it, or write 'fixed'")
+        if self.max_slowdown is not None and self.schedule != "measured":
+            raise ValueError(
+                "'max_slowdown' is for the measured schedule, which knows what steps "
+                "take; remove it, or 'schedule'"
+            )
         self.scheduled_trees()
         return self
 

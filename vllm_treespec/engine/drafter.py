@@ -28,6 +28,7 @@ from vllm_treespec.heads import LyannaHeadConfig, read_head_config
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.schedule.base import Schedule, ScheduledTree
 from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.schedule.plan import MAX_SLOWDOWN
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import Rule, TypicalAcceptance
 from vllm_treespec.sources.base import FINAL_LAYER, DraftSource
@@ -231,8 +232,9 @@ def make_schedule(
 ) -> Schedule:
     """How the tree of a step is chosen."""
     if config.schedule == "measured":
+        max_slowdown = config.max_slowdown or MAX_SLOWDOWN
         return AdaptiveScheduler(
-            trees, config.max_trees, first_rank_values, can_sync, config.max_slowdown
+            trees, config.max_trees, first_rank_values, can_sync, max_slowdown
         )
     return ListedSchedule(trees)
 

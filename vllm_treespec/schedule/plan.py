@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from vllm_treespec.trees.source import Source
 
+# Times a plain step that one with trees takes at most, unless a spec-config says it.
+MAX_SLOWDOWN = 2.0
+
 
 class Estimate(NamedTuple):
     """A mean and its standard error."""
@@ -76,6 +79,8 @@ class StepPlan:
     fixed_cost: float = 0.0
     branch_cost: float = 0.0
     level_cost: float = 0.0
+    # draft nodes of all trees at most; None: as many as are worth their row
+    max_rows: int | None = None
     # accepted over claimed tokens
     kept: Mapping[Source, Sequence[float]] = field(default_factory=dict)
     # accepted tokens that a model's first level adds where an index finds nothing

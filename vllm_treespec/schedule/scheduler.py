@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from vllm_treespec.schedule.cost import CostModel
 from vllm_treespec.schedule.forward_times import ForwardTimes
 from vllm_treespec.schedule.offers import Offer, OfferMaker
 from vllm_treespec.schedule.plan import (
+    MAX_SLOWDOWN,
     PLAIN_PLAN,
     RunningRequests,
     StepPlan,
@@ -41,8 +43,6 @@ PROBED_ERRORS = 2.0
 MOST_UNTIMED = 3
 # Tokens caught up on that tell what they take, in a step that is no usual one.
 MANY_TOKENS = 16
-# Times a plain step that one with trees takes at most, unless a spec-config says it.
-MAX_SLOWDOWN = 2.0
 # The part of what it takes longer that is left for catching up, whatever trees take.
 READING_SHARE = 0.5
 
@@ -148,7 +148,7 @@ class AdaptiveScheduler(Schedule):
         slots = [slot for slot in requests.slots if slot not in left_out]
         if offer.option is None or not slots:
             return PLAIN_PLAN
-        return self._plan_of(offer, slots, requests.num_reqs)
+        return self._plan_of(offer, slots, requests)
 
     def _count(self, size: int, sampled: bool, num_steps: int) -> None:
         """Count steps of a batch size."""
@@ -212,16 +212,21 @@ class AdaptiveScheduler(Schedule):
                 due = offer
         return due
 
-    def _plan_of(self, offer: Offer, slots: Sequence[int], num_reqs: int) -> StepPlan:
+    def _plan_of(
+        self, offer: Offer, slots: Sequence[int], requests: RunningRequests
+    ) -> StepPlan:
         """What drafting may spend."""
         option, now, step = offer.option, self.round, self.step
+        num_reqs = requests.num_reqs
         assert option is not None
         plan = self.whole_tree(option.index, slots)
         costs = self.cost.draft_costs(num_reqs, now.sampled)
         plain = self.cost.seconds(Work(num_reqs, now.sampled)).mean
         spare = (self.max_slowdown - 1.0) * plain
         if plan.model:
-            left = max(plain + spare - offer.seconds, READING_SHARE * spare)
+            left = spare
+            if not all(requests.num_behind):
+                left = max(plain + spare - offer.seconds, READING_SHARE * spare)
             plan = replace(plan, max_caught_up=times_in(left, costs.caught_up))
         if not option.prunes:
             return plan
@@ -240,10 +245,14 @@ class AdaptiveScheduler(Schedule):
         factors = [self.values.factor(option, slot, self.kinds[slot]) for slot in slots]
         by_request = [survival[self.kinds[slot]] for slot in slots]
         row_cost, level_cost = costs.row * now.rate, costs.level * now.plain_rate
-        max_levels = times_in(spare, costs.level)
+        max_levels = min(times_in(spare, costs.level), max(option.levels, 1))
         if not self.can_sync:
             worth = levels_worth_reading(by_request, factors, row_cost, level_cost)
             max_levels = min(max_levels, worth)
+        others = costs.fixed + costs.branches
+        if plan.model:
+            usual = self.values.work(now.size, option, num_reqs, 1.0, now.sampled)
+            others += min(usual.levels, max_levels) * costs.level
         return replace(
             plan,
             prunes=True,
@@ -251,6 +260,7 @@ class AdaptiveScheduler(Schedule):
             fixed_cost=costs.fixed * now.rate,
             branch_cost=costs.branches * now.rate,
             level_cost=level_cost,
+            max_rows=max(times_in(spare - others, costs.row), len(slots)),
             kept=kept,
             first_level=[
                 min(levels[0] * factor, 1.0)
@@ -311,7 +321,7 @@ class AdaptiveScheduler(Schedule):
 
 def times_in(seconds: float, each: float) -> int:
     """How often something fits into this time, at least once."""
-    return max(int(seconds / each), 1)
+    return max(int(seconds / each), 1) if each else sys.maxsize
 
 
 def levels_worth_reading(

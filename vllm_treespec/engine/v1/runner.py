@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessors
 
@@ -259,6 +260,7 @@ class TreeRunnerMixin(V1Runner):
             drafts.req_ids, drafts.draft_token_ids, parents, counts
         )
 
+    @torch.inference_mode()
     def _propose(
         self, sampled_token_ids: list[list[int]], hidden: HiddenStates
     ) -> Proposal | None:
