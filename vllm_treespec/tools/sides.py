@@ -248,8 +248,12 @@ def tree_side(spec: dict[str, Any], eager: bool) -> Side:
     check_head_files(config)
     (tree, *_) = config.scheduled_trees()
     name = tree.name.replace(" ", "-")
+    if config.schedule != "fixed":
+        name += "-adaptive"
+    if config.max_slowdown is not None:
+        name += f"-{config.max_slowdown:g}"
     return Side(
-        name=name if config.schedule == "fixed" else f"{name}-adaptive",
+        name=name,
         family=spec["method"],
         engine={"enforce_eager": eager, "speculative_config": spec},
         budget=config.proposer().sizes.max_nodes - 1,
