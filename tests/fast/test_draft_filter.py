@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,23 @@ def test_requests_that_keep_little_count_little(name: str) -> None:
     )
     assert one.levels < both.levels
     assert int(one.tree.num_nodes[1]) == 1 < int(one.tree.num_nodes[0])
+
+
+@pytest.mark.parametrize("can_sync", [True, False])
+def test_a_step_has_rows_for_so_many_drafts(can_sync: bool) -> None:
+    """Red when a model's trees take more rows than a step has, or one takes all."""
+    plan = replace(pruning_plan(2), max_rows=9)
+    drafted = propose(
+        PROPOSERS["dynamic"], SureModel(0.9, 0.9), plan, can_sync=can_sync
+    )
+    assert (drafted.tree.num_nodes - 1).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_no_more_levels_are_read_than_a_step_has_time_for(name: str) -> None:
+    """Red when a host that may wait reads on behind the plan's last level."""
+    plan = pruning_plan(1, max_levels=2)
+    assert propose(PROPOSERS[name], SureModel(0.95), plan).levels == 2
 
 
 @pytest.mark.parametrize(("max_levels", "num_levels"), [(None, 6), (3, 3)])

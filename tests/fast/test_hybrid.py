@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -85,8 +86,9 @@ FOUND: list[Continuation] = [(5, [1, 2, 0]), (5, [1, 0]), (2, [2, 2]), (1, [0])]
         (pruning_plan(), 6, 0.0),
         (pruning_plan(row_cost=0.1), 5, 0.1),
         (pruning_plan(row_cost=0.3), 1, 0.3),
+        (replace(pruning_plan(), max_rows=6), 4, 0.0),
     ],
-    ids=["halves", "free", "cheap", "dear"],
+    ids=["halves", "free", "cheap", "dear", "few rows"],
 )
 def test_the_model_gets_what_the_index_leaves(
     plan: StepPlan, num_found: int, row_cost: float
@@ -103,7 +105,7 @@ def test_the_model_gets_what_the_index_leaves(
     law = log_law(draft)
     model = [
         path
-        for path in dynamic_tree_reference(law, 3, 2, 8 - num_found)
+        for path in dynamic_tree_reference(law, 3, 2, (plan.max_rows or 8) - num_found)
         if path_probability(law, path) >= row_cost
     ]
     paths = token_paths(made.tree, 0)
