@@ -1,46 +1,42 @@
-"""The draft model's training, on a random target of a few thousand parameters."""
+"""Text, teacher, loss and start of a draft model, on a random target."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from tests.fast.tiny_training import VOCAB, some_rows, tiny_target
+from tests.fast.tiny_training import VOCAB, some_rows, tiny_draft, tiny_target
 from vllm_treespec.train.batches import BatchDataset
+from vllm_treespec.train.draft import project_embedding
 from vllm_treespec.train.loss import (
     TeacherTargets,
     VocabRows,
-    agreement,
     choose_vocab_rows,
+    quality_of,
     topk_kl,
 )
-from vllm_treespec.train.model import (
-    DraftShape,
+from vllm_treespec.train.pipeline import save_drafter
+from vllm_treespec.train.teacher import (
     TargetStatistics,
-    build_draft,
-    project_embedding,
-    save_draft,
+    TeacherOptions,
+    cache_teacher,
+    load_cache,
 )
-from vllm_treespec.train.teacher import TeacherOptions, cache_teacher, load_cache
 from vllm_treespec.train.text import (
     Row,
     TextOptions,
     generate_text,
     read_prompts,
     read_rows,
-)
-
-SHAPE = DraftShape(
-    hidden_size=16, num_layers=1, num_heads=2, head_dim=8, intermediate_size=24
 )
 
 
@@ -54,102 +50,75 @@ def rows() -> list[Row]:
     return some_rows(1)
 
 
-def exact_kl(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
+def exact_kl(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """KL divergence over the whole vocabulary."""
     draft = (hidden @ weight.T).log_softmax(-1)
     return torch.nn.functional.kl_div(draft, target, reduction="batchmean")
 
 
-def whole(target_probs: torch.Tensor, top_k: int) -> TeacherTargets:
+def assert_same_loss(found: Tensor, expected: Tensor, trained: list[Tensor]) -> None:
+    """Compare losses and their gradients."""
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=1e-6)
+    ours, wanted = (torch.autograd.grad(x, trained) for x in (found, expected))
+    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+
+
+def whole(target_probs: Tensor, top_k: int) -> TeacherTargets:
+    """A teacher's targets of distributions."""
     top = target_probs.topk(top_k, dim=-1)
     rest = (1 - top.values.sum(-1)).clamp_min(0)
     return TeacherTargets(top.indices, top.values, rest)
 
 
-def random_case(num_positions: int = 13) -> tuple[torch.Tensor, ...]:
+def random_case(num_positions: int = 13) -> tuple[Tensor, ...]:
+    """Hidden states, output layer and distributions of a target, float64."""
     generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(num_positions, 8, generator=generator, requires_grad=True)
-    weight = torch.randn(VOCAB, 8, generator=generator, requires_grad=True)
-    logits = 2 * torch.randn(num_positions, VOCAB, generator=generator)
-    return hidden, weight, logits.softmax(-1)
-
-
-def test_loss_and_gradients_are_exact_kl_when_k_is_the_vocabulary() -> None:
-    hidden, weight, target_probs = random_case()
-    expected = exact_kl(hidden, weight, target_probs)
-    wanted = torch.autograd.grad(expected, [hidden, weight])
-    loss = topk_kl(hidden, weight, whole(target_probs, VOCAB))
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, [hidden, weight]), wanted, atol=1e-5, rtol=1e-4
+    sizes = ((num_positions, 8), (VOCAB, 8), (num_positions, VOCAB))
+    hidden, weight, logits = (
+        torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes
     )
+    return hidden.requires_grad_(), weight.requires_grad_(), (2 * logits).softmax(-1)
 
 
 def test_merged_rest_is_one_more_token_and_a_lower_bound() -> None:
+    """Red when the mass outside the kept tokens is dropped or spread."""
     hidden, weight, target_probs = random_case()
     targets = whole(target_probs, 5)
     draft_probs = (hidden @ weight.T).softmax(-1).gather(1, targets.ids)
     merged_target = torch.cat([targets.probs, targets.rest[:, None]], -1)
     merged_draft = torch.cat([draft_probs, 1 - draft_probs.sum(-1, True)], -1)
     expected = (merged_target * (merged_target / merged_draft).log()).sum(-1).mean()
-    loss = topk_kl(hidden, weight, targets)
-    torch.testing.assert_close(loss, expected)
+    loss = topk_kl(hidden, weight, targets, compute_dtype=torch.float64)
     assert loss < exact_kl(hidden, weight, target_probs)
-    wanted = torch.autograd.grad(expected, [hidden, weight])
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, [hidden, weight]), wanted, atol=1e-5, rtol=1e-4
-    )
+    assert_same_loss(loss, expected, [hidden, weight])
 
 
 @pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("trains_weight", [True, False])
-def test_further_columns_are_trained_beside_a_frozen_weight(
-    monkeypatch: pytest.MonkeyPatch, chosen: bool, trains_weight: bool
+def test_loss_and_gradients_are_exact_kl_when_k_is_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, chosen: bool, width: int, trains_weight: bool
 ) -> None:
-    """Red when the columns' gradient is off, or a frozen weight gets one."""
+    """Red when a gradient is off, also of chosen rows or of columns beside a weight."""
     # several chunks
     monkeypatch.setattr("vllm_treespec.train.loss.LOGITS_CHUNK", 3)
-    hidden, weight, target_probs = (x.detach().double() for x in random_case())
-    columns, codes = torch.randn(VOCAB, 3).double(), torch.randn(len(hidden), 3)
-    hidden = torch.cat([hidden, codes.double()], dim=-1).requires_grad_()
-    columns.requires_grad_()
+    hidden, weight, target_probs = (x.detach() for x in random_case())
+    columns = torch.randn(VOCAB, width).double().requires_grad_() if width else None
+    hidden = torch.cat([hidden, torch.randn(len(hidden), width).double()], dim=-1)
+    hidden.requires_grad_()
     weight.requires_grad_(trains_weight)
-    rows = None
-    if chosen:
-        bias = torch.zeros(VOCAB + 1)
-        bias[-1] = -torch.inf
-        rows = VocabRows(torch.arange(VOCAB), torch.arange(VOCAB), bias)
-    loss = topk_kl(
-        hidden, weight, whole(target_probs, VOCAB), rows, torch.float64, columns
-    )
-    trained = [hidden, columns, *([weight] if trains_weight else [])]
-    found = torch.autograd.grad(loss, trained)
-    whole_weight = torch.cat([weight, columns], dim=-1)
+    order = torch.randperm(VOCAB)
+    rows = VocabRows.of(order, order, VOCAB) if chosen else None
+    targets = whole(target_probs, VOCAB)
+    loss = topk_kl(hidden, weight, targets, rows, torch.float64, columns)
+    whole_weight = weight if columns is None else torch.cat([weight, columns], dim=-1)
     expected = exact_kl(hidden, whole_weight, target_probs)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-    wanted = torch.autograd.grad(expected, trained)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_all_head_rows_give_the_same_loss_as_no_choice() -> None:
-    hidden, weight, target_probs = random_case()
-    targets = whole(target_probs, 5)
-    rows = torch.randperm(VOCAB)
-    column = torch.empty(VOCAB, dtype=torch.long)
-    column[rows] = torch.arange(VOCAB)
-    bias = torch.zeros(VOCAB + 1)
-    bias[-1] = -torch.inf
-    chosen = topk_kl(hidden, weight, targets, VocabRows(rows, column, bias))
-    expected = topk_kl(hidden, weight, targets)
-    torch.testing.assert_close(chosen, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(chosen, [hidden, weight]),
-        torch.autograd.grad(expected, [hidden, weight]),
-    )
+    trained = [x for x in (hidden, weight, columns) if x is not None]
+    assert_same_loss(loss, expected, [x for x in trained if x.requires_grad])
 
 
 def test_sampled_head_rows_estimate_the_softmax_denominator_without_bias() -> None:
+    """Red when a sampled row's weight is off, or a likely token is left to chance."""
     hidden, weight, target_probs = random_case(1)
     targets = whole(target_probs, 5)
     core = torch.arange(10)
@@ -163,23 +132,23 @@ def test_sampled_head_rows_estimate_the_softmax_denominator_without_bias() -> No
     samples = torch.tensor(estimates)
     error = samples.std() / len(samples) ** 0.5
     assert abs(samples.mean() - exact) < 4 * error
-    # What the target finds likely is never left to chance.
     likely = targets.ids[targets.probs >= 0.01]
     assert bool((chosen.column[likely] < len(chosen.rows)).all())
 
 
-def test_agreement_of_a_draft_with_itself_is_perfect() -> None:
-    hidden, weight, _ = random_case()
-    draft_probs = (hidden @ weight.T).softmax(-1).detach()
-    quality = agreement(hidden.detach(), weight.detach(), whole(draft_probs, VOCAB))
-    torch.testing.assert_close(quality["kl"], torch.zeros(13), atol=1e-5, rtol=0)
-    torch.testing.assert_close(quality["acceptance"], torch.ones(13))
-    assert quality["top1"].min() == 1
+def test_quality_of_a_draft_with_itself_is_perfect() -> None:
+    """Red when KL, rank or acceptance compare other tokens than the loss does."""
+    hidden, weight, _ = (x.detach().float() for x in random_case())
+    quality = quality_of(hidden, weight, whole((hidden @ weight.T).softmax(-1), VOCAB))
+    torch.testing.assert_close(quality.kl, torch.zeros(13), atol=1e-5, rtol=0)
+    torch.testing.assert_close(quality.acceptance, torch.ones(13))
+    assert not quality.rank.any()
 
 
 def test_teacher_cache_holds_what_the_target_says(
     tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
 ) -> None:
+    """Red when positions, tokens or probabilities of the shards get out of step."""
     options = TeacherOptions(top_k=7, seq_len=25, batch_tokens=64, rows_per_shard=4)
     shards = cache_teacher(target, "tiny", rows, tmp_path, options)
     cache = load_cache(shards)
@@ -204,6 +173,7 @@ def test_teacher_cache_holds_what_the_target_says(
 def test_teacher_keeps_finished_shards_and_redoes_changed_ones(
     tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
 ) -> None:
+    """Red when more text redoes whole shards, or changed text does not."""
     options = TeacherOptions(top_k=4, rows_per_shard=4)
     shards = cache_teacher(target, "tiny", rows, tmp_path, options)
     before = [shard.stat().st_mtime_ns for shard in shards]
@@ -218,6 +188,7 @@ def test_teacher_keeps_finished_shards_and_redoes_changed_ones(
 def test_projection_to_full_width_keeps_logits_up_to_a_shift(
     target: LlamaForCausalLM,
 ) -> None:
+    """Red when the start of a draft model loses what its width can hold."""
     embedding = target.lm_head.weight.detach()
     states = torch.randn(200, 32)
     statistics = TargetStatistics(
@@ -233,12 +204,13 @@ def test_projection_to_full_width_keeps_logits_up_to_a_shift(
 def test_too_large_weights_are_refused(
     tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
-    draft = build_draft(target, SHAPE, TargetStatistics.without_text(target))
-    with pytest.raises(ValueError, match="--hidden-size"):
-        save_draft(draft, tmp_path, max_mb=0.001)
+    """Red when --max-mb passes, or its refusal names no remedy."""
+    with pytest.raises(ValueError, match=r"--hidden-size or raise --max-mb"):
+        save_drafter(tiny_draft(target), tmp_path, max_mb=0.001)
 
 
 def test_text_file_cut_in_a_line_reads_to_the_last_whole_row(tmp_path: Path) -> None:
+    """Red when text of a killed run is refused, or its last whole row is lost."""
     path = tmp_path / "text.jsonl"
     whole = '{"token_ids": [1, 2], "prompt_len": 1}'
     path.write_text(whole + '\n{"token_ids": [1,')
@@ -308,44 +280,21 @@ class FakeLLM:
 
     def generate(
         self, prompts: list[object], parameters: object, use_tqdm: bool
-    ) -> list[Output]:
-        return [Output() for _ in prompts]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer, as vLLM reports it."""
-
-    token_ids: tuple[int, ...] = (1, 2)
-    text: str = "why?"
-    finish_reason: str = "stop"
-
-
-@dataclass(frozen=True)
-class Output:
-    """What vLLM reports of a prompt."""
-
-    outputs: tuple[Answer, ...] = (Answer(),)
-
-
-@dataclass(frozen=True)
-class Params:
-    """How an answer is sampled."""
-
-    temperature: float
-    max_tokens: int
+    ) -> list[Any]:
+        answer = SimpleNamespace(token_ids=(1, 2), text="why?", finish_reason="stop")
+        return [SimpleNamespace(outputs=[answer]) for _ in prompts]
 
 
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``import vllm`` find an engine that needs no model."""
-    module: Any = ModuleType("vllm")
-    module.LLM, module.SamplingParams = FakeLLM, Params
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    module = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", module)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("fake_vllm")
 def test_text_is_appended_by_batches_and_a_cut_run_goes_on(tmp_path: Path) -> None:
+    """Red when a killed text stage starts over, or answers are not the target's."""
     path = tmp_path / "text.jsonl"
     options = TextOptions(num_tokens=16, batch_size=4, own_question_share=0.5)
     first = {"token_ids": [7, 8, 9], "prompt_len": 1, "temperature": 0.0}
@@ -368,12 +317,14 @@ def test_text_is_appended_by_batches_and_a_cut_run_goes_on(tmp_path: Path) -> No
 def test_target_without_chat_template_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Red when such a target ends in a traceback."""
     monkeypatch.setattr(FakeTokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="pass --text"):
         generate_text("target", [], tmp_path / "text.jsonl", TextOptions(), 200)
 
 
 def test_prompts_are_read_from_the_usual_keys(tmp_path: Path) -> None:
+    """Red when a key that docs/train.md names is not read."""
     path = tmp_path / "prompts.jsonl"
     made = [
         {"prompt": "a"},

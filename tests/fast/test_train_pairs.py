@@ -1,13 +1,12 @@
 """Unrolled training of heads that read pairs, on a tiny random target."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,7 +18,6 @@ from transformers import (
 
 from tests.fast.tiny_training import (
     HIDDEN,
-    OPTIONS,
     STEPS,
     TARGET_SIZES,
     VOCAB,
@@ -28,30 +26,23 @@ from tests.fast.tiny_training import (
     run_steps,
     shake,
     some_rows,
+    started,
     tiny_cache,
     tiny_target,
+    trained,
 )
-from vllm_treespec.heads import LyannaHead
-from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.sources.base import FINAL_LAYER
-from vllm_treespec.train.batches import split_rows
-from vllm_treespec.train.context_batches import ContextDataset
-from vllm_treespec.train.distill import targets_of
-from vllm_treespec.train.head import HeadOptions, draft_vocab_rows, train_head
-from vllm_treespec.train.pair_head import (
-    PairOptions,
-    PairTrainer,
-    drafted_quality,
-    entries,
-    train_pair_head,
-)
-from vllm_treespec.train.pair_start import eagle_config, lyanna_config, start_pair_head
-from vllm_treespec.train.pipeline import start_head
+from vllm_treespec.train.batches import ContextDataset
+from vllm_treespec.train.distill import DistillTrainer
+from vllm_treespec.train.loss import TeacherTargets
+from vllm_treespec.train.pair_heads import Eagle
 from vllm_treespec.train.states import StateFiles
 from vllm_treespec.train.teacher import TeacherCache
 from vllm_treespec.train.unrolled import unrolled
 
-SIZES = {"num_hot_tokens": 60, "depth": STEPS}
+EAGLE: dict[str, Any] = {"layers": "three"}
+LYANNA: dict[str, Any] = {"token_info_rank": 4}
+BIGRAM: dict[str, Any] = {"num_hot_tokens": None, "depth": 2}
 
 
 @pytest.fixture(scope="module")
@@ -66,52 +57,32 @@ def cache(
     return tiny_cache(tmp_path_factory.mktemp("teacher"), target)
 
 
-def eagle_head(
-    target: PreTrainedModel,
-    cache: TeacherCache,
-    layers: str = "three",
-    **sizes: Any,
-) -> EagleHead:
-    """A head whose attention and MLP do something."""
-    torch.manual_seed(3)
-    config = eagle_config(target, layers, {**SIZES, **sizes})
-    return shake(start_pair_head(config, target, cache.statistics))
-
-
-def lyanna_head(
-    target: PreTrainedModel, cache: TeacherCache, **sizes: Any
-) -> LyannaHead:
-    """A head as training starts it."""
-    torch.manual_seed(3)
-    config = lyanna_config(target, {**SIZES, "token_info_rank": 4, **sizes})
-    head = start_pair_head(config, target, cache.statistics)
-    assert isinstance(head, LyannaHead)
-    return head
-
-
 @pytest.mark.parametrize(
-    ("make", "sizes"),
+    ("kind", "sizes"),
     [
-        (eagle_head, {"norm_layers": True, "norm_output": True, "num_layers": 2}),
-        (eagle_head, {"layers": "one"}),
-        (eagle_head, {"layers": "one", "version": 1}),
-        (lyanna_head, {}),
-        (lyanna_head, {"context": False}),
-        (lyanna_head, {"first_token": False, "token_info": "all", "num_layers": 2}),
-        (lyanna_head, {"first_token": False, "token_info_rank": 0, "context": False}),
+        (
+            "eagle",
+            {**EAGLE, "norm_layers": True, "norm_output": True, "num_layers": 2},
+        ),
+        ("eagle", {"layers": "one"}),
+        ("eagle", {"layers": "one", "version": 1}),
+        ("lyanna", LYANNA),
+        ("lyanna", {**LYANNA, "context": False}),
+        ("lyanna", {"first_token": False, "token_info": "all", "num_layers": 2}),
+        ("lyanna", {"first_token": False, "token_info_rank": 0, "context": False}),
     ],
 )
 def test_training_step_is_the_drafted_state_of_serving(
     target: PreTrainedModel,
     cache: TeacherCache,
     monkeypatch: pytest.MonkeyPatch,
-    make: Callable[..., EagleHead],
+    kind: str,
     sizes: dict[str, Any],
 ) -> None:
     """Red when a step's token, position or context is not what serving has."""
     # several blocks a conversation
     monkeypatch.setattr("vllm_treespec.train.unrolled._BLOCK", 5)
-    assert_trained_as_served(shake(make(target, cache, **sizes)), cache)
+    assert_trained_as_served(shake(started(kind, target, cache, **sizes).head), cache)
 
 
 @pytest.mark.thorough
@@ -120,11 +91,11 @@ def test_every_weight_is_trained(
     tmp_path: Path, target: PreTrainedModel, cache: TeacherCache, sizes: dict[str, Any]
 ) -> None:
     """Red when a part of a head is left out of the optimizer or of the loss."""
-    head = lyanna_head(target, cache, **sizes)
-    options = replace(OPTIONS, epochs=1, feature_weight=0.1)
-    train_pair_head(head, cache, tmp_path, options)
-    fresh = lyanna_head(target, cache, **sizes).state_dict()
-    for name, value in head.state_dict().items():
+    options = {"epochs": 1, "feature_weight": 0.1}
+    drafter = started("lyanna", target, cache, options, **LYANNA, **sizes)
+    trained(drafter, cache, tmp_path)
+    fresh = started("lyanna", target, cache, **LYANNA, **sizes).head.state_dict()
+    for name, value in drafter.head.state_dict().items():
         assert name == "hot_token_ids" or not torch.equal(value, fresh[name]), name
 
 
@@ -132,7 +103,7 @@ def test_no_step_sees_what_is_not_drafted_yet(
     target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when a later token or hidden state, or another pair's draft, leaks."""
-    head = eagle_head(target, cache)
+    head = shake(started("eagle", target, cache, **EAGLE).head)
     data = ContextDataset(cache, [4, 8], 200, head.config.layers)
     inputs = data[0]
     before = run_steps(head, inputs)
@@ -165,7 +136,7 @@ def test_each_step_is_judged_by_the_teacher_after_its_last_token(
             (pairs,) = (inputs["left"] >= step).nonzero(as_tuple=True)
             place = inputs["pairs"][pairs]
             wanted = starts[place // longest] + place % longest + 1 + step
-            found = entries(targets_of(inputs), pairs + step).ids[:, 0]
+            found = TeacherTargets.of(inputs).at(pairs + step).ids[:, 0]
             assert torch.equal(found, wanted)
             judged += len(pairs)
     rows = [row for row in some_rows(3) if len(row.token_ids) > row.prompt_len]
@@ -209,39 +180,23 @@ def test_eagle_beats_medusa_at_the_second_token(
 ) -> None:
     """Red when the drafted token is not read, or the unrolled steps do not learn."""
     cache = bigram_cache(tmp_path / "t", target)
-    shared: dict[str, Any] = {"max_steps": 120, "lr": 5e-3, "eval_share": 0.1}
-    sizes = {"depth": 2, "norm_output": True, "norm_layers": True}
-    eagle = start_pair_head(
-        eagle_config(target, "three", sizes), target, cache.statistics
-    )
-    options = PairOptions(batch_tokens=512, steps=2, **shared)
-    ours = train_pair_head(eagle, cache, tmp_path / "eagle", options)
-    medusa = start_head("medusa", {"depth": 2}, target, cache.statistics)
-    other = train_head(
-        medusa, cache, tmp_path / "medusa", HeadOptions(batch_positions=512, **shared)
-    )
+    shared = {"max_steps": 120, "lr": 5e-3, "eval_share": 0.1}
+    sizes = {**EAGLE, "norm_output": True, "norm_layers": True}
+    options = {"batch_tokens": 512, "steps": 2, **shared}
+    eagle = started("eagle", target, cache, options, **sizes, **BIGRAM)
+    options = {"batch_positions": 512, **shared}
+    medusa = started("medusa", target, cache, options, **BIGRAM)
+    ours = trained(eagle, cache, tmp_path / "eagle")
+    other = trained(medusa, cache, tmp_path / "medusa")
     assert ours["accuracy_2"] > other["accuracy_2"] + 0.2
 
 
-def test_share_of_the_text_keeps_the_evaluation(cache: TeacherCache) -> None:
-    """Red when --text-share moves evaluation rows, or trains on them."""
-    all_rows, evaluation = split_rows(cache, 0.2, 0)
-    part, same = split_rows(cache, 0.2, 0, text_share=0.5)
-    assert same == evaluation
-    assert set(part) < set(all_rows)
-    assert abs(len(part) - len(all_rows) / 2) <= 1
-
-
-def test_small_targets_have_no_three_layers() -> None:
-    """Red when layers would be read twice."""
-    config = LlamaConfig(**{**TARGET_SIZES, "num_hidden_layers": 6})
+def test_targets_that_have_no_such_layers_are_refused() -> None:
+    """Red when layers would be read twice, or another kind of target is a KeyError."""
+    six = LlamaConfig(**{**TARGET_SIZES, "num_hidden_layers": 6})
     with pytest.raises(ValueError, match="pass --layers one"):
-        eagle_config(LlamaForCausalLM(config), "three", {})
-
-
-def test_targets_of_another_kind_are_refused() -> None:
-    """Red when a target without the sizes of a Llama layer ends in a KeyError."""
-    config = OPTConfig(
+        Eagle.config_for(LlamaForCausalLM(six), "three")
+    opt = OPTConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         word_embed_proj_dim=HIDDEN,
@@ -250,15 +205,15 @@ def test_targets_of_another_kind_are_refused() -> None:
         ffn_dim=48,
     )
     with pytest.raises(ValueError, match=r"intermediate_size, rms_norm_eps: EAGLE"):
-        eagle_config(OPTForCausalLM(config), "one", {})
+        Eagle.config_for(OPTForCausalLM(opt), "one")
 
 
 def test_levels_are_judged_with_the_served_logits(
     target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when training judges, or learns, other logits than serving draws from."""
-    head = lyanna_head(target, cache)
-    shake(head)
+    drafter = started("lyanna", target, cache, **LYANNA)
+    head = shake(drafter.head)
     head.share(
         target.get_input_embeddings().weight, target.get_output_embeddings().weight
     )
@@ -270,7 +225,7 @@ def test_levels_are_judged_with_the_served_logits(
         torch.testing.assert_close(trained, served, rtol=1e-5, atol=1e-5)
         assert len(kept)
     # the level of a guess, and the place of the target's likeliest token
-    level, quality = drafted_quality(head, inputs, draft_vocab_rows(head))
+    level, quality = drafter.judged(inputs)
     assert level.bincount().tolist() == [
         int((inputs["left"] >= step).sum()) for step in range(STEPS)
     ]
@@ -281,7 +236,8 @@ def test_a_fresh_chain_passes_the_state_of_the_target(
     target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when a fresh head starts from noise, or its states have another size."""
-    head = lyanna_head(target, cache, first_token=False, context=False)
+    parts = {"first_token": False, "context": False}
+    head = started("lyanna", target, cache, **LYANNA, **parts).head
     inputs = ContextDataset(cache, [4, 8], 200, (FINAL_LAYER,))[0]
     states = inputs["states"].float()
     size = states.square().mean().sqrt().item()
@@ -299,14 +255,13 @@ def test_token_info_beats_none_at_the_second_token(
 ) -> None:
     """Red when token info is not of the parent, or does not learn."""
     cache = bigram_cache(tmp_path / "t", target)
-    options = PairOptions(
-        max_steps=100, lr=1e-2, eval_share=0.1, batch_tokens=256, steps=2
-    )
+    options = {"max_steps": 100, "lr": 1e-2, "eval_share": 0.1, "steps": 2}
+    options["batch_tokens"] = 256
     found: dict[int, dict[str, Any]] = {}
     for rank in (0, 32):
-        sizes = {"num_hot_tokens": None, "depth": 2, "token_info_rank": rank}
-        head = lyanna_head(target, cache, **sizes)
-        found[rank] = train_pair_head(head, cache, tmp_path / str(rank), options)
+        sizes = {**BIGRAM, "token_info_rank": rank}
+        head = started("lyanna", target, cache, options, **sizes)
+        found[rank] = trained(head, cache, tmp_path / str(rank))
     assert found[32]["accuracy_2"] > found[0]["accuracy_2"] + 0.2
     # the pair holds the token below which the first level is guessed
     assert found[0]["accuracy_1"] > found[0]["accuracy_2"] + 0.2
@@ -316,13 +271,10 @@ def test_token_info_has_a_learning_rate_of_its_own(
     tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when --token-info-lr has no effect, or a weight is in no group or in two."""
-    head = lyanna_head(target, cache)
-    trainer = PairTrainer(
-        options=replace(OPTIONS, token_info_lr=0.5),
-        model=nn.ModuleDict({"head": head}),
-        args=TrainingArguments(output_dir=str(tmp_path), report_to="none"),
-    )
-    assert head.info is not None
+    drafter = started("lyanna", target, cache, {"token_info_lr": 0.5}, **LYANNA)
+    head = drafter.head
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none")
+    trainer = DistillTrainer(drafter, args=arguments)
     groups = trainer.create_optimizer().param_groups
     rates = [(id(p), group["lr"]) for group in groups for p in group["params"]]
     assert sorted(p for p, _ in rates) == sorted(map(id, head.parameters()))
@@ -331,19 +283,16 @@ def test_token_info_has_a_learning_rate_of_its_own(
 
 
 def test_the_loss_on_states_is_their_mean_square_error(
-    tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
+    target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when --feature-weight has no effect, or compares with another place."""
-    head = shake(lyanna_head(target, cache))
     inputs = ContextDataset(cache, [0, 3, 4, 8], 200, (FINAL_LAYER,))[0]
+    drafter = started("lyanna", target, cache, **LYANNA)
+    head = shake(drafter.head)
     losses = []
     for weight in (0.0, 10.0):
-        trainer = PairTrainer(
-            options=replace(OPTIONS, steps=STEPS, feature_weight=weight),
-            model=nn.ModuleDict({"head": head}),
-            args=TrainingArguments(output_dir=str(tmp_path), report_to="none"),
-        )
-        losses.append(trainer.compute_loss(None, inputs).item())
+        drafter.options = replace(drafter.options, feature_weight=weight)
+        losses.append(drafter.loss(inputs, 0.0, torch.Generator()).item())
     states = inputs["states"].float()
     total = 0.0
     for step, (kept, out, _) in enumerate(unrolled(head, states, inputs, STEPS)):

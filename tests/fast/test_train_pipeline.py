@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ from vllm_treespec.config.checks import (
 )
 from vllm_treespec.heads import load_eagle_head, load_head, load_lyanna_head
 from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.train.kinds import KINDS
+from vllm_treespec.train.options import OPTIONS
 
 SAVED, CUT_AT, HOT = 3, 5, 60
 PAIRS = "--max-steps 8 --batch-tokens 64 --depth 3"
-OPTIONS = {
+GIVEN = {
     "draft": "--hidden-size 16 --layers 1 --heads 2 --head-dim 8 --epochs 6"
     " --intermediate-size 24 --batch-tokens 64 --core-rows 30 --lr 0.01",
     "redrafter": "--depth 3 --blocks 1 --batch-positions 64 --epochs 6",
@@ -104,7 +107,7 @@ class Commands:
 
     def train(self, kind: str, name: str, options: str = "") -> Result:
         """Train into a folder of that name."""
-        given = f"{OPTIONS[kind]} --hot-tokens {HOT} --save-steps {SAVED} {options}"
+        given = f"{GIVEN[kind]} --hot-tokens {HOT} --save-steps {SAVED} {options}"
         return self.run(kind, "--out", str(self.folder / name), *given.split())
 
 
@@ -206,7 +209,7 @@ THOROUGH = [
     ("medusa", "llama", ""),
     ("medusa", "opt", ""),
     ("eagle", "llama", NOISY),
-    ("lyanna", "llama", "--hot-tokens 0 --feature-weight 0.1"),
+    ("lyanna", "llama", "--hot-tokens 0 --feature-weight 0.1 --feature-noise 0.1"),
 ]
 
 
@@ -260,12 +263,18 @@ def test_from_text_to_a_drafter_in_use(
 
 
 def test_shards_are_made_again_with_a_further_layer(tmp_path: Path) -> None:
-    """Red when a head is trained on hidden states that another's cache lacks."""
+    """Red when --work is not shared, or a head reads states that its shards lack."""
     commands = Commands(tmp_path, tiny_target())
-    for kind in ("eagle", "medusa"):
+    for kind in ("eagle", "medusa", "draft"):
         options = f"--work {tmp_path / 'work'} --max-steps 2"
         done = commands.train(kind, kind, options)
         assert done.exit_code == 0, done.output[-2000:]
+
+
+def test_options_are_those_of_the_kinds() -> None:
+    """Red when an option is left in the table that no kind has."""
+    parts = [part for k in KINDS.values() for part in (k.run, k.shape, k.options)]
+    assert OPTIONS.keys() <= {field.name for part in parts for field in fields(part)}
 
 
 def test_another_variant_does_not_go_on(tmp_path: Path) -> None:

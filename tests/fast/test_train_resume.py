@@ -12,57 +12,47 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.utils.data import Dataset
+from torch import Tensor
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from tests.fast.tiny_training import tiny_target
+from tests.fast.tiny_training import (
+    started,
+    tiny_cache,
+    tiny_draft,
+    tiny_target,
+    trained,
+)
 from tests.heads import llama
 from vllm_treespec.train import distill
 from vllm_treespec.train.cli import app
-from vllm_treespec.train.distill import DistillOptions, DistillTrainer, run_training
-from vllm_treespec.train.model import save_draft
-from vllm_treespec.train.teacher import TeacherOptions, cache_teacher
+from vllm_treespec.train.drafter import Drafter
+from vllm_treespec.train.pipeline import save_drafter
+from vllm_treespec.train.teacher import TeacherCache, TeacherOptions, cache_teacher
 from vllm_treespec.train.text import Row
-
-STEPS = 8
-OPTIONS = DistillOptions(epochs=1, save_steps=2, seed=3)
 
 DRAFT, HEAD = "draft model", "head"
 
 
-class Numbers(Dataset):
-    """One batch of random numbers a step."""
-
-    def __len__(self) -> int:
-        return STEPS
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(number)
-        return {"input_ids": torch.randint(11, (2, 5), generator=generator)}
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> TeacherCache:
+    return tiny_cache(tmp_path_factory.mktemp("teacher"), tiny_target())
 
 
-class TinyTrainer(DistillTrainer):
-    """Trainer of a model whose loss is a mean of logits."""
-
-    def compute_loss(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
-        """Return the loss of a draft model or of a head."""
-        head = model["head"] if isinstance(model, nn.ModuleDict) else model
-        return head(inputs["input_ids"]).logits.logsumexp(-1).mean()
-
-    def quality(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Nothing worth measuring."""
-        return {"kl": torch.zeros(1)}
+def fresh(kind: str, cache: TeacherCache) -> Drafter:
+    """A drafter before the first of eight steps."""
+    options: dict[str, Any] = {"max_steps": 8, "save_steps": 2, "seed": 3}
+    if kind == DRAFT:
+        return tiny_draft(tiny_target(), **options)
+    medusa: Drafter = started("medusa", tiny_target(), cache, options)
+    return medusa
 
 
-def train(kind: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Train a tiny model as draft models or as heads are; return its weights."""
-    torch.manual_seed(5)
-    trained = LlamaForCausalLM(llama(tie_word_embeddings=kind == DRAFT))
-    model = trained if kind == DRAFT else nn.ModuleDict({"head": trained})
-    run_training(TinyTrainer, model, (Numbers(), Numbers()), folder, OPTIONS, {})
-    return trained.state_dict()
+def train(kind: str, cache: TeacherCache, folder: Path) -> dict[str, Tensor]:
+    """Train a drafter, from what is in the folder; return its weights."""
+    drafter = fresh(kind, cache)
+    trained(drafter, cache, folder)
+    return drafter.model.state_dict()
 
 
 def cut(path: Path) -> None:
@@ -128,15 +118,15 @@ LEFT: dict[str, list[tuple[str, Callable[[Path], Any]]]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", LEFT)
 def test_half_written_checkpoints_are_skipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, cache: TeacherCache
 ) -> None:
     """Red when a checkpoint that is half written or damaged stops or changes a run."""
-    uncut = train(kind, tmp_path)
+    uncut = train(kind, cache, tmp_path)
     newest, before = tmp_path / "checkpoint-8", tmp_path / "checkpoint-6"
     for name, leave in LEFT[kind]:
         leave(newest / name)
         capsys.readouterr()
-        resumed = train(kind, tmp_path)
+        resumed = train(kind, cache, tmp_path)
         said = [s for s in capsys.readouterr().out.splitlines() if "not whole" in s]
         assert len(said) == 1, (name, leave)
         says = f"{newest} is not whole ({name} is missing, or not as it was written)"
@@ -149,7 +139,7 @@ def test_half_written_checkpoints_are_skipped(
     for path in before.iterdir():
         path.unlink()
     capsys.readouterr()
-    resumed = train(kind, tmp_path)
+    resumed = train(kind, cache, tmp_path)
     printed = capsys.readouterr().out
     assert "checkpoint-6 is not whole" in printed
     assert printed.count("training goes on from the start") == 2
@@ -157,18 +147,19 @@ def test_half_written_checkpoints_are_skipped(
         torch.testing.assert_close(resumed[tensor], value, rtol=0, atol=0)
 
 
-def test_diverged_weights_are_not_saved(tmp_path: Path) -> None:
+def test_diverged_weights_are_not_saved(tmp_path: Path, cache: TeacherCache) -> None:
     """Red when a checkpoint gets NaN weights, or a diverged run goes on."""
+    drafter = fresh(HEAD, cache)
+    loss = drafter.loss
 
-    class Diverging(TinyTrainer):
-        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-            loss = super().compute_loss(*arguments, **options)
-            return loss * torch.nan if self.state.global_step >= 3 else loss
+    def diverging(inputs: Any, progress: float, generator: Any) -> Tensor:
+        found = loss(inputs, progress, generator)
+        return found * torch.nan if progress >= 3 / 8 else found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "TinyTrainer", Diverging)
+        patch.setattr(drafter, "loss", diverging)
         with pytest.raises(ValueError, match=r"training diverged: .* at step 4, .*--l"):
-            train(DRAFT, tmp_path)
+            trained(drafter, cache, tmp_path)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
         "checkpoint-2"
     ]
@@ -196,8 +187,8 @@ def test_options_appear_whole(tmp_path: Path) -> None:
 
 def test_weights_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when a kill while the folder is written leaves weights cut short in it."""
-    draft = LlamaForCausalLM(llama())
-    save_draft(draft, tmp_path, None)
+    draft: Any = tiny_draft(tiny_target())
+    save_drafter(draft, tmp_path, None)
     before = (tmp_path / "model.safetensors").read_bytes()
 
     def interrupted(folder: Path) -> None:
@@ -205,11 +196,11 @@ def test_weights_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(draft, "save_pretrained", interrupted)
+        patch.setattr(draft.model, "save_pretrained", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            save_draft(draft, tmp_path, None)
+            save_drafter(draft, tmp_path, None)
     assert (tmp_path / "model.safetensors").read_bytes() == before
-    save_draft(draft, tmp_path, None)
+    save_drafter(draft, tmp_path, None)
     assert not (tmp_path / "partial").exists()
 
 

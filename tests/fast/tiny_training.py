@@ -1,4 +1,4 @@
-"""Training of heads that read pairs, on random targets of a few thousand parameters."""
+"""Training of drafters on a random target of a few thousand parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from vllm_treespec.heads import EagleHead
 from vllm_treespec.sources.base import FINAL_LAYER
-from vllm_treespec.train.context_batches import ContextDataset
-from vllm_treespec.train.pair_head import PairOptions
+from vllm_treespec.train.batches import ContextDataset
+from vllm_treespec.train.distill import datasets, run_training
+from vllm_treespec.train.drafter import Drafter
+from vllm_treespec.train.kinds import KINDS
+from vllm_treespec.train.options import DraftShape
 from vllm_treespec.train.teacher import (
+    TargetStatistics,
     TeacherCache,
     TeacherOptions,
     cache_teacher,
@@ -36,7 +40,7 @@ TARGET_SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
 TEACHER = TeacherOptions(top_k=16, layers=(2, 3, 4, FINAL_LAYER))
-OPTIONS = PairOptions(epochs=4, batch_tokens=64, eval_share=0.2, save_steps=1000)
+SIZES = {"num_hot_tokens": 60, "depth": STEPS}
 
 
 def tiny_target() -> PreTrainedModel:
@@ -81,6 +85,45 @@ def bigram_cache(folder: Path, target: PreTrainedModel) -> TeacherCache:
         probs=probs.expand(len(last), -1).half(),
         rest=torch.zeros(len(last)),
     )
+
+
+def started(
+    kind: str,
+    target: PreTrainedModel,
+    cache: TeacherCache,
+    options: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> Any:
+    """A drafter of a kind of head as training starts it, with hot tokens."""
+    made = KINDS[kind]
+    small = {"epochs": 4, "eval_share": 0.2, "save_steps": 1000}
+    batch = "batch_tokens" if kind in ("eagle", "lyanna") else "batch_positions"
+    config = made.drafter.config_for(target, **{**SIZES, **sizes})
+    torch.manual_seed(3)
+    drafter = made.drafter(
+        made.options(**{**small, batch: 64, **(options or {})}), config
+    )
+    drafter.start(target, cache.statistics)
+    return drafter
+
+
+def tiny_draft(target: PreTrainedModel, **options: Any) -> Drafter:
+    """A draft model as training starts it."""
+    made = KINDS["draft"]
+    shape = DraftShape(
+        hidden_size=16, num_layers=1, num_heads=2, head_dim=8, intermediate_size=24
+    )
+    given = made.options(**{"batch_tokens": 64, **options})
+    drafter: Drafter = made.drafter.plan(shape, given, None, target)
+    weights = torch.full((VOCAB,), 1 / VOCAB)
+    torch.manual_seed(3)
+    drafter.start(target, TargetStatistics(weights, torch.eye(HIDDEN)))
+    return drafter
+
+
+def trained(drafter: Drafter, cache: TeacherCache, folder: Path) -> dict[str, Any]:
+    """What training on a cache gives."""
+    return run_training(drafter, *datasets(drafter, cache), folder)
 
 
 def shake(head: EagleHead) -> EagleHead:

@@ -1,1 +1,1 @@
-"""Training of draft models: ``treespec train draft`` (see docs/train.md)."""
+"""Training of drafters: ``treespec train`` (see docs/train.md)."""

@@ -1,13 +1,19 @@
-"""The commands of ``treespec train``."""
+"""The commands of ``treespec train``: one for each kind, and ``evaluate``."""
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from vllm_treespec.train.eagle_cli import eagle
-from vllm_treespec.train.head_cli import add_commands, check_paths, one_line_errors
-from vllm_treespec.train.lyanna_cli import lyanna
+from vllm_treespec.train.kinds import KINDS, Kind
+from vllm_treespec.train.options import OPTIONS, RunOptions
 
 app = typer.Typer(
     name="train",
@@ -19,94 +25,112 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _group() -> None:
-    """Train what a target model drafts with."""
+def train_command(kind: Kind) -> Callable[..., None]:
+    """Make the command that trains one kind, from the fields of its options."""
+    parts = (kind.run, kind.shape, kind.options)
+
+    def train(**given: Any) -> None:
+        run, shape, options = (_made_of(part, given) for part in parts)
+        check_paths([*(run.prompts or []), *(run.text or [])])
+        shape.check(options)
+        # Torch and transformers take seconds to import; --help should not wait.
+        from vllm_treespec.train.pipeline import train_drafter
+
+        with one_line_errors(kind.name):
+            record = train_drafter(kind, run, shape, options)
+        echo_result(run.out, record["result"])
+
+    parameters = [parameter for part in parts for parameter in _parameters(part)]
+    train.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return train
+
+
+def _parameters(part: Any) -> Iterator[Parameter]:
+    """What typer makes options of: the fields of a dataclass that ``OPTIONS`` has."""
+    for field in fields(part):
+        if field.name in OPTIONS:
+            default = Parameter.empty if field.default is MISSING else field.default
+            said = Annotated[field.type, OPTIONS[field.name]]
+            kind = Parameter.KEYWORD_ONLY
+            yield Parameter(field.name, kind, default=default, annotation=said)
+
+
+def _made_of(part: Any, given: dict[str, Any]) -> Any:
+    names = (field.name for field in fields(part))
+    return part(**{name: given[name] for name in names if name in given})
+
+
+for each in KINDS.values():
+    about = f"Train {each.noun} for TARGET on its own text; run again to resume."
+    app.command(each.name, help=about)(train_command(each))
 
 
 @app.command()
-def draft(
-    target: Annotated[str, typer.Option(help="Target model: folder or hub id.")],
-    out: Annotated[Path, typer.Option(help="Folder to write; OUT/work keeps stages.")],
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSONL of questions to the target (or .gz); repeatable."),
+def evaluate(
+    head: Annotated[Path, typer.Argument(help="Folder of a head.")],
+    target: Annotated[str, OPTIONS["target"]],
+    text: Annotated[list[Path], typer.Option(help="The target's text; repeatable.")],
+    work: Annotated[Path, typer.Option(help="Folder for hidden states.")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for these figures.")
     ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="The target's own text, made before; repeatable."),
-    ] = None,
-    text_tokens: Annotated[int, typer.Option(help="Answer tokens to make.")] = 600_000,
-    hidden_size: Annotated[int, typer.Option(help="A multiple of --heads.")] = 192,
-    layers: int = 3,
-    heads: int = 3,
-    head_dim: int = 64,
-    intermediate_size: int = 768,
-    epochs: float = 8,
-    lr: Annotated[float, typer.Option(help="Peak, of the layers.")] = 2e-3,
-    embedding_lr: Annotated[float, typer.Option(help="Peak, of the embedding.")] = 1e-3,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 4096,
-    core_rows: Annotated[
-        int, typer.Option(help="Tokens in every step's softmax; 0 = all (slower).")
-    ] = 8192,
-    exact_share: Annotated[
-        float, typer.Option(help="Last share of steps with the whole softmax.")
-    ] = 0.1,
-    hot_tokens: Annotated[
-        int, typer.Option(help="Likeliest tokens, the ones to draft; 0 = all.")
-    ] = 8192,
-    seq_len: Annotated[int, typer.Option(help="Conversations are cut here.")] = 512,
-    top_k: Annotated[int, typer.Option(help="Target tokens kept a position.")] = 64,
-    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
-    max_mb: Annotated[
-        float | None, typer.Option(help="Refuse weights larger than this.")
-    ] = None,
-    seed: int = 0,
+    seq_len: Annotated[int, OPTIONS["seq_len"]] = 512,
+    top_k: Annotated[int, OPTIONS["top_k"]] = 64,
 ) -> None:
-    """Train a draft model on text and distributions of TARGET; run again to resume."""
-    check_paths(prompts, text)
-    if hidden_size % heads:
-        raise typer.BadParameter(
-            f"--hidden-size {hidden_size} is no multiple of --heads {heads}:"
-            " transformers refuses such a Llama"
+    """Measure a head, by level: is its guess the target's likeliest token?
+
+    The levels of an EAGLE or Lyanna head follow its own drafts, of the text's tokens.
+    """
+    check_paths(text)
+    from vllm_treespec.train.pipeline import evaluate_head
+
+    with one_line_errors("evaluate"):
+        run = RunOptions(
+            target, head, text=text, work=work, seq_len=seq_len, top_k=top_k
         )
-    # Torch and transformers take seconds to import; --help should not wait for them.
-    from vllm_treespec.train.draft import DraftOptions
-    from vllm_treespec.train.model import DraftShape
-    from vllm_treespec.train.pipeline import collect_text, make_draft
-    from vllm_treespec.train.teacher import TeacherOptions
-    from vllm_treespec.train.text import TextOptions
+        found = evaluate_head(run)
+    if json_file is not None:
+        record = {"text": [path.name for path in text], **found}
+        json_file.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    table = Table(title=str(head))
+    ranks = [1, 2, 4, 8]
+    for heading in ("token", *(f"top-{k}" for k in ranks), "acceptance at T = 1"):
+        table.add_column(heading, justify="right")
+    levels = zip(found["accuracies"], found["acceptance"], strict=True)
+    for level, (accuracies, acceptance) in enumerate(levels, 1):
+        within = [f"{sum(accuracies[:k]):.1%}" for k in ranks]
+        table.add_row(f"t+{level}", *within, f"{acceptance:.1%}")
+    Console().print(table)
 
-    text_options = TextOptions(num_tokens=text_tokens, seed=seed)
-    shape = DraftShape(hidden_size, layers, heads, head_dim, intermediate_size)
-    options = DraftOptions(
-        epochs=epochs,
-        lr=lr,
-        embedding_lr=embedding_lr,
-        batch_tokens=batch_tokens,
-        core_rows=core_rows,
-        exact_share=exact_share,
-        save_steps=save_steps,
-        seed=seed,
-    )
-    with one_line_errors("draft"):
-        record = make_draft(
-            target,
-            out,
-            collect_text(target, out / "work", prompts, text, text_options),
-            shape,
-            TeacherOptions(top_k=top_k, seq_len=seq_len),
-            options,
-            hot_tokens,
-            max_mb,
+
+def check_paths(paths: list[Path]) -> None:
+    """Refuse files that do not exist."""
+    for path in paths:
+        if not path.exists():
+            raise typer.BadParameter(f"{path} does not exist")
+
+
+def echo_result(out: Path, result: dict[str, Any]) -> None:
+    """Say what trained weights take and how often their guesses are right."""
+    levels = [f"{v:.1%}" for name, v in result.items() if name.startswith("accuracy_")]
+    said = f"accuracy at t+1 to t+{len(levels)}: {', '.join(levels)}"
+    if not levels:
+        said = (
+            f"top-1 agreement {result['top1']:.1%}, expected acceptance"
+            f" {result['acceptance']:.1%}"
         )
-    result = record["result"]
-    typer.echo(
-        f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, top-1 agreement"
-        f" {result['top1']:.1%}, expected acceptance {result['acceptance']:.1%}"
-    )
+    typer.echo(f"{out}: {result['size_mb']} MB, KL {result['kl']:.3f}, {said}")
 
 
-add_commands(app)
-app.command()(eagle)
-app.command()(lyanna)
+@contextmanager
+def one_line_errors(command: str) -> Iterator[None]:
+    """End the command with one line when it fails.
+
+    Raises:
+        typer.Exit: it did.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        typer.echo(f"treespec train {command}: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,81 +1,66 @@
-"""What all our training runs share: options, the Trainer, resuming."""
+"""Training of every drafter: the Trainer, checkpoints, resuming."""
 
 import json
-from abc import abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl, TrainingArguments
 
 from vllm_treespec.atomic_files import replaced
 from vllm_treespec.json_files import read_json_object
+from vllm_treespec.train.batches import TeacherBatches, split_rows
 from vllm_treespec.train.checkpoints import (
     SumWriter,
     check_finite,
     newest_complete_checkpoint,
 )
-from vllm_treespec.train.loss import TeacherTargets
-
-
-@dataclass(frozen=True)
-class DistillOptions:
-    """How a model learns the target's distributions.
-
-    Attributes:
-        lr: peak learning rate; linear warm-up, then cosine to zero.
-        eval_share: share of the questions kept for evaluation.
-        text_share: share of the other questions that is trained on.
-        save_steps: steps between checkpoints.
-        max_steps: steps to take, whatever ``epochs`` says; None: ``epochs``.
-        evaluations: on the way, at even distances.
-    """
-
-    epochs: float = 8
-    lr: float = 2e-3
-    weight_decay: float = 0.01
-    warmup_share: float = 0.04
-    eval_share: float = 0.02
-    text_share: float = 1.0
-    save_steps: int = 200
-    max_steps: int | None = None
-    evaluations: int = 8
-    seed: int = 0
+from vllm_treespec.train.drafter import Drafter
+from vllm_treespec.train.teacher import TeacherCache
 
 
 class DistillTrainer(Trainer):
-    """Trainer over ready batches; subclasses give the loss and the quality.
+    """Trainer of a drafter over ready batches.
 
     Args:
-        options: the rest of ``arguments`` follows from these.
+        drafter: gives model, loss and quality.
+        arguments: those of ``Trainer``.
     """
 
-    def __init__(self, options: DistillOptions, **arguments: Any) -> None:
+    def __init__(self, drafter: Drafter, **arguments: Any) -> None:
         super().__init__(
-            data_collator=lambda items: items[0], callbacks=[SumWriter()], **arguments
+            model=drafter.model,
+            data_collator=lambda items: items[0],
+            callbacks=[SumWriter()],
+            **arguments,
         )
-        self.options = options
+        self.drafter = drafter
         self.optimizer: torch.optim.Optimizer | None
         self.control: TrainerControl
 
-    @abstractmethod
-    def quality(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Values to average over all evaluation batches, by name, each [n]."""
-
-    def special_groups(self) -> list[dict[str, Any]]:
-        """Optimizer groups of parameters that have a learning rate of their own."""
-        return []
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """Return the drafter's mean loss of one batch."""
+        step = self.state.global_step
+        generator = torch.Generator().manual_seed(self.drafter.options.seed + step)
+        return self.drafter.loss(inputs, step / self.state.max_steps, generator)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """AdamW with decay on matrices only."""
         if self.optimizer is None:
-            special = self.special_groups()
+            special = self.drafter.special_groups()
             taken = {id(p) for group in special for p in group["params"]}
             layers = [p for p in self.model.parameters() if id(p) not in taken]
-            lr, decay = self.options.lr, self.options.weight_decay
+            options = self.drafter.options
+            lr, decay = options.lr, options.weight_decay
             matrices = [p for p in layers if p.ndim > 1]
             vectors = [p for p in layers if p.ndim == 1]
             self.optimizer = torch.optim.AdamW(
@@ -105,11 +90,12 @@ class DistillTrainer(Trainer):
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Log and return the means of ``quality`` over the evaluation batches."""
+        """Log and return the means of the drafter's quality over all batches."""
         self.model.eval()
         found: dict[str, list[Tensor]] = {}
         for item in DataLoader(self.eval_dataset, batch_size=None):
-            for name, values in self.quality(self._prepare_inputs(item)).items():
+            quality = self.drafter.quality(self._prepare_inputs(item))
+            for name, values in quality.items():
                 found.setdefault(f"{metric_key_prefix}_{name}", []).append(values)
         metrics = {k: round(torch.cat(v).mean().item(), 5) for k, v in found.items()}
         self.log(metrics)
@@ -119,42 +105,40 @@ class DistillTrainer(Trainer):
         return metrics
 
 
-def targets_of(inputs: dict[str, Tensor]) -> TeacherTargets:
-    """The teacher's part of a batch."""
-    return TeacherTargets(inputs["ids"], inputs["probs"], inputs["rest"])
+def datasets(
+    drafter: Drafter, cache: TeacherCache
+) -> tuple[TeacherBatches, TeacherBatches]:
+    """Training and evaluation batches; no question is in both."""
+    options = drafter.options
+    training, evaluation = split_rows(
+        cache, options.eval_share, options.seed, options.text_share
+    )
+    return drafter.batches(cache, training), drafter.batches(cache, evaluation)
 
 
 def run_training(
-    trainer_class: type[DistillTrainer],
-    model: nn.Module,
-    datasets: tuple[Dataset, Dataset],
-    folder: Path,
-    options: DistillOptions,
-    description: dict[str, Any],
-    **arguments: Any,
+    drafter: Drafter, train_set: TeacherBatches, eval_set: TeacherBatches, folder: Path
 ) -> dict[str, Any]:
-    """Train ``model`` in place, from the newest whole checkpoint in ``folder`` if any.
-
-    Args:
-        datasets: of training and of evaluation batches.
-        description: of the model; a run in ``folder`` must have had the same.
-        arguments: further ones of the trainer.
+    """Train a drafter, from the newest whole checkpoint in ``folder`` if any.
 
     Returns:
-        ``steps``, ``seconds`` (of this run), ``history`` (the Trainer's log) and the
-        final means of the trainer's ``quality``.
+        ``steps``, ``positions`` (supervised ones seen), ``seconds`` (of this run),
+        ``history`` (the Trainer's log) and the final means of the drafter's quality.
 
     Raises:
-        ValueError: ``folder`` holds checkpoints of a run with other options, or the
-            training diverged.
+        ValueError: there is nothing to train or to evaluate on, ``folder`` holds
+            checkpoints of a run with other options, or the training diverged.
     """
-    check_same_run(folder, {**asdict(options), **description})
-    train_set, eval_set = datasets
-    size = len(train_set)  # type: ignore[arg-type]
-    num_steps = options.max_steps or max(1, round(options.epochs * size))
-    trainer = trainer_class(
-        options=options,
-        model=model,
+    options = drafter.options
+    if not len(train_set) or not len(eval_set):
+        raise ValueError(
+            "the text has too few answers of 2 tokens or more to train and evaluate on:"
+            " add text, or raise --text-share"
+        )
+    check_same_run(folder, {**asdict(options), **drafter.description()})
+    num_steps = options.max_steps or max(1, round(options.epochs * len(train_set)))
+    trainer = DistillTrainer(
+        drafter,
         args=TrainingArguments(
             output_dir=str(folder),
             max_steps=num_steps,
@@ -175,13 +159,13 @@ def run_training(
         ),
         train_dataset=train_set,
         eval_dataset=eval_set,
-        **arguments,
     )
     newest = newest_complete_checkpoint(folder)
     output = trainer.train(resume_from_checkpoint=newest)
     final = trainer.evaluate(metric_key_prefix="final")
     return {
         "steps": num_steps,
+        "positions": round(train_set.num_positions * num_steps / len(train_set)),
         "seconds": round(output.metrics["train_runtime"]),
         "history": trainer.state.log_history,
         **{key.removeprefix("final_"): value for key, value in final.items()},

@@ -27,13 +27,22 @@ class TeacherTargets:
     probs: Tensor
     rest: Tensor
 
+    @classmethod
+    def of(cls, inputs: dict[str, Tensor]) -> "TeacherTargets":
+        """The teacher's part of a batch."""
+        return cls(inputs["ids"], inputs["probs"], inputs["rest"])
+
+    def at(self, index: Tensor | slice) -> "TeacherTargets":
+        """The targets of some positions, given by number, slice or mask."""
+        return TeacherTargets(self.ids[index], self.probs[index], self.rest[index])
+
 
 @dataclass(frozen=True)
 class VocabRows:
     """The vocabulary rows one training step computes logits for.
 
     Attributes:
-        rows: int64 [num_rows], token ids.
+        rows: int64 [num_rows], of the output layer.
         column: int64 [vocab_size], where a token's logit stands; absent: ``num_rows``.
         bias: float32 [num_rows + 1], log of how many tokens a row stands for; the last
             entry, -inf, belongs to a padding column that all absent tokens share.
@@ -42,6 +51,17 @@ class VocabRows:
     rows: Tensor
     column: Tensor
     bias: Tensor
+
+    @classmethod
+    def of(
+        cls, rows: Tensor, token_ids: Tensor | slice, vocab_size: int
+    ) -> "VocabRows":
+        """Rows of the output layer that stand for one token each."""
+        column = torch.full((vocab_size,), len(rows), device=rows.device)
+        column[token_ids] = torch.arange(len(rows), device=rows.device)
+        bias = torch.zeros(len(rows) + 1, device=rows.device)
+        bias[-1] = -torch.inf
+        return cls(rows, column, bias)
 
 
 def choose_vocab_rows(
@@ -71,13 +91,10 @@ def choose_vocab_rows(
     num_sampled = min(num_sampled, len(others))
     picked = torch.randperm(len(others), generator=generator)[:num_sampled].to(device)
     rows = torch.cat([kept, others[picked]])
-    bias = torch.zeros(len(rows) + 1, device=device)
+    found = VocabRows.of(rows, rows, vocab_size)
     if num_sampled:
-        bias[len(kept) : -1] = torch.tensor(len(others) / num_sampled).log()
-    bias[-1] = -torch.inf
-    column = torch.full((vocab_size,), len(rows), device=device)
-    column[rows] = torch.arange(len(rows), device=device)
-    return VocabRows(rows, column, bias)
+        found.bias[len(kept) : -1] = torch.tensor(len(others) / num_sampled).log()
+    return found
 
 
 def topk_kl(
@@ -211,25 +228,49 @@ def position_loss(
     return loss, soft
 
 
-def agreement(
-    hidden: Tensor, weight: Tensor, targets: TeacherTargets
-) -> dict[str, Tensor]:
-    """Per-position quality of the draft, with the whole vocabulary in float32.
+@dataclass(frozen=True)
+class Quality:
+    """How well a drafter guesses at some positions, each [num_positions].
 
-    Returns:
-        float32 [num_positions] each: ``kl`` as ``topk_kl``; ``top1``, 1 where draft and
-        target have the same likeliest token; ``acceptance``, sum over K of min(p, q),
-        the probability that one draft token is accepted at temperature 1, from below
-        because tokens outside K are left out.
+    Attributes:
+        kl: as ``topk_kl``.
+        rank: place of the target's likeliest token among the draft's; past the last
+            place if it is not in the draft vocabulary.
+        acceptance: sum over K of min(p, q), the probability that one draft token is
+            accepted at temperature 1, from below because tokens outside K are left out.
     """
-    found: dict[str, list[Tensor]] = {"kl": [], "top1": [], "acceptance": []}
+
+    kl: Tensor
+    rank: Tensor
+    acceptance: Tensor
+
+
+def quality_of(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: TeacherTargets,
+    vocab_rows: VocabRows | None = None,
+) -> Quality:
+    """Compare a drafter's distributions with the teacher's, in float32.
+
+    Args:
+        hidden: [num_positions, width].
+        weight: of the output layer, [rows of the draft vocabulary, width].
+        vocab_rows: the draft vocabulary; None: all of the target's.
+    """
+    found = []
     output = weight.float()
+    if vocab_rows is not None:
+        targets = in_columns(targets, vocab_rows)
     for start in range(0, len(hidden), LOGITS_CHUNK):
         part = slice(start, start + LOGITS_CHUNK)
-        ids, probs = targets.ids[part], targets.probs[part]
+        near = targets.at(part)
         logits = hidden[part].float() @ output.T
-        found["top1"].append((logits.argmax(-1) == ids[:, 0]).float())
-        draft = (logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)).exp()
-        found["acceptance"].append(torch.minimum(draft, probs).sum(-1))
-        found["kl"].append(position_loss(logits, ids, probs, targets.rest[part])[0])
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        if vocab_rows is not None:
+            logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)
+        draft = (logits.gather(1, near.ids) - logits.logsumexp(-1, keepdim=True)).exp()
+        rank = (logits > logits.gather(1, near.ids[:, :1])).sum(-1)
+        acceptance = torch.minimum(draft, near.probs).sum(-1)
+        kl, _ = position_loss(logits, near.ids, near.probs, near.rest)
+        found.append((kl, rank, acceptance))
+    return Quality(*map(torch.cat, zip(*found, strict=True)))

@@ -36,7 +36,6 @@ from vllm_treespec.heads.weights import weights_problem
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.tools.load import load_model
 from vllm_treespec.train.loss import TeacherTargets
-from vllm_treespec.train.model import TargetStatistics
 from vllm_treespec.train.states import StateFiles, is_state, layer_of, state_name
 from vllm_treespec.train.text import Row
 
@@ -61,6 +60,25 @@ class TeacherOptions:
     batch_tokens: int = 4096
     rows_per_shard: int = 256
     layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TargetStatistics:
+    """What the start of the draft model needs to know of the target's outputs.
+
+    Attributes:
+        token_weights: float32 [vocab_size], how often the target gives each token,
+            summing to 1; errors in frequent tokens' logits count more.
+        hidden_moment: float32 [target_hidden, target_hidden], mean of x x^T over
+            positions, x being the target's hidden state after the final norm.
+    """
+
+    token_weights: Tensor
+    hidden_moment: Tensor
+
+    def likeliest(self, count: int) -> Tensor:
+        """The most frequent tokens, int64 [count], ascending."""
+        return self.token_weights.topk(count).indices.sort().values
 
 
 @dataclass(frozen=True)
