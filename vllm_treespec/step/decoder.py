@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.forbidden import leaving_out, limited_rows
 from vllm_treespec.batch.matching import (
     Proposal,
     RunningTrees,
@@ -29,7 +27,6 @@ from vllm_treespec.batch.views import (
     TargetInputs,
 )
 from vllm_treespec.layouts.base import TreeLayout
-from vllm_treespec.sampling.penalties import PenalisedTexts, Penalties, no_drafts
 from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.clock import StepClock
 from vllm_treespec.schedule.plan import StepPlan
@@ -38,10 +35,11 @@ from vllm_treespec.sources.base import DraftSource, TextSource
 from vllm_treespec.step.committed import CommittedReader, committed_rows
 from vllm_treespec.step.drafting import StepEnd, TreeDrafter
 from vllm_treespec.step.method import EngineLimits, Method
-from vllm_treespec.step.plain_draw import PlainDraw, draw_plainly
+from vllm_treespec.step.plain_draw import PlainDraw, draw_without_trees
+from vllm_treespec.step.target import StepTarget
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
-from vllm_treespec.trees.tree import TreeBatch, ancestor_bits
+from vllm_treespec.trees.tree import TreeBatch
 
 
 class RanksDiffer(SystemExit):
@@ -81,9 +79,9 @@ class TreeDecoder:
         self.stats = stats
         self.slots = RequestSlots(limits.seed)
         self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
-        self.penalised_texts = PenalisedTexts()
         self.drafter = TreeDrafter(method, sources, self.slots, limits, stats)
         self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
+        self.target = StepTarget(self.slots, self.sizes.max_depth)
         self.step = 0
         self.proposal: Proposal | None = None
         self.clock = StepClock(method.schedule, stats)
@@ -101,7 +99,7 @@ class TreeDecoder:
         """Forget the requests that ended, by their released slots, int64 [n]."""
         self.discard_trees(slots)
         self.clock.forget(slots)
-        self.penalised_texts.finish_requests(slots)
+        self.target.finish_requests(slots)
         for source in self.sources:
             source.finish_requests(slots)
 
@@ -159,13 +157,12 @@ class TreeDecoder:
         trees = self.trees
         if trees is None:
             return None
-        of_trees = sampling.select(trees.host_reqs, trees.reqs)
-        penalties = self._penalties(trees, sampling)
-        target = TargetLogits(logits, trees.root_rows, of_trees, penalties)
-        numbers = torch.empty((len(trees.slots), 0))
-        if not of_trees.all_greedy:
-            numbers = self.numbers(self.slots.keys(trees.slots), trees.root_positions)
-        with self._leaving_out(logits, sampling, trees.host_reqs, trees):
+        reqs = trees.host_reqs, trees.reqs
+        with self.target.at(logits, sampling, self.batch, *reqs, trees) as target:
+            numbers = torch.empty((len(trees.slots), 0))
+            if not target.sampling.all_greedy:
+                keys = self.slots.keys(trees.slots)
+                numbers = self.numbers(keys, trees.root_positions)
             self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
         return self.scored
 
@@ -200,87 +197,9 @@ class TreeDecoder:
         return numbers.to(self.limits.device)
 
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
-        """Draw the tokens of requests without a tree; None if there are none.
-
-        They are drawn by the noise of their positions, as the tokens of trees are. The
-        engine's sampler must draw for requests whose parameters trees cannot follow. It
-        also serves where all requests are greedy without penalties.
-
-        Args:
-            logits: [num_rows, vocab_size].
-            sampling: of the requests of the batch.
-
-        """
-        if self.trees is None and sampling.likeliest_only:
-            return None
-        batch = self.batch
-        drawn_for = self.slots.supported(batch.slots)
-        if self.trees is not None:
-            drawn_for[self.trees.host_reqs] = False
-        host_reqs = np.flatnonzero(drawn_for)
-        if not len(host_reqs):
-            return None
-        reqs, slots = torch.from_numpy(host_reqs), batch.slots[host_reqs]
-        reqs = reqs.to(self.limits.device)
-        target = TargetLogits(
-            logits,
-            self.root_rows[reqs],
-            sampling.select(host_reqs, reqs),
-            self.penalised_texts.penalties(
-                sampling.penalties, host_reqs, slots, *no_drafts(reqs)
-            ),
-        )
-        keys = noise_keys(self.slots.keys(slots), batch.root_positions[host_reqs], 1)
-        keys = keys.to(self.limits.device)
-        with self._leaving_out(logits, sampling, host_reqs):
-            tokens = draw_plainly(target, keys, self.method.batched)
-        return PlainDraw(host_reqs, reqs, tokens)
-
-    def _leaving_out(
-        self,
-        logits: Tensor,
-        sampling: SamplingView,
-        reqs: np.ndarray,
-        trees: RunningTrees | None = None,
-    ) -> AbstractContextManager[None]:
-        """Leave out what these requests must not emit; see ``leaving_out``.
-
-        Args:
-            logits: [num_rows, vocab_size].
-            sampling: of the requests of the batch.
-            reqs: int64 [n], places in the batch.
-            trees: of these requests; None: they have none.
-
-        """
-        forbidden = self.slots.forbidden(self.batch.slots[reqs])
-        if not any(forbidden):
-            return nullcontext()
-        limited = limited_rows(
-            forbidden,
-            reqs,
-            self.batch.root_rows[reqs],
-            sampling.texts,
-            trees,
-            self.proposal,
-        )
-        return leaving_out(logits, limited, sampling.texts)
-
-    def _penalties(
-        self, trees: RunningTrees, sampling: SamplingView
-    ) -> Penalties | None:
-        """Penalties after every node of the trees; None if no request has any."""
-        if sampling.penalties is None:
-            return None
-        assert self.proposal is not None
-        drafts = self.proposal.token_ids[trees.proposal_rows]
-        max_depth = self.method.proposers[trees.tree_index].sizes.max_depth
-        return self.penalised_texts.penalties(
-            sampling.penalties,
-            trees.host_reqs,
-            trees.slots,
-            drafts[:, : trees.tree.max_nodes - 1],
-            ancestor_bits(trees.tree, max_depth),
-        )
+        """Draw the tokens of requests without a tree; see ``draw_without_trees``."""
+        step, batched = (self.batch, self.trees), self.method.batched
+        return draw_without_trees(self.target, logits, sampling, *step, batched)
 
     def verify(
         self, index: int, tree: TreeBatch, target: TargetLogits, numbers: Tensor
