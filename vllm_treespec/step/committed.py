@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -19,12 +18,7 @@ from vllm_treespec.batch.reading import (
 )
 from vllm_treespec.batch.views import EmittedBatch
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.sources.base import (
-    CommittedTokens,
-    DraftSource,
-    FeatureKeeper,
-    ReusingSource,
-)
+from vllm_treespec.sources.base import CommittedTokens, ModelSource
 
 
 class CommittedReader:
@@ -38,7 +32,7 @@ class CommittedReader:
 
     marks: ReadMarks
 
-    def __init__(self, sources: Sequence[DraftSource], max_num_tokens: int) -> None:
+    def __init__(self, sources: Sequence[ModelSource], max_num_tokens: int) -> None:
         """Take the sources, and the tokens of the largest forward."""
         self.late_sources = [
             s for s in sources if s.reads.own_kv and s.reads.catches_up
@@ -46,9 +40,7 @@ class CommittedReader:
         self.step_sources = [
             s for s in sources if s.reads.every_token and s not in self.late_sources
         ]
-        self.keepers: list[FeatureKeeper] = [
-            cast(FeatureKeeper, s) for s in self.late_sources if s.reads.features
-        ]
+        self.keepers = [s for s in self.late_sources if s.reads.features]
         self.features = {layer for s in sources for layer in s.reads.features}
         self.max_num_tokens = max_num_tokens
         # tokens of earlier steps that late sources read in the last one
@@ -132,7 +124,8 @@ class CommittedReader:
         self.num_caught_up = 0
         if self.late_sources and any_trees:
             unread = may_draft & (np.cumsum(may_draft) <= max_trees)
-            unread &= self._unread(batch.slots[reqs], accepted)
+            for source in self.late_sources:
+                unread &= source.drafts_unread(batch.slots[reqs], accepted)
             others = reqs[~unread], may_draft[~unread]
             others_drafting = self._catch_up(
                 batch, *others, max_trees - int(unread.sum()), max_caught_up
@@ -143,17 +136,6 @@ class CommittedReader:
             for source in self.step_sources:
                 source.read(committed)
         return drafting
-
-    def _unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Which requests all late sources draft for without reading, bool [n]."""
-        unread = np.ones(len(slots), dtype=bool)
-        for source in self.late_sources:
-            if source.reads.reuses:
-                reusing = cast(ReusingSource, source)
-                unread &= reusing.drafts_unread(slots, accepted)
-            else:
-                unread[:] = False
-        return unread
 
     def _catch_up(
         self,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.clock import StepClock
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
-from vllm_treespec.sources.base import DraftSource, TextSource
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.step.committed import CommittedReader, committed_rows
 from vllm_treespec.step.drafting import StepEnd, TreeDrafter
 from vllm_treespec.step.method import EngineLimits, Method
@@ -66,7 +65,7 @@ class TreeDecoder:
     def __init__(
         self,
         method: Method,
-        sources: Sequence[DraftSource],
+        sources: Sources,
         layout: TreeLayout,
         limits: EngineLimits,
         stats: StepStats,
@@ -78,7 +77,7 @@ class TreeDecoder:
         self.limits = limits
         self.stats = stats
         self.slots = RequestSlots(limits.seed)
-        self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
+        self.committed_reader = CommittedReader(sources.models, limits.max_num_tokens)
         self.drafter = TreeDrafter(method, sources, self.slots, limits, stats)
         self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
         self.target = StepTarget(self.slots, self.sizes.max_depth)
@@ -100,8 +99,7 @@ class TreeDecoder:
         self.discard_trees(slots)
         self.clock.forget(slots)
         self.target.finish_requests(slots)
-        for source in self.sources:
-            source.finish_requests(slots)
+        self.sources.finish_requests(slots)
 
     def begin_step(
         self, batch: ScheduledBatch, inputs: Callable[[], TargetInputs]
@@ -269,19 +267,16 @@ class TreeDecoder:
             reqs: int64 [n], requests that may draft.
 
         Returns:
-            query rows of the committed tokens, see ``_committed_rows``.
+            query rows of the committed tokens, in order; None when no source asks for
+            hidden states of every token.
 
         """
-        for source in self.sources:
-            if source.reads.token_ids:
-                emitted = reqs[batch.emitted[reqs]]
-                ends = 1 + batch.end[emitted]
-                texts = [
-                    batch.token_ids[req, :end]
-                    for req, end in zip(emitted.tolist(), ends.tolist(), strict=True)
-                ]
-                cast(TextSource, source).note_texts(batch.slots[emitted], texts)
-        rows = self._committed_rows(batch)
+        if self.sources.text is not None:
+            emitted = reqs[batch.emitted[reqs]]
+            self.sources.text.note_texts(batch.slots[emitted], batch.texts(emitted))
+        rows: Tensor | slice | None = None
+        if self.committed_reader.features:
+            rows = committed_rows(batch, self.trees, self.scored, self.node_rows)
         self.committed_reader.note(batch, rows, self.clock.rest.num_steps)
         return rows
 
@@ -376,21 +371,10 @@ class TreeDecoder:
         They are those of the last accepted node, of the root without a tree;
         [num_reqs, hidden_size].
         """
-        if not any(source.reads.root_hidden for source in self.sources):
+        if not any(source.reads.root_hidden for source in self.sources.models):
             return None
         rows = self.root_rows
         if self.trees is not None:
             assert self.scored is not None
             rows = rows.index_add(0, self.trees.reqs, self.scored.last_node())
         return batch.hidden.sampled[rows]
-
-    def _committed_rows(self, batch: EmittedBatch) -> Tensor | slice | None:
-        """Query rows of all tokens that were committed in this step, in order.
-
-        None when no source asks for hidden states of every token.
-        """
-        if not self.committed_reader.features:
-            return None
-        if self.trees is None or self.scored is None:
-            return committed_rows(batch)
-        return committed_rows(batch, self.trees, self.scored, self.node_rows)

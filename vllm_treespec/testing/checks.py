@@ -15,7 +15,7 @@ from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.scorers import Rule, TargetLogits
-from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.base import ModelSource, Sources
 from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
@@ -133,12 +133,10 @@ def make_engine(config: MethodConfig, habits: Habits, seed: int) -> FakeEngine:
         batched=False,
         max_trees=config.max_trees,
     )
-    sources: list[DraftSource] = [ToyDraftModel(language) for _ in config.models]
+    models: list[ModelSource] = [ToyDraftModel(language) for _ in config.models]
     if config.head is not None:
-        sources.append(ToyHead(language))
-    text_source = config.text_source()
-    if text_source is not None:
-        sources.append(text_source)
+        models.append(ToyHead(language))
+    sources = Sources(models, config.text_source())
     return FakeEngine(language, method, sources, habits, seed)
 
 
