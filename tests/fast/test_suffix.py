@@ -387,7 +387,7 @@ def test_spec_config() -> None:
     proposer, index = config.proposer(), config.text_source()
     assert isinstance(proposer, Suffix)
     assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (25, 8)
-    assert (proposer.num_draft_models, proposer.sizes.num_uniforms) == (0, 0)
+    assert proposer.sizes.num_uniforms == 0
     assert isinstance(index, SuffixIndex)
     assert (index.depth, index.max_match, index.cache.max_tokens) == (8, 16, 65536)
 

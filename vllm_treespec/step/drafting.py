@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -96,17 +96,16 @@ class TreeDrafter:
             assert self.sources.text is not None
             found = self.sources.text.look_up(end.batch.texts(reqs))
         plan = plan.of_slots(roots.slots.tolist())
+        if found is not None and plan.model and plan.prunes:
+            plan = replace(plan, index_hits=proposer.index_hits(plan, found))
         return Candidates(plan, reqs, roots, found)
 
     def models_draft(self, candidates: Candidates) -> bool:
         """Whether draft models or heads draft: not where an index does as well."""
-        plan, found = candidates.plan, candidates.found
+        plan = candidates.plan
         if not plan.model or candidates.roots is None:
             return False
-        if found is None:
-            return True
-        assert plan.tree is not None
-        return self.method.proposers[plan.tree].needs_model(plan, found)
+        return not plan.index_hits or plan.level_pays(plan.first_level)
 
     def draw(
         self,
