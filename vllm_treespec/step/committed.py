@@ -41,6 +41,8 @@ class CommittedReader:
             s for s in sources if s.reads.every_token and s not in self.late_sources
         ]
         self.keepers = [s for s in self.late_sources if s.reads.features]
+        # whether some draft from the target's hidden states at roots
+        self.reads_roots = any(s.reads.root_hidden for s in sources)
         self.features = {layer for s in sources for layer in s.reads.features}
         self.max_num_tokens = max_num_tokens
         # tokens of earlier steps that late sources read in the last one
@@ -250,3 +252,26 @@ def committed_rows(
     on_path = scored.path >= 0
     rows[(first[:, None] + depths)[on_path]] = accepted[on_path]
     return rows
+
+
+def last_hidden(
+    batch: EmittedBatch,
+    root_rows: Tensor,
+    trees: RunningTrees | None,
+    scored: ScorerOutput | None,
+) -> Tensor:
+    """Hidden states from which the last tokens were emitted, [num_reqs, hidden_size].
+
+    They are those of the last accepted node, of the root without a tree.
+
+    Args:
+        batch: after the step.
+        root_rows: int64 [num_reqs], row of each request's root among the logits.
+        trees: of the step; with the next one, or neither.
+        scored: what was accepted of them.
+
+    """
+    rows = root_rows
+    if trees is not None and scored is not None:
+        rows = rows.index_add(0, trees.reqs, scored.last_node())
+    return batch.hidden.sampled[rows]

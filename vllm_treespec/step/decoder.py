@@ -12,10 +12,8 @@ from torch import Tensor
 from vllm_treespec.batch.matching import (
     Proposal,
     RunningTrees,
-    count_by_source,
     match,
     running_trees,
-    scored_by_source,
 )
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.stats import StepStats
@@ -31,13 +29,12 @@ from vllm_treespec.schedule.clock import StepClock
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
 from vllm_treespec.sources.base import Sources
-from vllm_treespec.step.committed import CommittedReader, committed_rows
+from vllm_treespec.step.committed import CommittedReader, committed_rows, last_hidden
 from vllm_treespec.step.drafting import StepEnd, TreeDrafter
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.plain_draw import PlainDraw, draw_without_trees
 from vllm_treespec.step.target import StepTarget
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import TreeBatch
 
 
@@ -255,8 +252,11 @@ class TreeDecoder:
 
     def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
         """Let the schedule learn from the step, int64 [num_reqs] accepted drafts."""
-        nothing = np.zeros((batch.num_reqs, 2), dtype=np.int64)
-        by_source = self.clock.aid.run(nothing, self._count, batch, accepted)
+        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
+        if self.trees is not None:
+            sources = self.method.schedule.trees[self.trees.tree_index].sources
+            scored = batch, self.trees, self.proposal, sources
+            by_source = self.clock.aid.run(by_source, self.stats.count_scored, *scored)
         self.clock.observe(self.batch, batch, self.proposal, accepted, by_source)
 
     def _note(self, batch: EmittedBatch, reqs: np.ndarray) -> Tensor | slice | None:
@@ -306,7 +306,9 @@ class TreeDecoder:
         """
         may_draft = np.isin(batch.slots[reqs], plan.slots)
         may_draft &= self._has_room(batch, plan.tree)[reqs]
-        hidden = None if plan.tree is None else self._last_hidden(batch)
+        hidden: Tensor | None = None
+        if plan.tree is not None and self.committed_reader.reads_roots:
+            hidden = last_hidden(batch, self.root_rows, self.trees, self.scored)
         end = StepEnd(batch, self.step, accepted, hidden)
         candidates = self.drafter.look_up(plan, end, reqs[may_draft])
         models_draft = self.drafter.models_draft(candidates)
@@ -325,31 +327,6 @@ class TreeDecoder:
             plan, end, candidates, drafting, models_draft, num_caught_up
         )
 
-    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray:
-        """Count the trees that were scored in this step.
-
-        Returns:
-            accepted drafts of each request that an index, and that a model drafted,
-            int64 [num_reqs, 2].
-
-        """
-        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
-        if self.trees is None:
-            return by_source
-        stats = self.stats
-        of_trees = accepted[self.trees.host_reqs].tolist()
-        stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
-        sources = self.method.schedule.trees[self.trees.tree_index].sources
-        for req, *parts in scored_by_source(self.trees, self.proposal, batch):
-            if Source.INDEX in sources:
-                num_scored, num_accepted = map(count_by_source, parts)
-                by_source[req] = num_accepted
-                stats.count_sources(num_scored, num_accepted)
-            else:
-                left_over = (int((part == Source.LEFTOVER).sum()) for part in parts)
-                stats.count_leftovers(*left_over)
-        return by_source
-
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
         accepted = np.full(batch.num_reqs, -1)
@@ -364,17 +341,3 @@ class TreeDecoder:
             return np.zeros(batch.num_reqs, dtype=bool)
         depth = self.method.proposers[index].sizes.max_depth
         return batch.emitted & (batch.end + depth + 1 < self.limits.max_model_len)
-
-    def _last_hidden(self, batch: EmittedBatch) -> Tensor | None:
-        """Hidden states from which the last tokens were emitted, if a source asks.
-
-        They are those of the last accepted node, of the root without a tree;
-        [num_reqs, hidden_size].
-        """
-        if not any(source.reads.root_hidden for source in self.sources.models):
-            return None
-        rows = self.root_rows
-        if self.trees is not None:
-            assert self.scored is not None
-            rows = rows.index_add(0, self.trees.reqs, self.scored.last_node())
-        return batch.hidden.sampled[rows]
