@@ -183,7 +183,12 @@ class TextSource(ABC):
 
     @abstractmethod
     def look_up(self, texts: Sequence[np.ndarray]) -> Continuations:
-        """Look up what may follow the texts of requests that draft; see above."""
+        """Look up what may follow the texts of the requests that draft.
+
+        Args:
+            texts: of each request int [length], its committed tokens, root included.
+
+        """
 
     def finish_requests(self, slots: np.ndarray) -> None:
         """Drop what is kept of requests that ended, by their slots, int64 [n]."""

@@ -68,7 +68,10 @@ class StepTarget:
             )
         forbidden = self.slots.forbidden(slots)
         limited = limited_rows(forbidden, host_reqs, rows, sampling.texts, trees)
-        root_rows = torch.from_numpy(rows).to(reqs.device)
         of_reqs = sampling.select(host_reqs, reqs)
+        if trees is None:
+            root_rows = torch.from_numpy(rows).to(reqs.device)
+        else:
+            root_rows = trees.root_rows
         with leaving_out(logits, limited, sampling.texts):
             yield TargetLogits(logits, root_rows, of_reqs, penalties)
