@@ -32,7 +32,7 @@ from benchmarks.harness.plan import (
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content
 from benchmarks.workloads import (
-    HEAD_METHODS,
+    HEADS,
     Chosen,
     Data,
     NumPrompts,
@@ -128,7 +128,7 @@ def alternate(
 ) -> None:
     """Alternate plain decoding, the schedule's trees and others inside one engine."""
     with options.one_line_errors("alternate"):
-        models = find_models(target, draft, head or [], list(HEAD_METHODS))
+        models = find_models(target, draft, head or [], list(HEADS))
         specs = [options.json_object(text, "--spec") for text in spec or []]
         measured = [
             {"schedule": "measured", "schedule_cache": False, **spec}

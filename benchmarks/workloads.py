@@ -17,6 +17,7 @@ from benchmarks.harness.provenance import provenance
 from benchmarks.harness.report import Content, number
 from benchmarks.harness.turns import execute_in_turns
 from benchmarks.workload_prompts import find_workloads
+from vllm_treespec.config import HEAD_METHODS
 from vllm_treespec.tools import sides as kinds
 from vllm_treespec.tools.rows import MIN_SPEEDUP, Row
 from vllm_treespec.tools.sides import PLAIN, Cell, Job, Side
@@ -26,11 +27,7 @@ SUFFIX = "suffix_tree"
 # methods that draft from an index
 INDEXES = (SUFFIX, "hybrid")
 DRAFT_METHODS = ("sd", "rsd_c", "rsd_s")
-HEAD_METHODS = {
-    "redrafter": "redrafter",
-    "medusa": "medusa_tree",
-    "eagle": "eagle_tree",
-}
+HEADS = ("redrafter", "medusa", "eagle")
 NOTES = (
     "Prompts are read before they are measured and stay in the prefix cache, so a "
     "cell measures decoding. Suffix trees use the request's own prompt and output "
@@ -92,7 +89,7 @@ def workloads(
 ) -> None:
     """Measure each kind of work, and say which method to use for it."""
     with options.one_line_errors("workloads"):
-        models = find_models(target, draft, head or [], list(HEAD_METHODS))
+        models = find_models(target, draft, head or [], list(HEADS))
         specs = [options.json_object(text, "--spec") for text in spec or []]
         modes = options.eager_modes(engines)
         found, cells = find_cells(
@@ -170,7 +167,7 @@ def usual_specs(models: Models) -> list[dict[str, Any]]:
     methods = [
         SUFFIX,
         *(DRAFT_METHODS if models.draft else ()),
-        *(method for kind, method in HEAD_METHODS.items() if kind in models.heads),
+        *(HEAD_METHODS[kind] for kind in HEADS if kind in models.heads),
     ]
     return [{"method": method} for method in methods]
 

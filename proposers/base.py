@@ -36,7 +36,7 @@ class ProposerInputs:
     sampling: SamplingTensors
     # float64 [num_reqs, Proposer.sizes.num_uniforms] in [0, 1)
     uniforms: Tensor
-    # as many as Proposer.num_draft_models; none where an index drafts alone
+    # those of the method, in its order; none where an index drafts alone
     draft_models: Sequence[DraftModel] = ()
     # int64 [num_reqs, at least max_depth], keys of the noise by which the target draws
     # the tokens after nodes of each depth (``uniforms.noise_keys``); None: drafts must
@@ -54,9 +54,6 @@ class ProposerInputs:
     plan: StepPlan = PLAIN_PLAN
     # whether the host waits for a value, to leave out levels that are not worth it
     can_sync: bool = False
-    # of each tree, how likely an index found its next token: then a level that a model
-    # reads adds nothing; None: there is no index beside the model
-    found: Sequence[float] | None = None
 
     def min_claims(self, source: Source, min_probability: float | None) -> list[float]:
         """The claim that drafts of each tree have at least.
@@ -104,26 +101,24 @@ class Proposer(ABC):
     """Draws a draft tree for every request of a batch.
 
     Attributes:
-        num_draft_models: how many draft models it drives.
         sizes: how large its trees become.
         num_beam_tokens: tokens that a tree is made of before equal ones are merged;
             None: its nodes are all there is.
 
     """
 
-    num_draft_models: int = 1
     num_beam_tokens: int | None = None
     sizes: TreeSizes
 
-    def needs_model(self, plan: StepPlan, found: Continuations) -> bool:
-        """Whether draft models are read beside what an index found.
+    def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
+        """How likely an index drafts each request's next token; (): it is not known.
 
         Args:
-            plan: of the step.
+            plan: of the step, which prunes.
             found: of the requests that draft.
 
         """
-        return True
+        return ()
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> Draft:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.proposers.base import ProposerInputs
-from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.trees.source import Source
 
 # Accepted tokens that the next level brings over those that it is thought to. Levels
@@ -75,25 +73,8 @@ class DraftFilter:
             return not bool(likely.any())
         hoped = HOPED * likely * likely.sum(1, keepdim=True) ** (1 / level)
         kept = plan.kept[Source.MODEL]
-        found = inputs.found or [0.0] * len(kept)
         gains = [
             sum(max(claim * ratio - plan.row_cost, 0.0) for claim in nodes)
-            * (1 - elsewhere)
-            for nodes, ratio, elsewhere in zip(hoped.tolist(), kept, found, strict=True)
+            for nodes, ratio in zip(hoped.tolist(), kept, strict=True)
         ]
-        return sum(gains) <= plan.level_cost
-
-
-def first_level_pays(plan: StepPlan, found: Sequence[float]) -> bool:
-    """Whether a model's first level is worth its forward beside an index.
-
-    Args:
-        plan: of the step, which prunes.
-        found: of each request, how likely the index drafts its next token.
-
-    """
-    gains = [
-        added * (1 - elsewhere)
-        for added, elsewhere in zip(plan.first_level, found, strict=True)
-    ]
-    return sum(gains) > plan.level_cost
+        return not plan.level_pays(gains)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,6 @@ import torch
 
 from vllm_treespec.proposers import dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
-from vllm_treespec.proposers.draft_filter import first_level_pays
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.trees.builders import merge_drafts
@@ -58,14 +58,11 @@ class Hybrid(Proposer):
             self.model = dynamic_tree.DynamicTree(
                 top_k, model_depth, self.index.sizes.max_leaves, min_probability
             )
-        self.num_draft_models = 0 if self.model is None else 1
         self.sizes = sizes(num_drafts, depth, top_k, model_depth)
 
-    def needs_model(self, plan: StepPlan, found: Continuations) -> bool:
-        """Whether the model adds enough to what the index found."""
-        if not plan.prunes:
-            return True
-        return first_level_pays(plan, self.index.likely_found(found, plan))
+    def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
+        """How likely the index drafts each request's next token."""
+        return self.index.index_hits(plan, found)
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; ``draws`` is None."""
@@ -92,11 +89,7 @@ class Hybrid(Proposer):
             left = np.minimum(left, rows_left // len(trees))
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
-        of_model = replace(inputs, num_drafts=num_drafts)
-        if inputs.plan.prunes:
-            found = self.index.likely_found(continuations, inputs.plan)
-            of_model = replace(of_model, found=found)
-        drafted = self.model.propose(of_model)
+        drafted = self.model.propose(replace(inputs, num_drafts=num_drafts))
         return merge_drafts(
             grown.draft(roots),
             drafted,

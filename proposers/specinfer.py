@@ -51,7 +51,6 @@ class SpecInfer(Proposer):
     def __init__(self, branching_factors: Sequence[Sequence[int]]) -> None:
         """Take the draws per node of each level, for every draft model."""
         self.branching_factors = [tuple(factors) for factors in branching_factors]
-        self.num_draft_models = len(self.branching_factors)
         # per model and level below the root
         self.widths = [level_widths(factors)[1:] for factors in self.branching_factors]
         self.sizes = sizes(self.branching_factors)

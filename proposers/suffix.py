@@ -103,8 +103,6 @@ class Suffix(Proposer):
     claims the probability of its path.
     """
 
-    num_draft_models = 0
-
     def __init__(
         self, num_drafts: int, depth: int, min_probability: float | None = None
     ) -> None:
@@ -149,7 +147,7 @@ class Suffix(Proposer):
         token_ids, bits = host.to(device).unbind()
         return ShadowDrafts(token_ids, bits.view(torch.float64))
 
-    def likely_found(self, found: Continuations, plan: StepPlan) -> list[float]:
+    def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
         """How likely each request's next token is one that is drafted, and right."""
         kept = plan.kept[Source.INDEX]
         least = plan.min_claim(Source.INDEX, self.min_probability or 0.0)

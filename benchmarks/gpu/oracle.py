@@ -51,8 +51,6 @@ def last_path(parents: list[int]) -> list[int]:
 class OracleProposer(Proposer):
     """Draws random tokens into a tree of a fixed shape, in no time."""
 
-    num_draft_models = 0
-
     def __init__(self, num_nodes: int, depth: int, vocab_size: int) -> None:
         """Take the tree's nodes, root included, its levels, and what to draw from."""
         self.parents = fixed_parents(num_nodes, depth)

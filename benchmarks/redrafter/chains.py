@@ -31,7 +31,6 @@ class Chains(Proposer):
         """Take the proposer of beams, which must keep all their tokens."""
         assert beams.num_beam_tokens is not None
         self.beams = beams
-        self.num_draft_models = beams.num_draft_models
         self.num_beam_tokens = beams.num_beam_tokens
         self.sizes = TreeSizes(
             max_nodes=1 + beams.num_beam_tokens,

@@ -39,6 +39,13 @@ EXACT, NOTICEABLE = 1e-12, 1e-3
 ALMOST_ONE = 1 - 2.0**-53
 
 
+def num_models(proposer: Proposer) -> int:
+    """Draft models that a proposer draws from."""
+    if isinstance(proposer, SpecInfer):
+        return len(proposer.branching_factors)
+    return 1
+
+
 def rand(*shape: int, seed: int = 0) -> Tensor:
     """Uniform numbers, float64."""
     generator = torch.Generator().manual_seed(seed)

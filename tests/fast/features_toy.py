@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.proposers import Proposer, ProposerInputs
-from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.sources.base import CommittedTokens, ModelSource, Reads, Roots
 from vllm_treespec.testing.toy_models import (
     BLOCK_SIZE,
     PERIOD,
@@ -62,7 +62,7 @@ class Handed:
     features: dict[int, Tensor]
 
 
-class FeatureSums:
+class FeatureSums(ModelSource):
     """Keeps the sum up to each token where its KV would lie, as EAGLE's keys do.
 
     With ``by_slot`` it keeps the sums in lists, by its requests' slots. Then it never

@@ -26,6 +26,7 @@ from tests.fast.enumeration import (
     Weighted,
     all_uniforms,
     bracketed,
+    num_models,
 )
 from tests.fast.languages import Language, LanguageDraft
 from tests.fast.rule_forms import FORMS
@@ -245,7 +246,7 @@ def all_trees(proposer: Proposer, cases: Cases) -> CaseTrees:
             root_token_ids=torch.zeros_like(case_of),
             sampling=cases.sampling(case_of),
             uniforms=torch.cat(uniforms),
-            draft_models=drafts[: proposer.num_draft_models],
+            draft_models=drafts[: num_models(proposer)],
         )
     ).tree
     return CaseTrees(tree, torch.cat(weights), case_of)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.fast.enumeration import Weighted, all_trees
+from tests.fast.enumeration import Weighted, all_trees, num_models
 from tests.fast.languages import Language, LanguageDraft, plain_sampling, random_tables
 from tests.fast.wrong_rules import draws_of
 from vllm_treespec.proposers import (
@@ -95,7 +95,7 @@ def drawn_trees(rule: str, name: str, kind: str) -> tuple[Weighted, Language]:
     depth = proposer.sizes.max_depth
     tables = [random_tables(kind, vocab_size, depth, seed=seed) for seed in (0, 7, 8)]
     models = [draft for draft, _ in tables]
-    return all_trees(proposer, models[: proposer.num_draft_models]), tables[0][1]
+    return all_trees(proposer, models[: num_models(proposer)]), tables[0][1]
 
 
 def mixed_draws(one: Language, other: Language) -> Weighted:

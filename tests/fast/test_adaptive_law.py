@@ -20,6 +20,7 @@ from vllm_treespec.schedule.base import Schedule
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import RULES
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
@@ -54,7 +55,8 @@ def found_by(
     trees = [Scheduled(1000, proposer.sizes) for proposer in proposers]
     rule = RULES["recursive_rejection"]
     method = Method(make_schedule(trees), proposers, rule, False, 16)
-    engine = engine_class(language, method, [ToyDraftModel(language)], HABIT, 0)
+    sources = Sources([ToyDraftModel(language)])
+    engine = engine_class(language, method, sources, HABIT, 0)
     engine.decoder.clock.clock = random_clock(engine)
     request = Request("", [1, 2], max_tokens=MAX_TOKENS, temperature=1.0)
     many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(1008)]

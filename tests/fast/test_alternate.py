@@ -27,6 +27,7 @@ from vllm_treespec.proposers import RsdS
 from vllm_treespec.schedule import listed as schedules
 from vllm_treespec.schedule.base import Schedule
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel
@@ -204,7 +205,7 @@ def engine() -> Any:
     """An engine whose steps take a second."""
     language = Language(0)
     method = replace(METHOD, schedule=adaptive())
-    fake = FakeEngine(language, method, [ToyDraftModel(language)], Habits())
+    fake = FakeEngine(language, method, Sources([ToyDraftModel(language)]), Habits())
     fake.decoder.clock.clock = lambda: float(fake.decoder.step)
     return Engine(fake)
 

@@ -129,15 +129,6 @@ class DrawnConfig(WrongConfig):
         return RULES["recursive_rejection"]
 
 
-class AskingConfig(WrongConfig):
-    """Has a proposer with a draft model that the spec-config does not name."""
-
-    def proposer(self) -> Wrong:
-        proposer = super().proposer()
-        proposer.num_draft_models = 1
-        return proposer
-
-
 class WideProposer(Suffix):
     """Draws larger trees than its sizes say."""
 
@@ -158,7 +149,6 @@ class WideConfig(WrongConfig):
     [
         (SmallConfig, "max_leaves of the proposer's sizes is 8, the spec-config's"),
         (DrawnConfig, "the rule recursive_rejection needs draws, and these trees have"),
-        (AskingConfig, "num_draft_models of the proposer is 1, and the spec-config na"),
         (WideConfig, "nodes, levels, width and leaves of a tree are"),
     ],
 )

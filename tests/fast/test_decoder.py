@@ -22,6 +22,7 @@ from vllm_treespec.layouts.base import ForkSpace
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.proposers import RsdS
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.step.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
@@ -75,7 +76,7 @@ def test_pairs_are_stale_only_behind_shared_blocks() -> None:
     for share in (True, False):
         engine = make_engine("pairs", replace(HABITS["all"], share=share))
         check_greedy(engine, workload(0))
-        (source,) = engine.decoder.sources
+        (source,) = engine.decoder.sources.models
         assert isinstance(source, ToyPairHead)
         assert bool(source.num_stale) == share
 
@@ -208,7 +209,7 @@ def test_trees_of_a_schedule() -> None:
     proposers = [RsdS(3, 3), RsdS(2, 2)]
     method = make_method(proposers, "recursive_rejection", batch_sizes=(2, 5))
     model = ToyDraftModel(language)
-    engine = FakeEngine(language, method, [model], Habits(chunk=6))
+    engine = FakeEngine(language, method, Sources([model]), Habits(chunk=6))
     check_greedy(engine, workload(4))
     for batch_size, index in engine.drawn:
         assert index in (0 if batch_size <= 2 else 1 if batch_size <= 5 else None, None)
@@ -343,7 +344,7 @@ def probability(language: Language, prompt: list[int], text: Sequence[int]) -> T
 def test_head_reads_the_state_that_the_root_came_from() -> None:
     """Red when a head drafts from another node's hidden state."""
     engine = make_engine("head", HABITS["all"])
-    (head,) = engine.decoder.sources
+    (head,) = engine.decoder.sources.models
     assert isinstance(head, ToyHead)
     requests = {request.name: request for request in workload(0)}
     engine.add(*requests.values())

@@ -29,7 +29,7 @@ from vllm_treespec.proposers import (
 from vllm_treespec.proposers.draft_filter import DraftFilter
 from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan
+from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.trees.draft import Draft
@@ -154,16 +154,15 @@ def test_each_node_pays_for_the_draft_below_it(likely: list[float], ends: bool) 
 
 
 def ends_at(
-    likely: list[float], plan: StepPlan, found: list[float] | None = None
+    likely: list[float], plan: StepPlan, index_hits: Sequence[float] = ()
 ) -> bool:
     """Whether a tree with these nodes in its first level ends there."""
     inputs = ProposerInputs(
         torch.zeros(1, dtype=torch.int64),
         plain_sampling(1),
         torch.zeros(1, 0, dtype=torch.float64),
-        plan=plan,
+        plan=replace(plan, index_hits=index_hits),
         can_sync=True,
-        found=found,
     )
     nodes = torch.tensor([likely], dtype=torch.float64)
     return DraftFilter(None, inputs).ends(1, nodes)
@@ -172,8 +171,8 @@ def ends_at(
 def test_levels_add_nothing_where_the_index_is_right() -> None:
     """Red when a model reads on for tokens that the index has."""
     plan = pruning_plan(1, 0.05, 0.3)
-    found = (None, [0.1], [0.8])
-    assert [ends_at([0.8], plan, one) for one in found] == [False, False, True]
+    hits: list[list[float]] = [[], [0.1], [0.8]]
+    assert [ends_at([0.8], plan, one) for one in hits] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -313,7 +312,8 @@ def needs_model(
     proposer = Hybrid(16, 12, top_k=4, model_depth=3, min_probability=0.1)
     count = len(found)
     plan = pruning_plan(count, 0.05, level_cost, kept=[kept] * count)
-    return proposer.needs_model(plan, Continuations(found))
+    plan = replace(plan, index_hits=proposer.index_hits(plan, Continuations(found)))
+    return plan.level_pays(plan.first_level)
 
 
 @pytest.mark.parametrize(
@@ -345,9 +345,3 @@ def test_requests_pay_for_a_level_together() -> None:
     assert not needs_model([NONE], 0.7)
     assert needs_model([NONE, NONE], 0.75)
     assert not needs_model([NONE, LONG], 0.77)
-
-
-def test_a_fixed_tree_needs_its_model() -> None:
-    """Red when a step without costs leaves the model out."""
-    proposer = Hybrid(16, 12, top_k=4, model_depth=3, min_probability=0.1)
-    assert proposer.needs_model(PLAIN_PLAN, Continuations([LONG]))

@@ -11,6 +11,7 @@ from tests.fast.interpreted import interpreted
 from tests.fast.toy_workloads import make_method
 from tests.tiers import grid
 from vllm_treespec.kernels import kv_move
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits
 from vllm_treespec.testing.toy_models import Language, hidden_state
@@ -32,7 +33,7 @@ def make_engine(
     """An engine with this one source."""
     sizes = [PLAIN_ABOVE]
     method = make_method([SumTree(width)], "coupled_draw", sizes, max_trees=max_trees)
-    engine = FakeEngine(language, method, [source], habits, masks=masks)
+    engine = FakeEngine(language, method, Sources([source]), habits, masks=masks)
     source.bind(habits.num_blocks)
     return engine
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from tests.fast.scheduled_trees import ConstantCosts
@@ -14,7 +15,6 @@ from tests.tiers import cases
 from vllm_treespec.schedule.base import Schedule
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
-from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.testing.fake_engine import FakeEngine
@@ -27,7 +27,7 @@ HEADS = ("hybrid_head", "hybrid_pairs", "hybrid_chains")
 
 
 def model_of(engine: FakeEngine) -> ToyDraftModel:
-    source = engine.decoder.sources[0]
+    source = engine.decoder.sources.models[0]
     assert isinstance(source, ToyDraftModel)
     return source
 
@@ -76,15 +76,15 @@ def test_no_forward_runs_where_the_index_does_as_well(name: str) -> None:
 
 def counted_lookups(engine: FakeEngine) -> list[int]:
     """Let an engine's index write down how many requests it looks up each time."""
-    index = engine.decoder.sources[1]
+    index = engine.decoder.sources.text
     assert isinstance(index, SuffixIndex)
-    look_up, counts = index.begin, []
+    look_up, counts = index.look_up, []
 
-    def begin(roots: Roots) -> Continuations:
-        counts.append(len(roots.slots))
-        return look_up(roots)
+    def counted(texts: Sequence[np.ndarray]) -> Continuations:
+        counts.append(len(texts))
+        return look_up(texts)
 
-    index.begin = begin  # type: ignore[method-assign]
+    index.look_up = counted  # type: ignore[method-assign]
     return counts
 
 
@@ -145,7 +145,7 @@ def test_seeded_answers_do_not_depend_on_the_batch() -> None:
     def engine() -> FakeEngine:
         habits = replace(ROOMY, token_budget=200)
         made = make_engine("hybrid", habits, make_schedule=PRUNED)
-        index = made.decoder.sources[1]
+        index = made.decoder.sources.text
         assert isinstance(index, SuffixIndex)
         index.cache.max_tokens = 0
         return made

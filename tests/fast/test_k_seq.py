@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import EXACT, LawMeter, all_trees, law_error
+from tests.fast.enumeration import EXACT, LawMeter, all_trees, law_error, num_models
 from tests.fast.languages import random_tables
 from tests.fast.wrong_rules import K_SEQ_JUDGE
 from vllm_treespec.proposers import Proposer, RsdC, SpecInfer, SpecTr
@@ -72,6 +72,6 @@ def test_expected_tries_at_the_edges() -> None:
 def test_other_draws_are_refused(proposer: Proposer) -> None:
     """Red when draws for which the rule is lossy are judged by it all the same."""
     draft, target = random_tables("random", 3, 2)
-    drawn = all_trees(proposer, [draft, draft][: proposer.num_draft_models])
+    drawn = all_trees(proposer, [draft, draft][: num_models(proposer)])
     with pytest.raises(ValueError, match="independent draws from one distribution"):
         law_error(k_seq, drawn, target)

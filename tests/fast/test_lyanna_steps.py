@@ -15,6 +15,7 @@ from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_workloads import make_engine, make_method
 from vllm_treespec.proposers import DynamicTree, Lyanna
 from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.sources.chain import ChainMemory
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
@@ -26,7 +27,7 @@ MODES = ("lyanna_replace", "lyanna_merge")
 
 def head_of(engine: FakeEngine) -> ToyChainHead:
     """The engine's one source."""
-    (source,) = engine.decoder.sources
+    (source,) = engine.decoder.sources.models
     assert isinstance(source, ToyChainHead)
     return source
 
@@ -128,7 +129,9 @@ def test_trees_of_several_depths() -> None:
         ]
         method = make_method(proposers, "coupled_draw", batch_sizes=(2, 4, 5))
         head = ToyChainHead(language, ChainMemory(resample, 1))
-        engine = FakeEngine(language, method, [head], replace(HABITS["all"], cut=0.1))
+        engine = FakeEngine(
+            language, method, Sources([head]), replace(HABITS["all"], cut=0.1)
+        )
         check_greedy(engine, workload(4, num_reqs=14))
         assert {index for _, index in engine.drawn} == {0, 1, 2, None}
         assert max(head.num_left) == 3

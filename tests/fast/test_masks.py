@@ -65,6 +65,7 @@ def two_trees(
         query_starts=np.array([3, 9]),
         num_nodes=np.array([4, 2]),
         root_positions=np.array([20, 31]),
+        token_ids=TREES.token_ids[:, 1:].numpy(),
         parents=TREES.parents[:, 1:].numpy(),
         slots=np.array([5, 0]),
         proposal_rows=np.array([0, 1]),

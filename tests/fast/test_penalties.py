@@ -44,7 +44,7 @@ from vllm_treespec.scorers import (
     score,
 )
 from vllm_treespec.scorers.recursive_rejection import recursive_rejection_batched
-from vllm_treespec.step import decoder
+from vllm_treespec.step import plain_draw
 from vllm_treespec.step.plain_draw import draw_plainly
 from vllm_treespec.testing.fake_scheduler import Request
 from vllm_treespec.testing.fake_views import penalty_view
@@ -342,6 +342,6 @@ def plain_rows(
             rows_seen += 1
         return draw_plainly(target, keys, batched)
 
-    with patch.object(decoder, "draw_plainly", side_effect=noting):
+    with patch.object(plain_draw, "draw_plainly", side_effect=noting):
         engine.run(*requests)
     return rows_seen

@@ -18,7 +18,7 @@ from vllm_treespec.kernels import kv_move
 from vllm_treespec.sampling.coupling import draw_coupled
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
-from vllm_treespec.step import decoder
+from vllm_treespec.step import decoder, plain_draw
 from vllm_treespec.step.plain_draw import draw_plainly
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.workloads import HABITS, workload
@@ -71,7 +71,7 @@ def test_an_odd_request_is_drawn_by_the_engine() -> None:
         rows.extend(target.root_rows.tolist())
         return draw_plainly(target, keys, batched)
 
-    with patch.object(decoder, "draw_plainly", side_effect=noting):
+    with patch.object(plain_draw, "draw_plainly", side_effect=noting):
         make_engine("suffix_tree", Habits()).run(sampled(0, drafts=False))
         assert not rows
         make_engine("suffix_tree", Habits()).run(sampled(0), sampled(1, drafts=False))
@@ -87,7 +87,7 @@ def test_greedy_requests_without_trees_are_the_engines() -> None:
         with_trees.append(engine.decoder.trees is not None)
         return draw_plainly(target, keys, batched)
 
-    with patch.object(decoder, "draw_plainly", side_effect=noting):
+    with patch.object(plain_draw, "draw_plainly", side_effect=noting):
         engine.run(*[Request(f"r{n}", [n, 3], 12, temperature=0.0) for n in range(3)])
     assert with_trees
     assert all(with_trees)

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,13 +13,8 @@ from vllm_treespec.heads import load_head
 from vllm_treespec.heads.source import HeadSource
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.sources.base import (
-    CommittedTokens,
-    DraftModel,
-    DraftSource,
-    Reads,
-    Roots,
-)
+from vllm_treespec.sources.base import DraftModel, ModelSource, Reads, Roots, Sources
+from vllm_treespec.sources.chain import ReusingSource
 from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.profile import profile_trees
@@ -53,7 +47,7 @@ SPECS: dict[str, dict[str, Any]] = {
 class Recorder(TreeDecoder):
     """Notes the largest batch of trees it scored."""
 
-    def __init__(self, spec: dict[str, Any], sources: list[DraftSource]) -> None:
+    def __init__(self, spec: dict[str, Any], sources: Sources) -> None:
         config = parse_spec_config({**spec, "schedule": "fixed"})
         trees = config.scheduled_trees()
         method = Method(
@@ -72,37 +66,34 @@ class Recorder(TreeDecoder):
         return super().verify(index, tree, *inputs)
 
 
-class PagedModel:
+class PagedModel(ModelSource):
     """A draft model, or a head, whose KV cache is not made yet."""
 
-    def __init__(self, reuses: bool = False) -> None:
-        self.reads = Reads(own_kv=True, catches_up=True, reuses=reuses)
-
-    def read(self, committed: CommittedTokens) -> None:
-        raise NotImplementedError
+    reads = Reads(own_kv=True, catches_up=True)
 
     def begin(self, roots: Roots) -> DraftModel:
         raise NotImplementedError
 
-    def finish_requests(self, slots: np.ndarray) -> None:
-        raise NotImplementedError
+
+class PagedChains(ReusingSource, PagedModel):
+    """The same, of chains."""
 
 
 @pytest.mark.parametrize("method", SPECS)
 def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
     """Red when trees are drawn, or scored, for the first time when requests come."""
     spec = SPECS[method]
-    paged = PagedModel(reuses=method == "lyanna")
-    sources: list[DraftSource] = [paged] * len(spec.get("drafts", [spec]))
+    paged = PagedChains() if method == "lyanna" else PagedModel()
+    models: list[ModelSource] = [paged] * len(spec.get("drafts", [spec]))
     if "model" not in spec and "drafts" not in spec:
         folder = write_head(tmp_path, HEADS[method])
         spec = {**spec, "model": folder}
         head = HeadSource(StepStats())
         head.head = load_head(Path(folder))
         head.head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
-        sources = [head]
+        models = [head]
     index = parse_spec_config(spec).text_source()
-    decoder = Recorder(spec, sources if index is None else [*sources, index])
+    decoder = Recorder(spec, Sources(models, index))
     profile_trees(decoder, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
     proposers = decoder.method.proposers
     assert decoder.verified == [(NUM_REQS, p.sizes.max_nodes) for p in proposers]

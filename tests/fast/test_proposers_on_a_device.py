@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.enumeration import num_models
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.tiers import grid
 from vllm_treespec.proposers import Proposer, ProposerInputs
@@ -90,7 +91,7 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
         all_greedy=temperature == "greedy",
         all_random=temperature == "random",
     )
-    drafts: list[DraftModel] = [MetaModel(vocabulary)] * proposer.num_draft_models
+    drafts: list[DraftModel] = [MetaModel(vocabulary)] * num_models(proposer)
     if isinstance(proposer, Lyanna):
         drafts = [meta_chain(vocabulary, meta_chain(vocabulary))]
     inputs = ProposerInputs(

@@ -8,6 +8,7 @@ from tests.fast.toy_workloads import make_method
 from vllm_treespec.batch.reading import ReadMarks, plan_reading
 from vllm_treespec.proposers import RsdS
 from vllm_treespec.schedule.plan import PLAIN_PLAN, RunningRequests, StepPlan
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.toy_models import Language, ToyDraftModel
@@ -88,7 +89,7 @@ def test_schedules_are_told_how_far_models_are_behind() -> None:
     language = Language(0)
     method = make_method([RsdS(2, 2)], "recursive_rejection")
     model = ToyDraftModel(language)
-    engine = FakeEngine(language, method, [model], Habits())
+    engine = FakeEngine(language, method, Sources([model]), Habits())
     told: list[int] = []
     caught_up: list[float] = []
 

@@ -21,6 +21,7 @@ from vllm_treespec.schedule.plan import (
     Work,
 )
 from vllm_treespec.schedule.scheduler import ROUND_STEPS, AdaptiveScheduler
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
@@ -71,7 +72,7 @@ def engine_with(schedule: Schedule, habits: Habits) -> FakeEngine:
     """An engine with a draft model and this schedule; its steps take a second."""
     language = Language(0)
     method = replace(one_tree(), schedule=schedule)
-    engine = FakeEngine(language, method, [ToyDraftModel(language)], habits)
+    engine = FakeEngine(language, method, Sources([ToyDraftModel(language)]), habits)
     engine.decoder.clock.clock = lambda: float(engine.decoder.step)
     return engine
 
@@ -177,7 +178,7 @@ def test_where_features_are_read_nothing_rests() -> None:
     language = Language(0)
     method = make_method([SumTree(2)], "coupled_draw", [0])
     source = FeatureSums(language)
-    engine = FakeEngine(language, method, [source], Habits())
+    engine = FakeEngine(language, method, Sources([source]), Habits())
     source.bind(Habits().num_blocks)
     engine.run(long_request("a"))
     assert not engine.num_rested

@@ -121,7 +121,7 @@ class Runner(TreeRunnerMixin, StockRunner):  # type: ignore[misc]
 def test_only_outputs_of_a_session_are_kept() -> None:
     """Red when other requests draft from the prompts of a session's later turns."""
     runner: Any = Runner()
-    (index,) = runner.decoder.sources
+    index = runner.decoder.sources.text
     assert isinstance(index, SuffixIndex)
     for *text, output in ([1, 2, 3], [1, 2, 3, 7, 7, 4], [1, 2, 3, 7, 7, 4, 7, 5]):
         step = SchedulerOutput.make_empty()

@@ -43,7 +43,6 @@ def test_limits(
 ) -> None:
     """Red when a tree may outgrow what the engine makes room for."""
     proposer = SpecInfer(branching_factors)
-    assert proposer.num_draft_models == len(branching_factors)
     assert proposer.sizes.max_nodes == 1 + num_draws
     assert proposer.sizes.max_draws == proposer.sizes.num_uniforms == num_draws
     assert (proposer.sizes.max_width, proposer.sizes.max_leaves) == (width, leaves)

@@ -30,7 +30,6 @@ def test_limits(num_paths: int, depth: int) -> None:
     assert proposer.sizes.max_draws == proposer.sizes.num_uniforms == num_paths * depth
     assert proposer.sizes.max_width == proposer.sizes.max_leaves == num_paths
     assert proposer.sizes.max_depth == depth
-    assert proposer.num_draft_models == 1
     uniforms = torch.linspace(0, 0.999, num_paths * depth, dtype=torch.float64)
     tree = proposer.propose(
         ProposerInputs(

@@ -14,6 +14,7 @@ from vllm_treespec.proposers.suffix import Suffix
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.plan import StepResult
 from vllm_treespec.scorers import RULES
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.sources.continuations import next_tokens
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.step.method import Method
@@ -30,7 +31,7 @@ def test_shadow_drafts_are_compared_with_what_was_emitted() -> None:
     dear = partial(ConstantCosts, row_cost=9.0)
     method = make_method([proposer], "coupled_draw", make_schedule=dear)
     index = SuffixIndex(depth=5, max_match=6, max_cached_tokens=0)
-    engine = FakeEngine(language, method, [index], Habits(), 0)
+    engine = FakeEngine(language, method, Sources(text=index), Habits(), 0)
     prompt = [1, 2, 3, 1, 2]
     (answer,) = engine.run(Request("r", list(prompt), max_tokens=30))
     text = np.array(prompt + answer)
@@ -62,7 +63,9 @@ def test_schedules_are_told_of_branches(factors: list[int]) -> None:
     """Red when chains count as trees with branches, or trees as chains."""
     language = Language(0)
     method = make_method([RsdC(factors)], "recursive_rejection")
-    engine = FakeEngine(language, method, [ToyDraftModel(language)], Habits(), 0)
+    engine = FakeEngine(
+        language, method, Sources([ToyDraftModel(language)]), Habits(), 0
+    )
     told: list[float] = []
 
     def observe(result: StepResult) -> None:
@@ -84,7 +87,9 @@ def test_claims_reach_schedules_of_trees_that_prune(prunes: bool) -> None:
     tree = Scheduled(1000, proposer.sizes, prunes_by_cost=prunes)
     schedule = ListedSchedule([tree])
     method = Method(schedule, [proposer], RULES["recursive_rejection"], False, 16)
-    engine = FakeEngine(language, method, [ToyDraftModel(language)], Habits(), 0)
+    engine = FakeEngine(
+        language, method, Sources([ToyDraftModel(language)]), Habits(), 0
+    )
     results: list[StepResult] = []
     schedule.observe = results.append  # type: ignore[method-assign, assignment]
     engine.run(Request("r", [1, 2, 3], max_tokens=20))

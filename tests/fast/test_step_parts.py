@@ -344,6 +344,7 @@ def test_committed_rows_of_trees() -> None:
         query_starts=ints([2, 7]),
         num_nodes=ints([4, 3]),
         root_positions=ints([30, 40]),
+        token_ids=TREES.token_ids[:2, 1:].numpy(),
         parents=TREES.parents[:2, 1:].numpy(),
         slots=ints([1, 3]),
         proposal_rows=ints([0, 1]),

@@ -23,7 +23,6 @@ from vllm_treespec.proposers.suffix import (
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan
 from vllm_treespec.scorers import RULES
-from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.continuations import next_tokens
 from vllm_treespec.sources.suffix_index import (
     END,
@@ -68,29 +67,18 @@ def propose(
     plan: StepPlan = PLAIN_PLAN,
 ) -> TreeBatch:
     """Trees of requests with these tokens so far."""
-    lens = np.array([len(text) for text in texts])
-    token_ids = np.full((len(texts), lens.max() + 3), 99)
-    for row, text in enumerate(texts):
-        token_ids[row, : len(text)] = text
     names = names or [f"unnamed {row}" for row in range(len(texts))]
     for name in sorted({*names} - {*trees.slots.names()}):
         trees.slots.add(name, True, None)
     root_token_ids = torch.tensor([text[-1] for text in texts])
-    roots = Roots(
-        slots=trees.slots.lookup(names),
-        positions=lens - 1,
-        root_token_ids=root_token_ids,
-        accepted=np.full(len(texts), -1),
-        depth=1,
-        token_ids=token_ids,
-    )
-    trees.index.note_texts(roots.slots, [np.array(text) for text in texts])
+    known = [np.array(text) for text in texts]
+    trees.index.note_texts(trees.slots.lookup(names), known)
     return trees.proposer.propose(
         ProposerInputs(
             root_token_ids=root_token_ids,
             sampling=SamplingTensors(torch.zeros(len(texts)), all_greedy=True),
             uniforms=torch.zeros(len(texts), 0, dtype=torch.float64),
-            continuations=[trees.index.begin(roots)],
+            continuations=[trees.index.look_up(known)],
             plan=plan,
         )
     ).tree
@@ -399,9 +387,8 @@ def test_spec_config() -> None:
     proposer, index = config.proposer(), config.text_source()
     assert isinstance(proposer, Suffix)
     assert (proposer.sizes.max_nodes, proposer.sizes.max_depth) == (25, 8)
-    assert (proposer.num_draft_models, proposer.sizes.num_uniforms) == (0, 0)
+    assert proposer.sizes.num_uniforms == 0
     assert isinstance(index, SuffixIndex)
-    assert index.reads == Reads(token_ids=True)
     assert (index.depth, index.max_match, index.cache.max_tokens) == (8, 16, 65536)
 
 

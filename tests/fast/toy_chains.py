@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.fast.languages import Language
 from tests.fast.toy_pairs import ToyPairHead
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.sources.base import Reads, Roots
-from vllm_treespec.sources.chain import ChainDraft, ChainMemory
+from vllm_treespec.sources.base import Roots
+from vllm_treespec.sources.chain import ChainDraft, ChainMemory, ReusingSource
 from vllm_treespec.testing.toy_models import PERIOD, VOCAB_SIZE
 from vllm_treespec.testing.toy_models import Language as ToyLanguage
 
@@ -73,15 +73,11 @@ def base_logits(language: ToyLanguage) -> tuple[Tensor, Tensor]:
     return by_length, language.draft.mean((0, 1))
 
 
-class ToyChainHead(ToyPairHead):
+class ToyChainHead(ReusingSource, ToyPairHead):
     """Reads pairs, and then chains; its logits name the request and the length.
 
     So a leftover of another request, or of another level, shows at once.
     """
-
-    reads = Reads(
-        features=ToyPairHead.reads.features, own_kv=True, catches_up=True, reuses=True
-    )
 
     def __init__(self, language: ToyLanguage, memory: ChainMemory) -> None:
         """Speak as much of the language's draft as a chain can."""
@@ -91,9 +87,6 @@ class ToyChainHead(ToyPairHead):
         # requests that drafted, those of them that had not read, and levels left over
         self.num_drafted = self.num_unread = 0
         self.num_left: list[int] = []
-
-    def drafts_unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        return self.memory.drafts_unread(slots, accepted)
 
     def begin(self, roots: Roots) -> ChainDraft:  # type: ignore[override]
         self.num_drafted += len(roots.slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_pairs import ToyPairHead
@@ -22,7 +22,7 @@ from vllm_treespec.proposers import (
 from vllm_treespec.schedule.base import Schedule, ScheduledTree
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.scorers import RULES
-from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.sources.chain import ChainMemory, Resample
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.step.method import Method
@@ -95,21 +95,22 @@ class Scheduled:
         raise NotImplementedError
 
 
-def sources_of(name: str, language: Language) -> list[DraftSource]:
+def sources_of(name: str, language: Language) -> Sources:
     """What a method draws from."""
     index = SuffixIndex(depth=5, max_match=6, max_cached_tokens=100)
     if name == "suffix_tree":
-        return [index]
+        return Sources(text=index)
     if name == "hybrid_chains":
-        return [ToyChainHead(language, ChainMemory("off", 1)), index]
+        return Sources([ToyChainHead(language, ChainMemory("off", 1))], index)
     if name.startswith("hybrid"):
         beside = name.removeprefix("hybrid").removeprefix("_")
-        return [*sources_of(beside, language), index]
+        return replace(sources_of(beside, language), text=index)
     if name in RESAMPLE:
-        return [ToyChainHead(language, ChainMemory(RESAMPLE[name], 1))]
+        return Sources([ToyChainHead(language, ChainMemory(RESAMPLE[name], 1))])
     if name == "head":
-        return [ToyHead(language)]
-    return [ToyPairHead(language) if name == "pairs" else ToyDraftModel(language)]
+        return Sources([ToyHead(language)])
+    toy = ToyPairHead if name == "pairs" else ToyDraftModel
+    return Sources([toy(language)])
 
 
 def drafting_sources(proposer: Proposer) -> Source:

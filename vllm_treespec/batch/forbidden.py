@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.matching import Proposal, RunningTrees
+from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.sampling.texts import TextView
 
 
@@ -94,7 +94,6 @@ def limited_rows(
     first_rows: np.ndarray,
     texts: TextView,
     trees: RunningTrees | None = None,
-    proposal: Proposal | None = None,
 ) -> list[RequestRows]:
     """Rows of the requests that must not emit some tokens.
 
@@ -104,7 +103,6 @@ def limited_rows(
         first_rows: int64 [n], rows of their roots.
         texts: of the batch.
         trees: of the requests; None: they have none.
-        proposal: that the trees were cut from.
 
     """
     found = []
@@ -112,11 +110,8 @@ def limited_rows(
         req = int(reqs[place])
         if limits is None or limits.is_over(texts.num_output_tokens(req)):
             continue
-        nodes: tuple[list[int], list[int]] = [], []
-        if trees is not None:
-            assert proposal is not None
-            nodes = proposal.nodes(trees.proposal_rows[place], trees.num_nodes[place])
-        found.append(RequestRows(req, limits, int(first_rows[place]), *nodes))
+        drafts = () if trees is None else trees.drafts(place)
+        found.append(RequestRows(req, limits, int(first_rows[place]), *drafts))
     return found
 
 

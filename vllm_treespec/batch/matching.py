@@ -149,11 +149,6 @@ class Proposal:
             path.append(int(is_child.argmax()))
         return path
 
-    def nodes(self, row: int, num_nodes: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of a tree's draft nodes, of its first ``num_nodes``."""
-        drafts = slice(num_nodes - 1)
-        return self.token_ids[row, drafts].tolist(), self.parents[row, drafts].tolist()
-
     def drafts(self) -> list[list[int]]:
         """Tokens of every tree's draft nodes."""
         return cut_rows(self.token_ids, self.num_drafts.tolist())
@@ -212,7 +207,8 @@ class RunningTrees:
     num_nodes: np.ndarray
     # int64 [num_trees], positions of the roots
     root_positions: np.ndarray
-    # int64 [num_trees, max_nodes - 1], parents of the draft nodes
+    # int64 [num_trees, max_nodes - 1], tokens and parents of the draft nodes
+    token_ids: np.ndarray
     parents: np.ndarray
     # int64 [num_trees]
     slots: np.ndarray
@@ -220,6 +216,12 @@ class RunningTrees:
     proposal_rows: np.ndarray
     # whether any of them has a node with two children
     branching: bool
+
+    def drafts(self, tree: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of a tree's draft nodes."""
+        drafts = slice(self.num_nodes[tree] - 1)
+        tokens, parents = self.token_ids[tree, drafts], self.parents[tree, drafts]
+        return tokens.tolist(), parents.tolist()
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,7 @@ def running_trees(
         query_starts=query_starts[reqs],
         num_nodes=num_nodes,
         root_positions=batch.root_positions[reqs],
+        token_ids=proposal.token_ids[rows],
         parents=proposal.parents[rows],
         slots=batch.slots[reqs],
         proposal_rows=rows,

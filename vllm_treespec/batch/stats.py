@@ -12,6 +12,14 @@ from typing import Any
 import numpy as np
 
 from vllm_treespec.aids import Aid, aiding
+from vllm_treespec.batch.matching import (
+    Proposal,
+    RunningTrees,
+    count_by_source,
+    scored_by_source,
+)
+from vllm_treespec.batch.views import EmittedBatch
+from vllm_treespec.trees.source import Source
 
 # In the order of a step.
 STAGES = ("tree_build", "forward", "score", "commit", "draft")
@@ -176,6 +184,38 @@ class StepStats:
                 counts.node_counts[nodes] = counts.node_counts.get(nodes, 0) + 1
             for accepted in num_accepted:
                 counts.accepted[accepted] = counts.accepted.get(accepted, 0) + 1
+
+    def count_scored(
+        self,
+        batch: EmittedBatch,
+        trees: RunningTrees,
+        proposal: Proposal | None,
+        sources: Source,
+    ) -> np.ndarray:
+        """Count the trees that were scored in a step.
+
+        Args:
+            batch: after the step.
+            trees: of the step.
+            proposal: they were cut from; None: it was discarded.
+            sources: what drafts them.
+
+        Returns:
+            accepted drafts of each request that an index, and that a model drafted,
+            int64 [num_reqs, 2].
+
+        """
+        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
+        num_accepted = batch.num_emitted[trees.host_reqs] - 1
+        self.count_trees(trees.num_nodes.tolist(), num_accepted.tolist())
+        for req, *parts in scored_by_source(trees, proposal, batch):
+            if Source.INDEX in sources:
+                by_source[req] = count_by_source(parts[1])
+                self.count_sources(count_by_source(parts[0]), by_source[req])
+            else:
+                left_over = (int((part == Source.LEFTOVER).sum()) for part in parts)
+                self.count_leftovers(*left_over)
+        return by_source
 
     @aiding
     def count_beams(self, num_beam_tokens: int, num_nodes: int) -> None:

@@ -218,6 +218,19 @@ class EmittedBatch:
         chunk_end = self.num_computed + self.num_scheduled
         return np.where(self.emitted, self.num_tokens - 1, chunk_end)
 
+    def texts(self, reqs: np.ndarray) -> list[np.ndarray]:
+        """Committed tokens of requests that emitted some, their new roots included.
+
+        Args:
+            reqs: int64 [n].
+
+        """
+        ends = (1 + self.end[reqs]).tolist()
+        return [
+            self.token_ids[req, :end]
+            for req, end in zip(reqs.tolist(), ends, strict=True)
+        ]
+
 
 def scheduler_room(
     num_scheduled: np.ndarray,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,10 +14,10 @@ from vllm_treespec.heads import LyannaHead, load_lyanna_head
 from vllm_treespec.heads.chain_source import ChainSource
 from vllm_treespec.layouts.base import LevelInputs
 from vllm_treespec.sources.base import Roots
-from vllm_treespec.sources.chain import ChainDraft, ChainMemory
+from vllm_treespec.sources.chain import ChainDraft, ChainMemory, ReusingSource
 
 
-class ChainHead(PagedHead):
+class ChainHead(ReusingSource, PagedHead):
     """A head that reads pairs as EAGLE's, and then no drafted token.
 
     A chain's later steps lie behind the last pair as a level of one node each. All
@@ -38,15 +36,10 @@ class ChainHead(PagedHead):
     ) -> None:
         """Read the configuration of the head ``model``, a folder or a hub id."""
         super().__init__(vllm_config, model, None, prefix, stats)
-        self.reads = replace(self.reads, reuses=True)
         self.memory = memory
 
     def _load_head(self) -> LyannaHead:
         return load_lyanna_head(self.model)
-
-    def drafts_unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Which requests need no fresh chain; see ``ReusingSource``."""
-        return self.memory.drafts_unread(slots, accepted)
 
     def begin(self, roots: Roots) -> ChainDraft:
         """Run the chains of a step, where none is left over."""

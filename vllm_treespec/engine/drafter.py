@@ -24,14 +24,18 @@ from vllm_treespec.engine.kv_cache import check_groups, own_group_first
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.engine.schedule_cache import ScheduleCache, cache_folder, origin_of
-from vllm_treespec.heads import LyannaHeadConfig, read_head_config
+from vllm_treespec.heads import (
+    EagleHeadConfig,
+    LyannaHeadConfig,
+    read_head_config,
+)
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.schedule.base import Schedule, ScheduledTree
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.plan import MAX_SLOWDOWN
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import Rule, TypicalAcceptance
-from vllm_treespec.sources.base import FINAL_LAYER, DraftSource
+from vllm_treespec.sources.base import FINAL_LAYER, Sources
 from vllm_treespec.sources.chain import ChainMemory
 from vllm_treespec.step.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.step.method import EngineLimits, Method
@@ -45,6 +49,9 @@ if TYPE_CHECKING:
     from vllm_treespec.engine.v2.vllm_types import V2Runner
 
 
+EngineModel = PagedSource | EngineHeadSource | EngineChainSource
+
+
 class TreeDrafter:
     """Makes and loads what a spec-config names; vLLM makes one per worker."""
 
@@ -56,9 +63,8 @@ class TreeDrafter:
         self.vllm_config = vllm_config
         self.config = parse_spec_config(vllm_config.additional_config["treespec"])
         self.stats = StepStats()
-        # draft models, or a head with context
-        self.paged: list[PagedSource] = []
-        self.head: EngineHeadSource | EngineChainSource | None = None
+        # draft models and heads
+        self.models: list[EngineModel] = []
         # None: nothing is kept for the next start
         self.cache: ScheduleCache | None = None
         grammars = vllm_config.structured_outputs_config
@@ -89,10 +95,16 @@ class TreeDrafter:
             origin = origin_of(self.vllm_config, method.schedule)
             self.cache = ScheduleCache(cache_folder(), origin, method.schedule)
             self.cache.load()
-        sources = self._sources(draft_model_class)
+        self.models = self._models(draft_model_class)
+        sources = Sources(self.models, self.config.text_source())
         layout = make_layout(layout_limits(method, bool(self.paged)))
         self.decoder = self.decoder_class(method, sources, layout, limits, self.stats)
         return self.decoder
+
+    @property
+    def paged(self) -> list[PagedSource]:
+        """Draft models and heads with context."""
+        return [model for model in self.models if isinstance(model, PagedSource)]
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -154,10 +166,10 @@ class TreeDrafter:
             max_trees=self.config.max_trees,
         )
 
-    def _sources(self, draft_model_class: type[PagedDraftModel]) -> list[DraftSource]:
-        """What the method's proposers draw from, in the spec-config's order."""
+    def _models(self, draft_model_class: type[PagedDraftModel]) -> list[EngineModel]:
+        """Make the draft models and the head, in the spec-config's order."""
         config = self.config
-        self.paged = [
+        models: list[EngineModel] = [
             draft_model_class(
                 self.vllm_config, model, hot, f"draft_model_{number}", self.stats
             )
@@ -166,46 +178,29 @@ class TreeDrafter:
             )
         ]
         if config.head is not None:
-            self._make_head(config.head, config)
-        sources: list[DraftSource] = [*self.paged]
-        if self.head is not None:
-            sources.append(self.head)
-        text_source = config.text_source()
-        if text_source is not None:
-            sources.append(text_source)
-        return sources
+            models.append(self._head(config.head))
+        return models
 
-    def _make_head(self, model: str, config: MethodConfig) -> None:
+    def _head(self, model: str) -> EngineModel:
         """Make the source that suits the kind of head."""
-        vllm_config, stats = self.vllm_config, self.stats
-        if config.head_kind == "eagle":
-            hot = config.hot_tokens if isinstance(config, EagleTreeConfig) else None
-            head = PagedHead(vllm_config, model, hot, "draft_head", stats)
-            self.paged.append(head)
-        elif config.head_kind == "lyanna":
+        config, stats = self.config, self.stats
+        head = read_head_config(model)
+        if isinstance(head, LyannaHeadConfig):
             memory = ChainMemory("off", 1)
             if isinstance(config, LyannaConfig):
                 memory = ChainMemory(config.resample, config.resample_min_levels)
-            self._make_chains(model, memory)
-        else:
-            self.head = EngineHeadSource(vllm_config, model, stats)
-
-    def _make_chains(self, model: str, memory: ChainMemory) -> None:
-        """Make the source of chains that suits the head."""
-        head = read_head_config(model)
-        assert isinstance(head, LyannaHeadConfig)
-        if head.context:
-            paged = ChainHead(self.vllm_config, model, "draft_head", memory, self.stats)
-            self.paged.append(paged)
-        else:
-            self.head = EngineChainSource(self.vllm_config, model, memory, self.stats)
+            if head.context:
+                return ChainHead(self.vllm_config, model, "draft_head", memory, stats)
+            return EngineChainSource(self.vllm_config, model, memory, stats)
+        if isinstance(head, EagleHeadConfig):
+            hot = config.hot_tokens if isinstance(config, EagleTreeConfig) else None
+            return PagedHead(self.vllm_config, model, hot, "draft_head", stats)
+        return EngineHeadSource(self.vllm_config, model, stats)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load draft models or a head; vLLM has just loaded the target."""
-        for source in self.paged:
-            source.load(target_model)
-        if self.head is not None:
-            self.head.load(target_model)
+        for model in self.models:
+            model.load(target_model)
 
     def propose(self, batch: EmittedBatch) -> Proposal | None:
         """Draw the next trees at the end of a step."""

@@ -157,7 +157,7 @@ class PagedHead(PagedSource):
         self._run(None, self.head.features(states), zeros, zeros, None)
 
     def keep(self, slots: np.ndarray, features: dict[int, Tensor]) -> None:
-        """Keep hidden states of committed tokens; see ``FeatureKeeper``."""
+        """Keep hidden states of committed tokens; see ``ModelSource``."""
         with self.stats.stage(KEEP_FEATURES):
             states = [features[layer] for layer in self.reads.features]
             self.store.keep(slots, torch.cat(states, dim=-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,18 +20,16 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.layouts.base import LevelInputs, TreeLayout
 from vllm_treespec.layouts.block_copies import BlockCopier
-from vllm_treespec.sources.base import CommittedTokens, DraftModel, Reads, Roots
+from vllm_treespec.sources.base import ModelSource
 
 
-class PagedSource(ABC):
+class PagedSource(ModelSource):
     """Attention layers whose KV joins the target's cache: same blocks, same table.
 
     KV of a committed token is written once, in the target's step or later. KV of a
     tree's nodes lies in fork blocks only, and is written again when their tokens are
     committed.
     """
-
-    reads: Reads
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, stats: StepStats) -> None:
         """Name the layers under ``prefix``."""
@@ -48,14 +46,6 @@ class PagedSource(ABC):
     @abstractmethod
     def warm_up(self) -> None:
         """Run once without a KV cache, so that no request waits for compilation."""
-
-    @abstractmethod
-    def read(self, committed: CommittedTokens) -> None:
-        """Read committed tokens; see ``DraftSource.read``."""
-
-    @abstractmethod
-    def begin(self, roots: Roots) -> DraftModel:
-        """Begin the trees of a step."""
 
     @property
     @abstractmethod
@@ -93,9 +83,6 @@ class PagedSource(ABC):
         changed = copy.copy(cache_config)
         changed.sliding_window = window
         return changed
-
-    def finish_requests(self, slots: np.ndarray) -> None:  # noqa: B027 (no duty)
-        """Do nothing: of a request only its blocks are kept."""
 
     def attention_metadata(
         self, inputs: LevelInputs, num_tokens: int

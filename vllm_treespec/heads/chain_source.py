@@ -9,27 +9,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.heads import LyannaHead
-from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
-from vllm_treespec.sources.chain import ChainDraft, ChainMemory
+from vllm_treespec.sources.base import Reads, Roots
+from vllm_treespec.sources.chain import ChainDraft, ChainMemory, ReusingSource
 
 
-class ChainSource:
+class ChainSource(ReusingSource):
     """The head of ``lyanna`` without context; it needs no KV cache."""
 
-    reads = Reads(root_hidden=True, reuses=True)
+    reads = Reads(root_hidden=True)
     head: LyannaHead
 
     def __init__(self, memory: ChainMemory, stats: StepStats) -> None:
         """Count the head's time; ``head`` is set when it is loaded."""
         self.memory = memory
         self.stats = stats
-
-    def read(self, committed: CommittedTokens) -> None:
-        """Do nothing: the head reads roots only."""
-
-    def drafts_unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Which requests need no fresh chain; see ``ReusingSource``."""
-        return self.memory.drafts_unread(slots, accepted)
 
     def begin(self, roots: Roots) -> ChainDraft:
         """Run the chains of a step, where none is left over."""
@@ -62,9 +55,6 @@ class ChainSource:
                 states.append(state)
                 token_ids = None
             return self.head.logits(torch.stack(states, dim=1))
-
-    def finish_requests(self, slots: np.ndarray) -> None:
-        """Do nothing: chains are forgotten with the next step."""
 
 
 class ChainAttention:

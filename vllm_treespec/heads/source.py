@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 from torch import Tensor
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.heads import DraftHead
-from vllm_treespec.sources.base import CommittedTokens, DraftModel, Reads, Roots
+from vllm_treespec.sources.base import DraftModel, ModelSource, Reads, Roots
 
 
-class HeadSource:
+class HeadSource(ModelSource):
     """The head of ``redrafter`` or ``medusa_tree``; it keeps nothing between steps."""
 
     reads = Reads(root_hidden=True)
@@ -20,18 +19,12 @@ class HeadSource:
         """Count the head's time; ``head`` is set when it is loaded."""
         self.stats = stats
 
-    def read(self, committed: CommittedTokens) -> None:
-        """Do nothing: the head reads roots only."""
-
     def begin(self, roots: Roots) -> DraftModel:
         """Begin the trees of a step; see ``DraftHead.draft``."""
         assert roots.hidden is not None
         with self.stats.stage(DRAFT_FORWARD):
             draft = self.head.draft(roots.hidden, roots.root_token_ids)
             return TimedDraft(draft, self.stats)
-
-    def finish_requests(self, slots: np.ndarray) -> None:
-        """Do nothing: nothing is kept of a request."""
 
 
 class TimedDraft:

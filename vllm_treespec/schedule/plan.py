@@ -85,6 +85,9 @@ class StepPlan:
     kept: Mapping[Source, Sequence[float]] = field(default_factory=dict)
     # accepted tokens that a model's first level adds where an index finds nothing
     first_level: Sequence[float] = ()
+    # how likely an index drafts the next token, so that a model's levels add nothing;
+    # (): no index was looked up beside a model
+    index_hits: Sequence[float] = ()
     # that draft models read at most; None: as many as what they draft is worth
     max_levels: int | None = None
     # tokens of earlier steps that draft models read at most; None: as many as fit
@@ -106,6 +109,18 @@ class StepPlan:
     def min_claim(self, source: Source, at_least: float = 0.0) -> list[float]:
         """The probability from which on a request's draft is worth its row."""
         return [max(at_least, self.row_cost / kept) for kept in self.kept[source]]
+
+    def level_pays(self, gains: Sequence[float]) -> bool:
+        """Whether a level that draft models read is worth its forward.
+
+        Args:
+            gains: accepted tokens that it adds for each request where an index finds
+                nothing, less what their rows cost.
+
+        """
+        hits = self.index_hits or [0.0] * len(gains)
+        added = (gain * (1 - hit) for gain, hit in zip(gains, hits, strict=True))
+        return sum(added) > self.level_cost
 
 
 PLAIN_PLAN = StepPlan()

@@ -3,9 +3,11 @@
 from vllm_treespec.sources.base import (
     CommittedTokens,
     DraftModel,
-    DraftSource,
+    ModelSource,
     Reads,
     Roots,
+    Sources,
+    TextSource,
 )
 from vllm_treespec.sources.continuations import Continuations
 
@@ -13,7 +15,9 @@ __all__ = [
     "CommittedTokens",
     "Continuations",
     "DraftModel",
-    "DraftSource",
+    "ModelSource",
     "Reads",
     "Roots",
+    "Sources",
+    "TextSource",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,23 +18,18 @@ FINAL_LAYER = -1
 
 @dataclass(frozen=True)
 class Reads:
-    """What a source reads of a request; the decoder provides this and no more."""
+    """What a model or head reads of a request; the decoder provides no more."""
 
-    # the committed tokens of requests that draft (``Roots.token_ids``)
-    token_ids: bool = False
     # the target's final hidden state from which a root was emitted (``Roots.hidden``)
     root_hidden: bool = False
     # hidden states of every committed token, before these layers of the target;
     # ``FINAL_LAYER`` stands for those behind its final norm
     features: tuple[int, ...] = ()
-    # every committed token, into KV of its own (``DraftSource.read``)
+    # every committed token, into KV of its own (``ModelSource.read``)
     own_kv: bool = False
     # whether it may read a token in a later step than the target computes it; features
-    # are at hand in that step only, so it keeps them (``FeatureKeeper.keep``)
+    # are at hand in that step only, so it keeps them (``ModelSource.keep``)
     catches_up: bool = False
-    # whether it drafts from chains, which may leave something over for the next step
-    # (``ReusingSource``)
-    reuses: bool = False
 
     @property
     def every_token(self) -> bool:
@@ -86,9 +82,6 @@ class Roots:
     depth: int
     # [num_reqs, hidden_size], if the source asks
     hidden: Tensor | None = None
-    # committed tokens, roots included, int [num_reqs, max_len] on the host, if the
-    # source asks; ``positions + 1`` of each row are filled
-    token_ids: np.ndarray | None = None
 
 
 class DraftModel(Protocol):
@@ -118,66 +111,29 @@ class DraftModel(Protocol):
         """
 
 
-class DraftSource(Protocol):
-    """Something to draft from: a draft model, a head, a suffix index.
+class ModelSource(ABC):
+    """A draft model or a head, from which proposers draft level by level.
 
-    In each step the decoder calls ``read`` (only sources that read every token), then
-    ``begin`` if any request drafts.
+    In each step the decoder calls ``keep`` or ``read`` (only sources that read every
+    token), then ``begin`` if any request drafts. What a source has no use for does
+    nothing.
     """
 
-    @property
-    def reads(self) -> Reads:
-        """What the source must be given."""
-
-    def read(self, committed: CommittedTokens) -> None:
-        """Read committed tokens, each once and in order.
-
-        A source that may catch up is called when trees are drawn; any other in every
-        step, with all tokens that the target computed in it. Tokens that a request
-        found in the prefix cache are not handed over: they were read when they were
-        computed, for another request. So what is kept of a token must lie where its KV
-        does. After preemption, tokens that are computed again are read again.
-        """
-
-    def begin(self, roots: Roots) -> DraftModel | Continuations:
-        """Begin the trees of a step; return what its proposer draws from."""
-
-    def finish_requests(self, slots: np.ndarray) -> None:
-        """Drop what is kept of requests that ended, by their slots, int64 [n]."""
-
-
-class TextSource(DraftSource, Protocol):
-    """A source that reads committed tokens, and keeps texts for other requests."""
-
-    def note_texts(self, slots: np.ndarray, texts: Sequence[np.ndarray]) -> None:
-        """Note what requests that may draft have put out, in every step.
-
-        Args:
-            slots: int64 [n].
-            texts: of each request int [length], its committed tokens, root included;
-                the engine may overwrite them later.
-
-        """
-
-
-class FeatureKeeper(DraftSource, Protocol):
-    """A source that reads features and catches up: it keeps them until it reads."""
+    # what the source must be given
+    reads: Reads
 
     def keep(self, slots: np.ndarray, features: dict[int, Tensor]) -> None:
         """Keep the features of the tokens that the target computed in this step.
 
-        It is called in every step, also when no tree is drawn. What is kept must lie
-        where the tokens' KV does, as with ``read``.
+        It is called for sources that read features and catch up, in every step, also
+        when no tree is drawn. What is kept must lie where the tokens' KV does, as with
+        ``read``.
 
         Args:
             slots: int64 [n], the KV slot of each token that was committed.
             features: layer -> [n, hidden_size], which the engine may overwrite later.
 
         """
-
-
-class ReusingSource(DraftSource, Protocol):
-    """A source that may draft from what its last trees left over."""
 
     def drafts_unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
         """Which requests it drafts for without reading what was committed since.
@@ -192,3 +148,64 @@ class ReusingSource(DraftSource, Protocol):
             bool [n].
 
         """
+        return np.zeros(len(slots), dtype=bool)
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Read committed tokens, each once and in order.
+
+        A source that may catch up is called when trees are drawn; any other in every
+        step, with all tokens that the target computed in it. Tokens that a request
+        found in the prefix cache are not handed over: they were read when they were
+        computed, for another request. So what is kept of a token must lie where its KV
+        does. After preemption, tokens that are computed again are read again.
+        """
+
+    @abstractmethod
+    def begin(self, roots: Roots) -> DraftModel:
+        """Begin the trees of a step; return what its proposer draws from."""
+
+    def finish_requests(self, slots: np.ndarray) -> None:
+        """Drop what is kept of requests that ended, by their slots, int64 [n]."""
+
+
+class TextSource(ABC):
+    """A source that looks up what may follow a text, such as a suffix index."""
+
+    def note_texts(self, slots: np.ndarray, texts: Sequence[np.ndarray]) -> None:
+        """Note what requests that may draft have put out, in every step.
+
+        Args:
+            slots: int64 [n].
+            texts: of each request int [length], its committed tokens, root included;
+                the engine may overwrite them later.
+
+        """
+
+    @abstractmethod
+    def look_up(self, texts: Sequence[np.ndarray]) -> Continuations:
+        """Look up what may follow the texts of the requests that draft.
+
+        Args:
+            texts: of each request int [length], its committed tokens, root included.
+
+        """
+
+    def finish_requests(self, slots: np.ndarray) -> None:
+        """Drop what is kept of requests that ended, by their slots, int64 [n]."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a method drafts from."""
+
+    # in the order in which its proposers expect them
+    models: Sequence[ModelSource] = ()
+    # None: it has none
+    text: TextSource | None = None
+
+    def finish_requests(self, slots: np.ndarray) -> None:
+        """Drop what is kept of requests that ended, by their slots, int64 [n]."""
+        for model in self.models:
+            model.finish_requests(slots)
+        if self.text is not None:
+            self.text.finish_requests(slots)

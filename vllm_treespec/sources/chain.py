@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.sources.base import Roots
+from vllm_treespec.sources.base import ModelSource, Roots
 
 Resample = Literal["off", "replace", "merge"]
 # From tokens, int64 [...], to what they add to the logits of their children,
@@ -124,7 +124,7 @@ class ChainMemory:
         self.last: Chains | None = None
 
     def drafts_unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Which requests need no fresh chain; see ``ReusingSource``."""
+        """Which requests need no fresh chain; see ``ModelSource``."""
         if self.resample != "replace":
             return np.zeros(len(slots), dtype=bool)
         return self._left(slots, accepted).some
@@ -210,6 +210,16 @@ class ChainMemory:
         return Leftovers(
             np.where(some, rows, 0), np.where(some, first, num_levels), some
         )
+
+
+class ReusingSource(ModelSource):
+    """A source of chains, which may draft from what its last ones left over."""
+
+    memory: ChainMemory
+
+    def drafts_unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+        """Which requests need no fresh chain; see ``ModelSource``."""
+        return self.memory.drafts_unread(slots, accepted)
 
 
 def _on_device(numbers: np.ndarray, like: Tensor) -> Tensor:

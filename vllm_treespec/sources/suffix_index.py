@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.sources.base import TextSource
 from vllm_treespec.sources.continuations import Continuation, Continuations
 
 # Occurrences that one tree is made of: the longest, and of those the latest. Frequent
@@ -21,7 +21,7 @@ END = -1
 NO_PLACES = np.empty(0, dtype=np.int64)
 
 
-class SuffixIndex:
+class SuffixIndex(TextSource):
     """Finds what followed the last tokens earlier (after arXiv 2411.04975).
 
     Looked up are the request's prompt and output and, as far as they fit into
@@ -29,22 +29,14 @@ class SuffixIndex:
     random, and nothing depends on the sampling parameters.
     """
 
-    reads = Reads(token_ids=True)
-
     def __init__(self, depth: int, max_match: int, max_cached_tokens: int) -> None:
         """Take the tokens to follow, the longest match and the cache's size."""
         self.depth = depth
         self.max_match = max_match
         self.cache = OutputCache(max_cached_tokens)
 
-    def read(self, committed: CommittedTokens) -> None:
-        """Do nothing: texts are looked up when requests draft."""
-
-    def begin(self, roots: Roots) -> Continuations:
+    def look_up(self, texts: Sequence[np.ndarray]) -> Continuations:
         """Look up the last tokens of every drafting request."""
-        assert roots.token_ids is not None
-        lens = (roots.positions + 1).tolist()
-        texts = [row[:n] for row, n in zip(roots.token_ids, lens, strict=True)]
         return Continuations([self.continuations(text) for text in texts])
 
     def note_texts(self, slots: np.ndarray, texts: Sequence[np.ndarray]) -> None:

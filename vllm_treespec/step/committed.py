@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -19,12 +18,7 @@ from vllm_treespec.batch.reading import (
 )
 from vllm_treespec.batch.views import EmittedBatch
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.sources.base import (
-    CommittedTokens,
-    DraftSource,
-    FeatureKeeper,
-    ReusingSource,
-)
+from vllm_treespec.sources.base import CommittedTokens, ModelSource
 
 
 class CommittedReader:
@@ -38,7 +32,7 @@ class CommittedReader:
 
     marks: ReadMarks
 
-    def __init__(self, sources: Sequence[DraftSource], max_num_tokens: int) -> None:
+    def __init__(self, sources: Sequence[ModelSource], max_num_tokens: int) -> None:
         """Take the sources, and the tokens of the largest forward."""
         self.late_sources = [
             s for s in sources if s.reads.own_kv and s.reads.catches_up
@@ -46,9 +40,9 @@ class CommittedReader:
         self.step_sources = [
             s for s in sources if s.reads.every_token and s not in self.late_sources
         ]
-        self.keepers: list[FeatureKeeper] = [
-            cast(FeatureKeeper, s) for s in self.late_sources if s.reads.features
-        ]
+        self.keepers = [s for s in self.late_sources if s.reads.features]
+        # whether some draft from the target's hidden states at roots
+        self.reads_roots = any(s.reads.root_hidden for s in sources)
         self.features = {layer for s in sources for layer in s.reads.features}
         self.max_num_tokens = max_num_tokens
         # tokens of earlier steps that late sources read in the last one
@@ -132,7 +126,8 @@ class CommittedReader:
         self.num_caught_up = 0
         if self.late_sources and any_trees:
             unread = may_draft & (np.cumsum(may_draft) <= max_trees)
-            unread &= self._unread(batch.slots[reqs], accepted)
+            for source in self.late_sources:
+                unread &= source.drafts_unread(batch.slots[reqs], accepted)
             others = reqs[~unread], may_draft[~unread]
             others_drafting = self._catch_up(
                 batch, *others, max_trees - int(unread.sum()), max_caught_up
@@ -143,17 +138,6 @@ class CommittedReader:
             for source in self.step_sources:
                 source.read(committed)
         return drafting
-
-    def _unread(self, slots: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """Which requests all late sources draft for without reading, bool [n]."""
-        unread = np.ones(len(slots), dtype=bool)
-        for source in self.late_sources:
-            if source.reads.reuses:
-                reusing = cast(ReusingSource, source)
-                unread &= reusing.drafts_unread(slots, accepted)
-            else:
-                unread[:] = False
-        return unread
 
     def _catch_up(
         self,
@@ -268,3 +252,26 @@ def committed_rows(
     on_path = scored.path >= 0
     rows[(first[:, None] + depths)[on_path]] = accepted[on_path]
     return rows
+
+
+def last_hidden(
+    batch: EmittedBatch,
+    root_rows: Tensor,
+    trees: RunningTrees | None,
+    scored: ScorerOutput | None,
+) -> Tensor:
+    """Hidden states from which the last tokens were emitted, [num_reqs, hidden_size].
+
+    They are those of the last accepted node, of the root without a tree.
+
+    Args:
+        batch: after the step.
+        root_rows: int64 [num_reqs], row of each request's root among the logits.
+        trees: of the step; with the next one, or neither.
+        scored: what was accepted of them.
+
+    """
+    rows = root_rows
+    if trees is not None and scored is not None:
+        rows = rows.index_add(0, trees.reqs, scored.last_node())
+    return batch.hidden.sampled[rows]

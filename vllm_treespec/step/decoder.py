@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.forbidden import leaving_out, limited_rows
 from vllm_treespec.batch.matching import (
     Proposal,
     RunningTrees,
-    count_by_source,
     match,
     running_trees,
-    scored_by_source,
 )
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.stats import StepStats
@@ -29,19 +24,18 @@ from vllm_treespec.batch.views import (
     TargetInputs,
 )
 from vllm_treespec.layouts.base import TreeLayout
-from vllm_treespec.sampling.penalties import PenalisedTexts, Penalties, no_drafts
 from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.clock import StepClock
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
-from vllm_treespec.sources.base import DraftSource, TextSource
-from vllm_treespec.step.committed import CommittedReader, committed_rows
+from vllm_treespec.sources.base import Sources
+from vllm_treespec.step.committed import CommittedReader, committed_rows, last_hidden
 from vllm_treespec.step.drafting import StepEnd, TreeDrafter
 from vllm_treespec.step.method import EngineLimits, Method
-from vllm_treespec.step.plain_draw import PlainDraw, draw_plainly
+from vllm_treespec.step.plain_draw import PlainDraw, draw_without_trees
+from vllm_treespec.step.target import StepTarget
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.source import Source
-from vllm_treespec.trees.tree import TreeBatch, ancestor_bits
+from vllm_treespec.trees.tree import TreeBatch
 
 
 class RanksDiffer(SystemExit):
@@ -68,7 +62,7 @@ class TreeDecoder:
     def __init__(
         self,
         method: Method,
-        sources: Sequence[DraftSource],
+        sources: Sources,
         layout: TreeLayout,
         limits: EngineLimits,
         stats: StepStats,
@@ -80,10 +74,10 @@ class TreeDecoder:
         self.limits = limits
         self.stats = stats
         self.slots = RequestSlots(limits.seed)
-        self.committed_reader = CommittedReader(sources, limits.max_num_tokens)
-        self.penalised_texts = PenalisedTexts()
+        self.committed_reader = CommittedReader(sources.models, limits.max_num_tokens)
         self.drafter = TreeDrafter(method, sources, self.slots, limits, stats)
         self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
+        self.target = StepTarget(self.slots, self.sizes.max_depth)
         self.step = 0
         self.proposal: Proposal | None = None
         self.clock = StepClock(method.schedule, stats)
@@ -101,9 +95,8 @@ class TreeDecoder:
         """Forget the requests that ended, by their released slots, int64 [n]."""
         self.discard_trees(slots)
         self.clock.forget(slots)
-        self.penalised_texts.finish_requests(slots)
-        for source in self.sources:
-            source.finish_requests(slots)
+        self.target.finish_requests(slots)
+        self.sources.finish_requests(slots)
 
     def begin_step(
         self, batch: ScheduledBatch, inputs: Callable[[], TargetInputs]
@@ -159,13 +152,12 @@ class TreeDecoder:
         trees = self.trees
         if trees is None:
             return None
-        of_trees = sampling.select(trees.host_reqs, trees.reqs)
-        penalties = self._penalties(trees, sampling)
-        target = TargetLogits(logits, trees.root_rows, of_trees, penalties)
-        numbers = torch.empty((len(trees.slots), 0))
-        if not of_trees.all_greedy:
-            numbers = self.numbers(self.slots.keys(trees.slots), trees.root_positions)
-        with self._leaving_out(logits, sampling, trees.host_reqs, trees):
+        reqs = trees.host_reqs, trees.reqs
+        with self.target.at(logits, sampling, self.batch, *reqs, trees) as target:
+            numbers = torch.empty((len(trees.slots), 0))
+            if not target.sampling.all_greedy:
+                keys = self.slots.keys(trees.slots)
+                numbers = self.numbers(keys, trees.root_positions)
             self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
         return self.scored
 
@@ -200,87 +192,9 @@ class TreeDecoder:
         return numbers.to(self.limits.device)
 
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
-        """Draw the tokens of requests without a tree; None if there are none.
-
-        They are drawn by the noise of their positions, as the tokens of trees are. The
-        engine's sampler must draw for requests whose parameters trees cannot follow. It
-        also serves where all requests are greedy without penalties.
-
-        Args:
-            logits: [num_rows, vocab_size].
-            sampling: of the requests of the batch.
-
-        """
-        if self.trees is None and sampling.likeliest_only:
-            return None
-        batch = self.batch
-        drawn_for = self.slots.supported(batch.slots)
-        if self.trees is not None:
-            drawn_for[self.trees.host_reqs] = False
-        host_reqs = np.flatnonzero(drawn_for)
-        if not len(host_reqs):
-            return None
-        reqs, slots = torch.from_numpy(host_reqs), batch.slots[host_reqs]
-        reqs = reqs.to(self.limits.device)
-        target = TargetLogits(
-            logits,
-            self.root_rows[reqs],
-            sampling.select(host_reqs, reqs),
-            self.penalised_texts.penalties(
-                sampling.penalties, host_reqs, slots, *no_drafts(reqs)
-            ),
-        )
-        keys = noise_keys(self.slots.keys(slots), batch.root_positions[host_reqs], 1)
-        keys = keys.to(self.limits.device)
-        with self._leaving_out(logits, sampling, host_reqs):
-            tokens = draw_plainly(target, keys, self.method.batched)
-        return PlainDraw(host_reqs, reqs, tokens)
-
-    def _leaving_out(
-        self,
-        logits: Tensor,
-        sampling: SamplingView,
-        reqs: np.ndarray,
-        trees: RunningTrees | None = None,
-    ) -> AbstractContextManager[None]:
-        """Leave out what these requests must not emit; see ``leaving_out``.
-
-        Args:
-            logits: [num_rows, vocab_size].
-            sampling: of the requests of the batch.
-            reqs: int64 [n], places in the batch.
-            trees: of these requests; None: they have none.
-
-        """
-        forbidden = self.slots.forbidden(self.batch.slots[reqs])
-        if not any(forbidden):
-            return nullcontext()
-        limited = limited_rows(
-            forbidden,
-            reqs,
-            self.batch.root_rows[reqs],
-            sampling.texts,
-            trees,
-            self.proposal,
-        )
-        return leaving_out(logits, limited, sampling.texts)
-
-    def _penalties(
-        self, trees: RunningTrees, sampling: SamplingView
-    ) -> Penalties | None:
-        """Penalties after every node of the trees; None if no request has any."""
-        if sampling.penalties is None:
-            return None
-        assert self.proposal is not None
-        drafts = self.proposal.token_ids[trees.proposal_rows]
-        max_depth = self.method.proposers[trees.tree_index].sizes.max_depth
-        return self.penalised_texts.penalties(
-            sampling.penalties,
-            trees.host_reqs,
-            trees.slots,
-            drafts[:, : trees.tree.max_nodes - 1],
-            ancestor_bits(trees.tree, max_depth),
-        )
+        """Draw the tokens of requests without a tree; see ``draw_without_trees``."""
+        step, batched = (self.batch, self.trees), self.method.batched
+        return draw_without_trees(self.target, logits, sampling, *step, batched)
 
     def verify(
         self, index: int, tree: TreeBatch, target: TargetLogits, numbers: Tensor
@@ -338,8 +252,11 @@ class TreeDecoder:
 
     def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
         """Let the schedule learn from the step, int64 [num_reqs] accepted drafts."""
-        nothing = np.zeros((batch.num_reqs, 2), dtype=np.int64)
-        by_source = self.clock.aid.run(nothing, self._count, batch, accepted)
+        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
+        if self.trees is not None:
+            sources = self.method.schedule.trees[self.trees.tree_index].sources
+            scored = batch, self.trees, self.proposal, sources
+            by_source = self.clock.aid.run(by_source, self.stats.count_scored, *scored)
         self.clock.observe(self.batch, batch, self.proposal, accepted, by_source)
 
     def _note(self, batch: EmittedBatch, reqs: np.ndarray) -> Tensor | slice | None:
@@ -350,19 +267,16 @@ class TreeDecoder:
             reqs: int64 [n], requests that may draft.
 
         Returns:
-            query rows of the committed tokens, see ``_committed_rows``.
+            query rows of the committed tokens, in order; None when no source asks for
+            hidden states of every token.
 
         """
-        for source in self.sources:
-            if source.reads.token_ids:
-                emitted = reqs[batch.emitted[reqs]]
-                ends = 1 + batch.end[emitted]
-                texts = [
-                    batch.token_ids[req, :end]
-                    for req, end in zip(emitted.tolist(), ends.tolist(), strict=True)
-                ]
-                cast(TextSource, source).note_texts(batch.slots[emitted], texts)
-        rows = self._committed_rows(batch)
+        if self.sources.text is not None:
+            emitted = reqs[batch.emitted[reqs]]
+            self.sources.text.note_texts(batch.slots[emitted], batch.texts(emitted))
+        rows: Tensor | slice | None = None
+        if self.committed_reader.features:
+            rows = committed_rows(batch, self.trees, self.scored, self.node_rows)
         self.committed_reader.note(batch, rows, self.clock.rest.num_steps)
         return rows
 
@@ -392,7 +306,9 @@ class TreeDecoder:
         """
         may_draft = np.isin(batch.slots[reqs], plan.slots)
         may_draft &= self._has_room(batch, plan.tree)[reqs]
-        hidden = None if plan.tree is None else self._last_hidden(batch)
+        hidden: Tensor | None = None
+        if plan.tree is not None and self.committed_reader.reads_roots:
+            hidden = last_hidden(batch, self.root_rows, self.trees, self.scored)
         end = StepEnd(batch, self.step, accepted, hidden)
         candidates = self.drafter.look_up(plan, end, reqs[may_draft])
         models_draft = self.drafter.models_draft(candidates)
@@ -411,31 +327,6 @@ class TreeDecoder:
             plan, end, candidates, drafting, models_draft, num_caught_up
         )
 
-    def _count(self, batch: EmittedBatch, accepted: np.ndarray) -> np.ndarray:
-        """Count the trees that were scored in this step.
-
-        Returns:
-            accepted drafts of each request that an index, and that a model drafted,
-            int64 [num_reqs, 2].
-
-        """
-        by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
-        if self.trees is None:
-            return by_source
-        stats = self.stats
-        of_trees = accepted[self.trees.host_reqs].tolist()
-        stats.count_trees(self.trees.num_nodes.tolist(), of_trees)
-        sources = self.method.schedule.trees[self.trees.tree_index].sources
-        for req, *parts in scored_by_source(self.trees, self.proposal, batch):
-            if Source.INDEX in sources:
-                num_scored, num_accepted = map(count_by_source, parts)
-                by_source[req] = num_accepted
-                stats.count_sources(num_scored, num_accepted)
-            else:
-                left_over = (int((part == Source.LEFTOVER).sum()) for part in parts)
-                stats.count_leftovers(*left_over)
-        return by_source
-
     def _accepted(self, batch: EmittedBatch) -> np.ndarray:
         """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
         accepted = np.full(batch.num_reqs, -1)
@@ -450,28 +341,3 @@ class TreeDecoder:
             return np.zeros(batch.num_reqs, dtype=bool)
         depth = self.method.proposers[index].sizes.max_depth
         return batch.emitted & (batch.end + depth + 1 < self.limits.max_model_len)
-
-    def _last_hidden(self, batch: EmittedBatch) -> Tensor | None:
-        """Hidden states from which the last tokens were emitted, if a source asks.
-
-        They are those of the last accepted node, of the root without a tree;
-        [num_reqs, hidden_size].
-        """
-        if not any(source.reads.root_hidden for source in self.sources):
-            return None
-        rows = self.root_rows
-        if self.trees is not None:
-            assert self.scored is not None
-            rows = rows.index_add(0, self.trees.reqs, self.scored.last_node())
-        return batch.hidden.sampled[rows]
-
-    def _committed_rows(self, batch: EmittedBatch) -> Tensor | slice | None:
-        """Query rows of all tokens that were committed in this step, in order.
-
-        None when no source asks for hidden states of every token.
-        """
-        if not self.committed_reader.features:
-            return None
-        if self.trees is None or self.scored is None:
-            return committed_rows(batch)
-        return committed_rows(batch, self.trees, self.scored, self.node_rows)

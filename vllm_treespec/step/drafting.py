@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms
 from vllm_treespec.schedule.plan import StepPlan
-from vllm_treespec.sources.base import DraftModel, DraftSource, Roots
+from vllm_treespec.sources.base import Roots, Sources
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.noise import HashedNoise, PositionNoise
@@ -62,7 +60,7 @@ class TreeDrafter:
     def __init__(
         self,
         method: Method,
-        sources: Sequence[DraftSource],
+        sources: Sources,
         slots: RequestSlots,
         limits: EngineLimits,
         stats: StepStats,
@@ -70,8 +68,7 @@ class TreeDrafter:
         """Take what a decoder has."""
         self.noise: PositionNoise = HashedNoise(slots, limits.device)
         self.method = method
-        self.models = [s for s in sources if not s.reads.token_ids]
-        self.text_sources = [s for s in sources if s.reads.token_ids]
+        self.sources = sources
         self.slots = slots
         self.limits = limits
         self.stats = stats
@@ -96,20 +93,19 @@ class TreeDrafter:
         roots = self._roots(end, reqs, proposer.sizes.draft_depth)
         found: Continuations | None = None
         if plan.lookup:
-            (source,) = self.text_sources
-            found = cast(Continuations, source.begin(roots))
+            assert self.sources.text is not None
+            found = self.sources.text.look_up(end.batch.texts(reqs))
         plan = plan.of_slots(roots.slots.tolist())
+        if found is not None and plan.model and plan.prunes:
+            plan = replace(plan, index_hits=proposer.index_hits(plan, found))
         return Candidates(plan, reqs, roots, found)
 
     def models_draft(self, candidates: Candidates) -> bool:
         """Whether draft models or heads draft: not where an index does as well."""
-        plan, found = candidates.plan, candidates.found
+        plan = candidates.plan
         if not plan.model or candidates.roots is None:
             return False
-        if found is None:
-            return True
-        assert plan.tree is not None
-        return self.method.proposers[plan.tree].needs_model(plan, found)
+        return not plan.index_hits or plan.level_pays(plan.first_level)
 
     def draw(
         self,
@@ -139,11 +135,7 @@ class TreeDrafter:
         roots = candidates.roots
         assert roots is not None
         proposer = self.method.proposers[plan.tree]
-        models = [
-            cast(DraftModel, source.begin(roots))
-            for source in self.models
-            if models_draft
-        ]
+        models = [s.begin(roots) for s in self.sources.models if models_draft]
         device = self.limits.device
         sampling = end.batch.sampling.select(reqs, torch.from_numpy(reqs).to(device))
         keys, sizes = self.slots.keys(roots.slots), proposer.sizes
@@ -196,9 +188,7 @@ class TreeDrafter:
         batch, device = end.batch, self.limits.device
         positions = batch.end[drafting]
         root_token_ids = torch.from_numpy(batch.token_ids[drafting, positions])
-        token_ids, hidden = None, end.hidden
-        if self.text_sources:
-            token_ids = batch.token_ids[drafting, : 1 + int(positions.max())]
+        hidden = end.hidden
         if hidden is not None:
             hidden = hidden[torch.from_numpy(drafting).to(device)]
         return Roots(
@@ -208,5 +198,4 @@ class TreeDrafter:
             accepted=end.accepted[drafting],
             depth=depth,
             hidden=hidden,
-            token_ids=token_ids,
         )

@@ -8,8 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.views import SamplingView, ScheduledBatch
+from vllm_treespec.sampling.uniforms import noise_keys
 from vllm_treespec.scorers import TargetLogits, score
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW, draw_after
+from vllm_treespec.step.target import StepTarget
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
@@ -51,3 +55,40 @@ def draw_plainly(target: TargetLogits, keys: Tensor, batched: bool) -> Tensor:
     )
     sizes = ROOT_ALONE if batched else None
     return score(roots, target, keys, COUPLED_DRAW, sizes).next_token_ids
+
+
+def draw_without_trees(
+    target: StepTarget,
+    logits: Tensor,
+    sampling: SamplingView,
+    batch: ScheduledBatch,
+    trees: RunningTrees | None,
+    batched: bool,
+) -> PlainDraw | None:
+    """Draw the tokens of requests without a tree; None if none is drawn.
+
+    The engine's sampler must draw for requests whose parameters trees cannot follow. It
+    also serves where all requests are greedy without penalties.
+
+    Args:
+        target: of the step.
+        logits: [num_rows, vocab_size].
+        sampling: of the requests of the batch.
+        batch: the step.
+        trees: of the step.
+        batched: whether the host must not wait for the device.
+
+    """
+    if trees is None and sampling.likeliest_only:
+        return None
+    drawn_for = target.slots.supported(batch.slots)
+    if trees is not None:
+        drawn_for[trees.host_reqs] = False
+    host_reqs = np.flatnonzero(drawn_for)
+    if not len(host_reqs):
+        return None
+    reqs = torch.from_numpy(host_reqs).to(logits.device)
+    keys = target.slots.keys(batch.slots[host_reqs])
+    noise = noise_keys(keys, batch.root_positions[host_reqs], 1).to(logits.device)
+    with target.at(logits, sampling, batch, host_reqs, reqs) as roots:
+        return PlainDraw(host_reqs, reqs, draw_plainly(roots, noise, batched))

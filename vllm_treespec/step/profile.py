@@ -15,8 +15,8 @@ from torch import Tensor
 from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
-from vllm_treespec.sources.base import DraftModel, DraftSource, Roots
-from vllm_treespec.sources.chain import ChainDraft
+from vllm_treespec.sources.base import DraftModel, ModelSource, Roots
+from vllm_treespec.sources.chain import ChainDraft, ReusingSource
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.step.decoder import TreeDecoder
 
@@ -53,7 +53,7 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
         hidden: [num_reqs, hidden_size], what a head would draft from.
 
     """
-    models = [s for s in decoder.sources if not s.reads.token_ids]
+    models = decoder.sources.models
     if not models:
         return
     num_reqs, device = len(hidden), hidden.device
@@ -83,7 +83,7 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             uniforms,
             [draft_model_of(source, roots, vocab_size) for source in models],
             noise_keys=numbers if decoder.method.rule.follows_noise else None,
-            continuations=[nothing] if len(models) < len(decoder.sources) else (),
+            continuations=() if decoder.sources.text is None else [nothing],
         )
         tree = proposer.propose(inputs).tree
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)
@@ -92,21 +92,19 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
         decoder.verify(index, tree, target, numbers)
 
 
-def draft_model_of(source: DraftSource, roots: Roots, vocab_size: int) -> DraftModel:
+def draft_model_of(source: ModelSource, roots: Roots, vocab_size: int) -> DraftModel:
     """What a source drafts with; a replacement where that needs a KV cache, or a past.
 
     Chains come with those of a step before, of which nothing was used.
     """
-    if source.reads.reuses:
+    if isinstance(source, ReusingSource):
         leftover = uniform_chain(roots, vocab_size)
         return uniform_chain(roots, vocab_size, leftover)
     if source.reads.own_kv:
         return UniformDraftModel(
             len(roots.slots), vocab_size, roots.root_token_ids.device
         )
-    draft = source.begin(roots)
-    assert not isinstance(draft, Continuations)
-    return draft
+    return source.begin(roots)
 
 
 def uniform_chain(

@@ -15,7 +15,7 @@ from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.scorers import Rule, TargetLogits
-from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.base import ModelSource, Sources
 from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
@@ -92,11 +92,6 @@ def check_sizes(config: MethodConfig) -> None:
             f"{name} of the proposer's sizes is {built[name]}, the spec-config's sizes "
             f"say {bound}"
         )
-    num_models = len(config.models) + (config.head is not None)
-    assert proposer.num_draft_models <= num_models, (
-        f"num_draft_models of the proposer is {proposer.num_draft_models}, and the "
-        f"spec-config names {num_models} draft models and heads"
-    )
 
 
 def run_texts(config: MethodConfig, habits: Habits, seed: int) -> list[FakeEngine]:
@@ -133,12 +128,10 @@ def make_engine(config: MethodConfig, habits: Habits, seed: int) -> FakeEngine:
         batched=False,
         max_trees=config.max_trees,
     )
-    sources: list[DraftSource] = [ToyDraftModel(language) for _ in config.models]
+    models: list[ModelSource] = [ToyDraftModel(language) for _ in config.models]
     if config.head is not None:
-        sources.append(ToyHead(language))
-    text_source = config.text_source()
-    if text_source is not None:
-        sources.append(text_source)
+        models.append(ToyHead(language))
+    sources = Sources(models, config.text_source())
     return FakeEngine(language, method, sources, habits, seed)
 
 
@@ -159,7 +152,7 @@ def check_law(config: MethodConfig, seed: int) -> None:
             uniforms=uniforms(proposer.sizes.num_uniforms),
             draft_models=[
                 TableDraft(language.draft, *below_text())
-                for _ in range(proposer.num_draft_models)
+                for _ in range(len(config.models) + (config.head is not None))
             ],
         )
     )

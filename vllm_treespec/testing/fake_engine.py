@@ -29,7 +29,7 @@ from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sampling.draws import draw
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.sources.base import DraftSource
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.testing.fake_scheduler import Habits, Request, Scheduler, StepPlan
@@ -60,7 +60,7 @@ class FakeEngine:
         self,
         language: Language,
         method: Method,
-        sources: Sequence[DraftSource],
+        sources: Sources,
         habits: Habits,
         seed: int = 0,
         rank: int = 0,
@@ -81,9 +81,9 @@ class FakeEngine:
         self.kv = KvCache(num_blocks)
         layout.bind([[self.kv.cache]] * num_groups, pool, BLOCK_SIZE)
         self.decoder.committed_reader.bind(pool, BLOCK_SIZE)
-        for source in sources:
-            if isinstance(source, ToyDraftModel):
-                source.bind(num_blocks, layout)
+        for model in sources.models:
+            if isinstance(model, ToyDraftModel):
+                model.bind(num_blocks, layout)
         # slots that requests had
         self.slots: set[int] = set()
         # trees by how many of their drafts were accepted
@@ -372,11 +372,11 @@ def check_tree(
 
 
 def make_layout(
-    method: Method, sources: Sequence[DraftSource], habits: Habits, masks: bool
+    method: Method, sources: Sources, habits: Habits, masks: bool
 ) -> TreeLayout:
     """A layout with room for the method's trees."""
     sizes = [proposer.sizes for proposer in method.proposers]
-    has_own_kv = any(isinstance(s, ToyDraftModel) for s in sources)
+    has_own_kv = any(isinstance(s, ToyDraftModel) for s in sources.models)
     largest = TreeSizes.largest(sizes)
     limits = LayoutLimits(largest, method.max_trees, has_own_kv)
     if masks:

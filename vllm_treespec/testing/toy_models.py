@@ -18,7 +18,7 @@ from vllm_treespec.layouts.base import RootBlocks, TreeLayout
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout
-from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.sources.base import CommittedTokens, ModelSource, Reads, Roots
 
 VOCAB_SIZE = 7
 PERIOD = 5
@@ -179,7 +179,7 @@ def seen_slots(
             yield row, kv_slots(block_table[seq].numpy(), positions)
 
 
-class ToyDraftModel:
+class ToyDraftModel(ModelSource):
     """A draft model with KV of its own, in the target's blocks, that catches up."""
 
     reads = Reads(own_kv=True, catches_up=True)
@@ -237,9 +237,6 @@ class ToyDraftModel:
         assert last == roots.root_token_ids.tolist()
         assert [len(p[0]) - 1 for p in self.paths] == roots.positions.tolist()
         return self
-
-    def finish_requests(self, slots: np.ndarray) -> None:
-        """Nothing is kept."""
 
     def root_logits(self) -> Tensor:
         """Logits below the roots."""
@@ -316,7 +313,7 @@ class TableDraft:
         return self.table[self.lengths % PERIOD, self.above, self.last]
 
 
-class ToyHead:
+class ToyHead(ModelSource):
     """A head: all it knows is the hidden state that a root was emitted from."""
 
     reads = Reads(root_hidden=True)
@@ -325,15 +322,9 @@ class ToyHead:
         """Speak the language's draft."""
         self.table = language.draft
 
-    def read(self, committed: CommittedTokens) -> None:
-        """Nothing."""
-
     def begin(self, roots: Roots) -> TableDraft:
         """Begin below the roots; see ``hidden_state``."""
         assert roots.hidden is not None
         self.hidden = roots.hidden
         lengths, above = roots.hidden[:, -2:].long().split(1, dim=1)
         return TableDraft(self.table, lengths + 1, above, roots.root_token_ids[:, None])
-
-    def finish_requests(self, slots: np.ndarray) -> None:
-        """Nothing is kept."""

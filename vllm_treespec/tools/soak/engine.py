@@ -177,12 +177,10 @@ class SoakEngine:
         if self.job.has_trees:
             decoder = runner.decoder
             places["decoder"] = decoder.slots.names()
-            places["suffix index"] = [
-                decoder.slots.name(slot)
-                for source in decoder.sources
-                if isinstance(source, SuffixIndex)
-                for slot in source.cache.running
-            ]
+            index = decoder.sources.text
+            if isinstance(index, SuffixIndex):
+                running = index.cache.running
+                places["suffix index"] = map(decoder.slots.name, running)
         return {place: list(ids) for place, ids in places.items() if ids}
 
 
