@@ -289,7 +289,7 @@ class FakeLLM:
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``import vllm`` find an engine that needs no model."""
     module = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "vllm", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm", module)
 
 
 @pytest.mark.usefixtures("fake_vllm")

@@ -1,6 +1,7 @@
 """Training of heads, on random targets of a few thousand parameters."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_own_weights_start_from_the_targets_and_are_trained(
     tmp_path: Path, target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when --own-embedding or --own-output is ignored or starts from nothing."""
-    own = {"share_embedding": False, "share_output": False}
+    own: dict[str, Any] = {"share_embedding": False, "share_output": False}
     drafter = started("redrafter", target, cache, num_blocks=1, **own)
     head, output = drafter.head, target.get_output_embeddings().weight
     torch.testing.assert_close(head.output.weight.data, output[head.hot_token_ids])

@@ -213,7 +213,8 @@ def test_levels_are_judged_with_the_served_logits(
 ) -> None:
     """Red when training judges, or learns, other logits than serving draws from."""
     drafter = started("lyanna", target, cache, **LYANNA)
-    head = shake(drafter.head)
+    head = drafter.head
+    shake(head)
     head.share(
         target.get_input_embeddings().weight, target.get_output_embeddings().weight
     )
@@ -236,7 +237,7 @@ def test_a_fresh_chain_passes_the_state_of_the_target(
     target: PreTrainedModel, cache: TeacherCache
 ) -> None:
     """Red when a fresh head starts from noise, or its states have another size."""
-    parts = {"first_token": False, "context": False}
+    parts: dict[str, Any] = {"first_token": False, "context": False}
     head = started("lyanna", target, cache, **LYANNA, **parts).head
     inputs = ContextDataset(cache, [4, 8], 200, (FINAL_LAYER,))[0]
     states = inputs["states"].float()

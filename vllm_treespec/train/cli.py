@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -50,7 +50,7 @@ def _parameters(part: Any) -> Iterator[Parameter]:
     for field in fields(part):
         if field.name in OPTIONS:
             default = Parameter.empty if field.default is MISSING else field.default
-            said = Annotated[field.type, OPTIONS[field.name]]
+            said = cast(Any, Annotated)[field.type, OPTIONS[field.name]]
             kind = Parameter.KEYWORD_ONLY
             yield Parameter(field.name, kind, default=default, annotation=said)
 
