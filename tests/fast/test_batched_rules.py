@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import draws_of
 from tests.fast.languages import plain_sampling
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.fast.random_trees import random_trees
@@ -21,7 +22,6 @@ from tests.fast.rule_forms import (
     sizes_of,
     tree_sizes,
 )
-from tests.fast.wrong_rules import draws_of
 from tests.tiers import grid
 from vllm_treespec.sampling import laws as sampling
 from vllm_treespec.sampling.laws import SamplingTensors
