@@ -162,15 +162,8 @@ def test_what_is_left_out_follows() -> None:
     assert (sizes.max_draws, sizes.max_siblings, sizes.max_parents) == (8, 3, 7)
     small = TreeSizes(max_nodes=4, max_depth=3, max_width=3, max_leaves=3)
     assert small.max_parents == 4
-    given = TreeSizes(
-        max_nodes=7,
-        max_depth=2,
-        max_width=4,
-        max_leaves=4,
-        max_draws=9,
-        max_siblings=2,
-        max_parents=3,
-    )
+    own = {"max_draws": 9, "max_siblings": 2, "max_parents": 3}
+    given = TreeSizes(max_nodes=7, max_depth=2, max_width=4, max_leaves=4, **own)
     assert (given.max_draws, given.max_siblings, given.max_parents) == (9, 2, 3)
 
 
