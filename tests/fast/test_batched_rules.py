@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -124,12 +125,14 @@ def sampling_of(
     )
 
 
+@cache
 def batch(
     vocab_size: int, num_reqs: int, max_nodes: int, kind: str, seed: int
 ) -> tuple[TreeBatch, TargetLogits, Tensor]:
     """Random trees, a target that resembles their drafts, and uniforms.
 
     Requests without a tree lie between: their rows come before each request's own.
+    Tests share a batch, and change none in place.
     """
     generator = torch.Generator().manual_seed(seed)
     tree = random_trees(num_reqs, max_nodes, vocab_size, generator)

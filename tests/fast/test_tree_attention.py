@@ -215,6 +215,7 @@ def test_soft_cap() -> None:
 
 # Of six heads: far below, among and far above the scores.
 SINKS = torch.tensor([-30.0, 0.0, 1.0, 2.0, 4.0, 60.0])
+WITH_SINKS = (Request(37, 1), Request(70, parents=SMALL_TREE), Request(0, 9))
 
 
 @pytest.mark.parametrize(
@@ -222,14 +223,14 @@ SINKS = torch.tensor([-30.0, 0.0, 1.0, 2.0, 4.0, 60.0])
 )
 def test_sinks(window: int, num_splits: int) -> None:
     """Red when a sink is another head's, or counts in several splits or in none."""
-    batch = make_batch(MIXED, Layout(2, 3, dtype=torch.float16))
+    batch = make_batch(WITH_SINKS, Layout(2, 3, dtype=torch.float16))
     found = error(batch, num_splits, window=window, sinks=SINKS)
     assert found < TOLERANCE[torch.float16]
 
 
 def test_sinks_matter() -> None:
     """Red when scale or cap apply to a sink, or the comparison would not see one."""
-    requests = (Request(70, parents=SMALL_TREE), Request(0, 9))
+    requests = (Request(20, parents=SMALL_TREE), Request(0, 3))
     batch = make_batch(requests, Layout(2, 3))
     assert error(batch, 2, soft_cap=2.0, sinks=SINKS) < TOLERANCE[torch.float32]
     plain = run(batch, 2)
