@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -106,7 +107,9 @@ def write_lyanna_head(folder: Path, target: Path) -> str:
     The state of the first level is the target's own. Later states are the same, and
     the token info adds what the token before says: half of what is to be known.
     """
-    sizes = {name: SIZES[name] for name in ("hidden_size", "vocab_size")}
+    sizes: dict[str, Any] = {
+        name: SIZES[name] for name in ("hidden_size", "vocab_size")
+    }
     sizes |= {"intermediate_size": INTERMEDIATE_SIZE, "num_kv_heads": NUM_HEADS}
     head = lyanna_head(**sizes, depth=5, norm_eps=EPS, token_info_rank=SIZE)
     assert head.info is not None

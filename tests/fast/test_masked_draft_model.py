@@ -13,10 +13,13 @@ from tests.fast.small_engine import engine_config, model_config
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.layouts.base import LevelInputs
+from vllm_treespec.layouts.node_masks import NodeMasks
 
 
 class Recorded(PagedDraftModel):
     """Notes what it reads instead of running a model."""
+
+    masks: NodeMasks
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         model_config().save_pretrained(folder)

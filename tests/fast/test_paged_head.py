@@ -18,6 +18,7 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import load_eagle_head
 from vllm_treespec.layouts.base import LevelInputs
+from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sources.base import CommittedTokens
 from vllm_treespec.sources.feature_store import MAX_WAITING
 
@@ -26,6 +27,8 @@ HIDDEN_SIZE = 64
 
 class Recorded(PagedHead):
     """Notes what it reads; what it makes of a pair is the pair's feature plus 100."""
+
+    masks: NodeMasks
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         config = engine_config({"method": "suffix_tree"})
