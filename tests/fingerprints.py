@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from functools import cache
 from pathlib import Path
 
 from vllm_treespec.engine.seams import SEAMS, fingerprints
@@ -32,6 +33,12 @@ SEEN: dict[str, str] = {seen!r}
 # of the functions that we replace: module -> function -> release -> fingerprint
 FINGERPRINTS: dict[str, dict[str, dict[str, str]]] = {table!r}
 '''
+
+
+@cache
+def installed_sources() -> SourceFiles:
+    """The sources of the installed vLLM, which take seconds to read."""
+    return SourceFiles.installed()
 
 
 def names_hash(release: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_treespec.heads import LyannaHead, LyannaHeadConfig, save_head
+from tests.heads import lyanna_head
+from vllm_treespec.heads import save_head
 
 VOCAB_SIZE = 64
 HIDDEN_SIZE = 128
@@ -105,19 +107,11 @@ def write_lyanna_head(folder: Path, target: Path) -> str:
     The state of the first level is the target's own. Later states are the same, and
     the token info adds what the token before says: half of what is to be known.
     """
-    config = LyannaHeadConfig(
-        hidden_size=HIDDEN_SIZE,
-        target_hidden_size=HIDDEN_SIZE,
-        vocab_size=VOCAB_SIZE,
-        num_heads=NUM_HEADS,
-        num_kv_heads=NUM_HEADS,
-        head_size=HEAD_SIZE,
-        intermediate_size=INTERMEDIATE_SIZE,
-        norm_eps=EPS,
-        max_positions=512,
-        token_info_rank=SIZE,
-    )
-    head = LyannaHead(config)
+    sizes: dict[str, Any] = {
+        name: SIZES[name] for name in ("hidden_size", "vocab_size")
+    }
+    sizes |= {"intermediate_size": INTERMEDIATE_SIZE, "num_kv_heads": NUM_HEADS}
+    head = lyanna_head(**sizes, depth=5, norm_eps=EPS, token_info_rank=SIZE)
     assert head.info is not None
     weights = dict(head.named_parameters())
     for weight in weights.values():

@@ -126,29 +126,18 @@ def compressed(form: str, weights: dict[str, Any], **inputs: Any) -> dict[str, A
     }
 
 
+def eight_bits(kind: str) -> dict[str, Any]:
+    """The same for weights by channel and inputs by token."""
+    bits = {"num_bits": 8, "type": kind}
+    weights = {**bits, "strategy": "channel"}
+    return compressed(f"{kind}-quantized", weights, **bits, strategy="token")
+
+
 KEEP_OUTPUT = {"ignore": ["lm_head"]}
 FOUR_BITS = {"bits": 4, "group_size": GROUP_SIZE}
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
-    "int8": (
-        int8,
-        compressed(
-            "int-quantized",
-            {"num_bits": 8, "type": "int", "strategy": "channel"},
-            num_bits=8,
-            type="int",
-            strategy="token",
-        ),
-    ),
-    "fp8": (
-        fp8,
-        compressed(
-            "float-quantized",
-            {"num_bits": 8, "type": "float", "strategy": "channel"},
-            num_bits=8,
-            type="float",
-            strategy="token",
-        ),
-    ),
+    "int8": (int8, eight_bits("int")),
+    "fp8": (fp8, eight_bits("float")),
     "int4": (
         packed_int4,
         compressed(

@@ -54,3 +54,17 @@ def assert_same_text(result: dict, first: int, min_accepted: int = 1) -> None:
 def tokens_of(result: dict) -> list[list[list[int]]]:
     """Tokens of the answers, by job."""
     return [[answer["token_ids"] for answer in job] for job in result["jobs"]]
+
+
+def assert_trees_equal_plain(trees: dict, plain: dict, num_jobs: int) -> None:
+    """Compare the first jobs of two engines; the second job's trees must branch."""
+    assert tokens_of(trees)[:num_jobs] == tokens_of(plain)
+    assert min(trees["trees"][:num_jobs]) > 20, "hardly a tree was drafted"
+    assert trees["nodes"][1] > 2 * trees["trees"][1], "no tree branched"
+
+
+# Texts that repeat themselves, so that trees of earlier text are drafted.
+REPEATING = [
+    [(7 * (i % period) + 3 * j) % 500 for i in range(length)]
+    for j, (length, period) in enumerate(((9, 4), (40, 9), (64, 30), (130, 11)))
+]

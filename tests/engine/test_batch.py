@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,18 @@ ENGINE = {
     "--kv-cache-memory-bytes": str(2**28),
 }
 GREEDY = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is answered, by what, and how plain decoding answers it."""
+
+    # folder of the target
+    worded: str
+    # spec-config for the command line
+    spec: str
+    prompts: list[list[int]]
+    plain: list[list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +74,12 @@ def plain(
 
 
 @pytest.fixture(scope="module")
-def spec(tiny: dict[str, str]) -> str:
-    """A spec-config with a draft model, for the command line."""
+def work(
+    worded: str, tiny: dict[str, str], prompts: list[list[int]], plain: list[list[int]]
+) -> Work:
+    """The prompts, with a draft model."""
     tree = {"method": "rsd_s", "beam_width": 3, "depth": 3, "schedule": "fixed"}
-    return json.dumps({**tree, "model": tiny["draft"]})
+    return Work(worded, json.dumps({**tree, "model": tiny["draft"]}), prompts, plain)
 
 
 def words_of(tokens: list[int]) -> str:
@@ -133,49 +148,39 @@ def input_lines(prompts: list[list[int]]) -> list[str]:
     return ["not JSON", *lines[:9], *map(json.dumps, bad), *lines[9:]]
 
 
-def batch_command(
-    folder: Path, worded: str, spec: str, prompts: list[list[int]]
-) -> list[str]:
+def batch_command(folder: Path, work: Work) -> list[str]:
     """The command that answers the prompts, which are written."""
     source, output = folder / "in.jsonl", folder / "out.jsonl"
-    source.write_text("\n".join(input_lines(prompts)))
-    options = {"--model": worded, "--speculative-config": spec, **ENGINE}
+    source.write_text("\n".join(input_lines(work.prompts)))
+    options = {"--model": work.worded, "--speculative-config": work.spec, **ENGINE}
     command = ["treespec", "batch", str(source), str(output)]
     command += [part for option in options.items() for part in option]
     return [*command, "--sampling-params", json.dumps(GREEDY), "--enforce-eager"]
 
 
-def check_answers(
-    output: Path, prompts: list[list[int]], plain: list[list[int]]
-) -> dict[int, str]:
+def check_answers(output: Path, work: Work) -> dict[int, str]:
     """Compare answers with those without trees; the reasons of bad rows, by line."""
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(prompts))]
-    assert [tokens_of(row["text"]) for row in rows] == plain
-    assert [row["prompt_tokens"] for row in rows] == [len(p) for p in prompts]
+    assert [row["id"] for row in rows] == [f"r{n}" for n in range(len(work.plain))]
+    assert [tokens_of(row["text"]) for row in rows] == work.plain
+    assert [row["prompt_tokens"] for row in rows] == list(map(len, work.prompts))
     bad = Path(f"{output}.bad.jsonl").read_text().splitlines()
     reasons = {row["line"]: row["reason"] for row in map(json.loads, bad)}
     assert list(reasons) == [1, 11, 12, 13, 14]
     return reasons
 
 
-def test_batch_equals_generate_and_survives_a_kill(
-    worded: str,
-    spec: str,
-    prompts: list[list[int]],
-    plain: list[list[int]],
-    tmp_path: Path,
-) -> None:
+def test_batch_equals_generate_and_survives_a_kill(work: Work, tmp_path: Path) -> None:
     """Red when rows get another row's answer or prompt, or a kill leaves an engine."""
     output, log = tmp_path / "out.jsonl", tmp_path / "log"
     journal = tmp_path / "out.jsonl.journal"
-    command = batch_command(tmp_path, worded, spec, prompts)
+    command = batch_command(tmp_path, work)
     killed(log, journal, 10, *command)
     assert "custom_class" in log.read_text()
     assert not output.exists()
-    assert journal.read_bytes().count(b"\n") < len(prompts)
+    assert journal.read_bytes().count(b"\n") < len(work.prompts)
     assert run(log, *command) == 0, log.read_text()[-4000:]
-    reasons = check_answers(output, prompts, plain)
+    reasons = check_answers(output, work)
     assert "not JSON" in reasons[1]
     assert str(MAX_MODEL_LEN) in reasons[11]
     assert reasons[12].startswith("'temperature' is 'hot'")
@@ -187,32 +192,20 @@ def test_batch_equals_generate_and_survives_a_kill(
     find_spec("ray") is None,
     reason="Ray is not installed: pip install 'vllm-treespec[ray]'",
 )
-def test_batch_over_ray_goes_on_after_a_kill(
-    worded: str,
-    spec: str,
-    prompts: list[list[int]],
-    plain: list[list[int]],
-    tmp_path: Path,
-) -> None:
+def test_batch_over_ray_goes_on_after_a_kill(work: Work, tmp_path: Path) -> None:
     """Red when a portion is lost or answered twice, or a kill leaves Ray behind.
 
     The second start needs no Ray: the journal is the same.
     """
     output, log = tmp_path / "out.jsonl", tmp_path / "log"
-    command = batch_command(tmp_path, worded, spec, prompts)
+    command = batch_command(tmp_path, work)
     killed(log, tmp_path / "out.jsonl.journal", 5, *command, "--ray", "1")
     assert not output.exists()
     assert run(log, *command) == 0, log.read_text()[-4000:]
-    check_answers(output, prompts, plain)
+    check_answers(output, work)
 
 
-def test_run_batch_of_vllm_with_trees(
-    worded: str,
-    spec: str,
-    prompts: list[list[int]],
-    plain: list[list[int]],
-    tmp_path: Path,
-) -> None:
+def test_run_batch_of_vllm_with_trees(work: Work, tmp_path: Path) -> None:
     """Red when vLLM's own batch command cannot be given our methods."""
     requests = [
         {
@@ -220,16 +213,16 @@ def test_run_batch_of_vllm_with_trees(
             "method": "POST",
             "url": "/v1/chat/completions",
             "body": {
-                "model": worded,
+                "model": work.worded,
                 "messages": [{"role": "user", "content": words_of(prompt)}],
                 **GREEDY,
             },
         }
-        for n, prompt in enumerate(prompts)
+        for n, prompt in enumerate(work.prompts)
     ]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, requests)) + "\n")
-    options = {"--model": worded, "--speculative-config": spec, **ENGINE}
+    options = {"--model": work.worded, "--speculative-config": work.spec, **ENGINE}
     command = ["vllm", "run-batch", "-i", str(source), "-o", str(output)]
     command += [part for option in options.items() for part in option]
     log = tmp_path / "log"
@@ -240,4 +233,4 @@ def test_run_batch_of_vllm_with_trees(
         answer = json.loads(line)
         message = answer["response"]["body"]["choices"][0]["message"]
         answers[answer["custom_id"]] = tokens_of(message["content"])
-    assert answers == {f"r{n}": tokens for n, tokens in enumerate(plain)}
+    assert answers == {f"r{n}": tokens for n, tokens in enumerate(work.plain)}

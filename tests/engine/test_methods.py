@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import TINY
+from tests.engine.sampled import REPEATING
 from tests.engine.tiny_models import SIZES, write_pair
 from tests.heads import write_head
 
@@ -17,13 +18,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "medusa_tree": {"num_drafts": 24},
 }
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
-# Texts that repeat themselves, so that an index finds them.
-PROMPTS = [
-    [(7 * (i % period) + 3 * j) % 500 for i in range(length)]
-    for j, (length, period) in enumerate(((9, 4), (40, 9), (64, 30), (130, 11)))
-]
 JOBS = [
-    {"prompts": PROMPTS, "params": GREEDY, "max_in_flight": number} for number in (1, 4)
+    {"prompts": REPEATING, "params": GREEDY, "max_in_flight": number}
+    for number in (1, 4)
 ]
 
 

@@ -177,6 +177,15 @@ def test_processed_logprobs(answers: dict, drafted: dict) -> None:
     assert drafted["logprobs"][0] > 5, "requests without logprobs draft"
 
 
+def check_alone(name: str, answers: dict, drafted: dict) -> None:
+    """Fail where requests of a kind answer otherwise with trees, or have none."""
+    plain, trees = (token_ids(answers[m][name]) for m in (None, METHOD))
+    assert trees == plain
+    num_trees, nodes = drafted[name]
+    assert nodes == DRAFTS * num_trees > 0
+    assert num_trees < 3 * 30 - 3, "none of their drafts is accepted"
+
+
 def test_penalties(answers: dict, drafted: dict) -> None:
     """Turns red when requests with penalties lose their trees, or answer otherwise."""
     plain, trees = (token_ids(answers[m]["penalties"]) for m in (None, METHOD))
@@ -185,11 +194,7 @@ def test_penalties(answers: dict, drafted: dict) -> None:
     assert {len(tokens) for tokens in trees} == {30}
     whole = token_ids(answers[None]["whole"])
     assert all(plain[i] != whole[i % 3] for i in greedy), "they changed nothing"
-    alone = (token_ids(answers[m]["penalties alone"]) for m in (None, METHOD))
-    assert next(alone) == next(alone)
-    num_trees, nodes = drafted["penalties alone"]
-    assert nodes == DRAFTS * num_trees > 0
-    assert num_trees < 3 * 30 - 3, "none of their drafts is accepted"
+    check_alone("penalties alone", answers, drafted)
 
 
 def test_forbidden_tokens(answers: dict, drafted: dict) -> None:
@@ -202,11 +207,7 @@ def test_forbidden_tokens(answers: dict, drafted: dict) -> None:
     assert not free, f"nothing was forbidden: {[whole[i % 3] for i in free]}"
     assert {*trees[1], *trees[3]} <= set(SOME)
     assert not {*trees[2][:24], *trees[5][:5]} & set(STOPS)
-    alone = (token_ids(answers[m]["forbidden alone"]) for m in (None, METHOD))
-    assert next(alone) == next(alone)
-    num_trees, nodes = drafted["forbidden alone"]
-    assert nodes == DRAFTS * num_trees > 0
-    assert num_trees < 3 * 30 - 3, "none of their drafts is accepted"
+    check_alone("forbidden alone", answers, drafted)
 
 
 def test_custom_logits_processors(answers: dict, drafted: dict) -> None:

@@ -8,25 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.fast.languages import (
-    NUM_TOKENS,
-    Language,
-    LanguageDraft,
-    plain_sampling,
-)
-from vllm_treespec.proposers import (
-    Proposer,
-    ProposerInputs,
-    RsdC,
-    RsdS,
-    SpecInfer,
-    StochasticTree,
-)
+from tests.fast.drafting import all_drawn, propose
+from tests.fast.languages import NUM_TOKENS, Language, plain_sampling
+from vllm_treespec.proposers import Proposer, RsdC, RsdS, SpecInfer, StochasticTree
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.scorers.independent_draws import Judge
 from vllm_treespec.trees.tree import (
-    Draws,
     TreeBatch,
     first_draw,
     next_draw,
@@ -116,27 +104,6 @@ def draft_uniforms(
     return uniforms, weights
 
 
-def propose(
-    proposer: Proposer,
-    models: Language | Sequence[Language],
-    uniforms: Tensor | None = None,
-    sampling: SamplingTensors | None = None,
-    vocabulary: Tensor | None = None,
-) -> TreeBatch:
-    """Let a proposer draw one tree per row of ``uniforms``; None: it draws none."""
-    models = [models] if isinstance(models, Language) else models
-    uniforms = torch.zeros(1, 0) if uniforms is None else uniforms
-    count = len(uniforms)
-    return proposer.propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros(count, dtype=torch.int64),
-            sampling=sampling or plain_sampling(count),
-            uniforms=uniforms,
-            draft_models=[LanguageDraft(model, count, vocabulary) for model in models],
-        )
-    ).tree
-
-
 def all_uniforms(
     proposer: Proposer, models: Sequence[Language], seed: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -180,14 +147,7 @@ def all_trees(
 
 def as_if_drawn(tree: TreeBatch, draft: Language) -> TreeBatch:
     """Call likeliest tokens draws without replacement, which they are not."""
-    nodes = torch.arange(1, tree.max_nodes).expand(tree.num_reqs, -1)
-    draws = Draws(
-        nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
-        rows=tree.parents[:, 1:].clamp(min=0),
-        without_replacement=tree.parents[:, 1:] == tree.parents[:, :-1],
-        probs=draft.table[draft.prefixes(tree)],
-    )
-    return replace(tree, draws=draws)
+    return all_drawn(tree, draft.table[draft.prefixes(tree)])
 
 
 # Every branch of a rule

@@ -133,6 +133,21 @@ class LanguageDraft:
         return rows if self.vocabulary is None else rows[..., self.vocabulary]
 
 
+class BigramDraft:
+    """Draft logits from the last token and the request: a table and an offset."""
+
+    vocabulary = None
+
+    def __init__(self, table: Tensor, offsets: Tensor, roots: Tensor) -> None:
+        self.table, self.offsets, self.roots = table, offsets, roots
+
+    def root_logits(self) -> Tensor:
+        return self.table[self.roots] + self.offsets
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        return self.table[token_ids] + self.offsets[:, None]
+
+
 def random_tables(
     kind: str, vocab_size: int, depth: int, seed: int = 0
 ) -> tuple[Language, Language]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import propose
 from tests.fast.enumeration import (
     ALMOST_ONE,
     Branches,
@@ -31,15 +32,7 @@ from tests.fast.enumeration import (
 from tests.fast.languages import Language, LanguageDraft
 from tests.fast.rule_forms import FORMS
 from tests.fast.wrong_rules import K_SEQ_JUDGE
-from vllm_treespec.proposers import (
-    Proposer,
-    ProposerInputs,
-    RsdC,
-    RsdS,
-    Sd,
-    SpecInfer,
-    SpecTr,
-)
+from vllm_treespec.proposers import Proposer, RsdC, RsdS, Sd, SpecInfer, SpecTr
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     TargetLogits,
@@ -241,14 +234,8 @@ def all_trees(proposer: Proposer, cases: Cases) -> CaseTrees:
     drafts = [LanguageDraft(Language(draft), len(case_of)) for draft in cases.drafts]
     for draft in drafts:
         draft.prefixes = cases.first_case + case_of[:, None]
-    tree = proposer.propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros_like(case_of),
-            sampling=cases.sampling(case_of),
-            uniforms=torch.cat(uniforms),
-            draft_models=drafts[: num_models(proposer)],
-        )
-    ).tree
+    used = drafts[: num_models(proposer)]
+    tree = propose(proposer, used, torch.cat(uniforms), cases.sampling(case_of))
     return CaseTrees(tree, torch.cat(weights), case_of)
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
 
+from tests.fast.drafting import draws_of, propose, together
 from tests.fast.enumeration import Weighted, all_trees, num_models
-from tests.fast.languages import Language, LanguageDraft, plain_sampling, random_tables
-from tests.fast.wrong_rules import draws_of
+from tests.fast.languages import Language, random_tables
 from vllm_treespec.proposers import (
     DynamicTree,
     Hybrid,
     Proposer,
-    ProposerInputs,
     ReDrafter,
     RsdC,
     RsdS,
@@ -29,7 +27,7 @@ from vllm_treespec.proposers import (
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.base import Continuations
 from vllm_treespec.trees.builders import from_draws
-from vllm_treespec.trees.tree import Draws, TreeBatch
+from vllm_treespec.trees.tree import TreeBatch
 
 # Proposers by name, with the size of the vocabulary.
 Trees = dict[str, tuple[int, Proposer]]
@@ -117,33 +115,16 @@ def mixed_draws(one: Language, other: Language) -> Weighted:
 
 def side_by_side(one: Weighted, other: Weighted) -> Weighted:
     """Both sets of trees in one batch, each with half of its weight."""
-
-    def joined(parts: list[Any], *names: str) -> dict[str, Any]:
-        return {n: torch.cat([getattr(part, n) for part in parts]) for n in names}
-
-    draws = [draws_of(one.tree), draws_of(other.tree)]
-    of_draws = joined(draws, "nodes", "rows", "without_replacement", "probs")
-    trees = joined(
-        [one.tree, other.tree], "token_ids", "parents", "depths", "num_nodes"
-    )
-    tree = TreeBatch(**trees, draws=Draws(**of_draws))
+    tree = together([one.tree, other.tree])
     return Weighted(tree, torch.cat([one.weights, other.weights]) / 2)
 
 
 def found_and_drafted(plan: StepPlan, draft: Language | None) -> TreeBatch:
     """A tree of what an index found, and of a draft model if there is one."""
     found = [(5, [1, 2, 0]), (5, [1, 0]), (2, [2, 2]), (1, [0])]
-    return (
-        Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0)
-        .propose(
-            ProposerInputs(
-                root_token_ids=torch.zeros(1, dtype=torch.int64),
-                sampling=plain_sampling(1),
-                uniforms=torch.zeros(1, 0),
-                draft_models=[] if draft is None else [LanguageDraft(draft, 1)],
-                continuations=[Continuations([found])],
-                plan=plan,
-            )
-        )
-        .tree
+    return propose(
+        Hybrid(5, depth=2, top_k=2, model_depth=2, min_probability=0.0),
+        () if draft is None else draft,
+        continuations=[Continuations([found])],
+        plan=plan,
     )

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from tests.fast.drafting import all_drawn
 from vllm_treespec.sampling.draws import draw_without_replacement
 from vllm_treespec.trees.builders import from_parents
-from vllm_treespec.trees.tree import Draws, TreeBatch
+from vllm_treespec.trees.tree import TreeBatch
 
 
 def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:
@@ -55,11 +56,4 @@ def random_trees(
             drawn, valid = draw_without_replacement(probs[req, node][None], uniforms)
             assert bool(valid.all())
             tokens[req, children] = drawn[0]
-    nodes = torch.arange(1, max_nodes).expand(num_reqs, -1)
-    draws = Draws(
-        nodes=nodes.masked_fill(~tree.is_node()[:, 1:], 0),
-        rows=tree.parents[:, 1:].clamp(min=0),
-        without_replacement=tree.parents[:, 1:] == tree.parents[:, :-1],
-        probs=probs,
-    )
-    return replace(tree, token_ids=tokens, draws=draws)
+    return all_drawn(replace(tree, token_ids=tokens), probs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tests.sim.drafting import Tree
 from vllm_treespec.schedule.base import ScheduledTree
@@ -86,9 +87,7 @@ def pruning_plan(
     kept: Sequence[float] = (),
     kept_of_model: Sequence[float] = (),
     first_level: float = 0.6,
-    fixed_cost: float = 0.0,
-    branch_cost: float = 0.0,
-    max_levels: int | None = None,
+    **costs: Any,
 ) -> StepPlan:
     """A plan of tree 0 for an index and a model, both of which leave drafts out."""
     ones = [1.0] * num_reqs
@@ -98,13 +97,9 @@ def pruning_plan(
         lookup=True,
         model=True,
         prunes=True,
-        row_cost=row_cost,
-        fixed_cost=fixed_cost,
-        branch_cost=branch_cost,
-        level_cost=level_cost,
+        **{"row_cost": row_cost, "level_cost": level_cost, **costs},
         kept={Source.INDEX: kept or ones, Source.MODEL: kept_of_model or ones},
         first_level=[first_level] * num_reqs,
-        max_levels=max_levels,
     )
 
 

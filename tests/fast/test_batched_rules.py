@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import draws_of
 from tests.fast.languages import plain_sampling
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.fast.random_trees import random_trees
@@ -21,7 +23,6 @@ from tests.fast.rule_forms import (
     sizes_of,
     tree_sizes,
 )
-from tests.fast.wrong_rules import draws_of
 from tests.tiers import grid
 from vllm_treespec.sampling import laws as sampling
 from vllm_treespec.sampling.laws import SamplingTensors
@@ -124,12 +125,14 @@ def sampling_of(
     )
 
 
+@cache
 def batch(
     vocab_size: int, num_reqs: int, max_nodes: int, kind: str, seed: int
 ) -> tuple[TreeBatch, TargetLogits, Tensor]:
     """Random trees, a target that resembles their drafts, and uniforms.
 
     Requests without a tree lie between: their rows come before each request's own.
+    Tests share a batch, and change none in place.
     """
     generator = torch.Generator().manual_seed(seed)
     tree = random_trees(num_reqs, max_nodes, vocab_size, generator)

@@ -1,4 +1,4 @@
-"""Benchmarks that are asked for what cannot be: one message, and no engine."""
+"""Calls of benchmarks that start no engine: what cannot be, and dry runs."""
 
 import json
 import shlex
@@ -54,6 +54,12 @@ gpu-kernel => finds no CUDA device here
 gpu-step => finds no CUDA device here
 gpu-end-to-end => finds no CUDA device here
 """)
+# What is left to do, in a folder that stays empty.
+DRY_RUNS = rows("""
+rsd => 142 cells to measure in 12 engines
+rsd --parts toy => nothing
+redrafter => 54 cells to measure in 6 engines
+""")
 PLACES = {
     "DRAFTER": shipped_drafter(),
     "SUFFIX": json.dumps({"method": "suffix_tree"}),
@@ -72,6 +78,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def invoke(given: str, inputs: Path, out: Path) -> tuple[int, str]:
+    """Exit status of a call and what it prints."""
+    command, *arguments = shlex.split(given)
+    call = [*SHARED.get(command, "").split(), "--out", str(out), *arguments]
+    call = written_out(call, {**PLACES, "IN": str(inputs)})
+    done = CliRunner().invoke(app, [command, *call])
+    return done.exit_code, done.output
+
+
 @pytest.mark.parametrize(("given", "says"), CALLS)
 def test_wrong_calls(
     given: str,
@@ -84,11 +99,17 @@ def test_wrong_calls(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if "--nodes" in given:
         monkeypatch.setattr(card, "require_card", lambda: None)
-    command, *arguments = shlex.split(given)
-    call = [*SHARED.get(command, "").split(), "--out", str(tmp_path), *arguments]
-    call = written_out(call, {**PLACES, "IN": str(inputs)})
-    done = CliRunner().invoke(app, [command, *call])
-    assert done.exit_code in (1, 2), done.output
-    assert says in done.output
-    assert "Traceback" not in done.output
+    code, output = invoke(given, inputs, tmp_path)
+    assert code in (1, 2), output
+    assert says in output
+    assert "Traceback" not in output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("given", "says"), DRY_RUNS)
+def test_dry_runs(given: str, says: str, inputs: Path, tmp_path: Path) -> None:
+    """Red when --dry-run starts engines, counts others, or touches the folder."""
+    code, output = invoke(given, inputs, tmp_path / "out")
+    assert code == 0, output
+    assert says in output if says != "nothing" else "engines" not in output
+    assert not (tmp_path / "out").exists()

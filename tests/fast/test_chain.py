@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import check_unused, token_paths
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.fast.random_trees import random_trees
 from tests.fast.test_lyanna_head import ready
-from tests.fast.tiny_heads import token_paths
 from tests.fast.tiny_training import PlainAttention
 from tests.fast.toy_chains import ToyChain
 from vllm_treespec.batch.stats import StepStats
@@ -299,9 +299,7 @@ def check_merged(one: TreeBatch, other: TreeBatch) -> None:
         assert not sources[req, len(found) :].any()
         claims = claims_by_path(second, req) | claims_by_path(first, req)
         assert claims_by_path(draft, req) == claims
-    unused = ~tree.is_node()
-    assert bool((tree.parents[unused] == -1).all())
-    assert not bool(tree.token_ids[unused].any() | tree.depths[unused].any())
+    check_unused(tree)
 
 
 def test_merged_trees() -> None:

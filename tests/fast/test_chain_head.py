@@ -10,19 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.masked_reads import PAGE, bind_head, committed
 from tests.fast.no_waiting import NoWaiting
 from tests.fast.small_engine import engine_config
-from tests.fast.test_masked_draft_model import FORKS, PAGE, Copies, committed
 from tests.heads import write_head
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.chain_head import ChainHead
 from vllm_treespec.heads import load_lyanna_head
 from vllm_treespec.layouts.base import LevelInputs
-from vllm_treespec.layouts.masks import MaskLevelReader
-from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sources.base import FINAL_LAYER, Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, Resample
-from vllm_treespec.sources.feature_store import FeatureStore
 
 HIDDEN_SIZE, DEPTH = 64, 3
 
@@ -40,15 +37,7 @@ class Recorded(ChainHead):
         self.head = load_lyanna_head(model)
         self.head.share(*torch.randn(2, 32, HIDDEN_SIZE))
         self.head.to(device)
-        self.device = device
-        self.forks = FORKS
-        self.groups: list[Any] = []
-        num_slots = FORKS.first_block * PAGE
-        self.store = FeatureStore(
-            num_slots, HIDDEN_SIZE, torch.float32, device, self.head.features
-        )
-        self.masks = NodeMasks(32, 4, device)
-        self.level_reader = MaskLevelReader(FORKS, Copies(), self.masks)
+        bind_head(self, HIDDEN_SIZE, device)
         self.steps: list[tuple[Tensor, LevelInputs]] = []
 
     def _run(self, metadata: Any, features: Tensor, *rest: Any) -> Tensor:

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import compare
-from benchmarks.__main__ import app
 from benchmarks.harness import plot, provenance, report
 from benchmarks.harness.plan import Plan, base_job, make_plan
 from benchmarks.rsd.trees import PAPER_TREES
+from tests.fast.stored_cells import reported
 from vllm_treespec.tools.launch import failure
 from vllm_treespec.tools.prompts import PromptError, load_prompts, spread
 from vllm_treespec.tools.rows import Mode, summarise, with_speedups
@@ -223,6 +222,16 @@ def test_finished_cells_are_kept_and_skipped(tmp_path: Path) -> None:
         (1, "plain-eager"),
         (1, "sd-6"),
     ]
+    cells = [GREEDY, GREEDY.model_copy(update={"temperature": 1.0})]
+    engines = compare.engines_of(SIDES[:1], cells, 1)
+    two = make_plan(base_job("target", ["hello"], 4), engines, tmp_path / "two", "w")
+    [(_, first)] = two.todo()
+    two.keep(first, 0, result(1.0))
+    cut_off = two.file(SIDES[0], cells[1], 0).with_suffix(".partial")
+    cut_off.write_text("cut off")
+    [(_, later)] = two.todo()
+    assert (later.cells, later.side) == (first.cells[1:], first.side)
+    assert later.seed != first.seed, "a second start repeats its random numbers"
     content = compare.comparison([GREEDY], mine.finished())
     assert [row["side"] for row in content["rows"]] == ["plain-eager"]
 
@@ -264,9 +273,7 @@ def test_report_is_made_from_the_results_alone(tmp_path: Path) -> None:
     content = report.header(origin, {"ngram": "no luck"}, mine.finished())
     content |= compare.comparison([GREEDY], mine.finished())
     report.write_json(tmp_path, content)
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    text = (tmp_path / "results.md").read_text()
+    text = reported(tmp_path)
     assert "| sd-6 | 6 | 8.0 (8.0–8.0) | 2.00× |" in text
     assert "- ngram: no luck" in text
     assert "- commit: abc" in text
@@ -285,9 +292,7 @@ def test_stored_results_still_make_their_table(
     for name in ("line_panels", "bar_panels", "side_by_side"):
         monkeypatch.setattr(plot, name, lambda *args, **options: None)
     shutil.copy(folder / "results.json", tmp_path)
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "results.md").read_text() == (folder / "results.md").read_text()
+    assert reported(tmp_path) == (folder / "results.md").read_text()
 
 
 def test_provenance_names_command_versions_and_machine(

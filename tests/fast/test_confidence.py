@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,21 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import (
+    CountingDraft,
+    Path,
+    at_temperature,
+    draft_of,
+    same_trees,
+    token_paths,
+)
 from tests.fast.enumeration import NOTICEABLE, all_trees, law_error, rand
 from tests.fast.languages import (
+    Language,
     LanguageDraft,
     PlainSampling,
     plain_sampling,
     random_tables,
 )
-from vllm_treespec.proposers import (
-    DynamicTree,
-    Proposer,
-    ProposerInputs,
-    RsdC,
-    RsdS,
-    Sd,
-)
+from vllm_treespec.proposers import DynamicTree, Proposer, RsdC, RsdS, Sd
 from vllm_treespec.proposers.confidence import Confidence
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
@@ -68,39 +69,15 @@ def test_a_draft_must_not_decide_for_itself(name: str) -> None:
     assert law_error(recursive_rejection, drawn, target) > NOTICEABLE
 
 
-class CountingDraft(LanguageDraft):
-    """Counts the levels that it reads."""
-
-    num_read = 0
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level, and count it."""
-        self.num_read += 1
-        return super().extend(token_ids, parents)
-
-
 def drafted(
-    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, can_sync: bool
+    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, can_sync: bool = False
 ) -> tuple[Draft, int]:
     """Drafts of one random language, and how many levels were read for them."""
     language, _ = random_tables("random", 5, 6)
-    draft = CountingDraft(language, num_reqs)
-    inputs = ProposerInputs(
-        torch.zeros(num_reqs, dtype=torch.int64),
-        sampling,
-        rand(num_reqs, proposer.sizes.num_uniforms),
-        [draft],
-        can_sync=can_sync,
-    )
-    return proposer.propose(inputs), draft.num_read
-
-
-def draft_tree(
-    proposer: Proposer, sampling: SamplingTensors, num_reqs: int, can_sync: bool
-) -> tuple[TreeBatch, int]:
-    """The same with the trees alone."""
-    draft, num_read = drafted(proposer, sampling, num_reqs, can_sync)
-    return draft.tree, num_read
+    counting = CountingDraft(LanguageDraft(language, num_reqs))
+    uniforms = rand(num_reqs, proposer.sizes.num_uniforms)
+    draft = draft_of(proposer, counting, uniforms, sampling, can_sync=can_sync)
+    return draft, len(counting.widths)
 
 
 ALL: dict[str, Proposer] = {
@@ -117,21 +94,12 @@ ALL: dict[str, Proposer] = {
 @pytest.mark.parametrize("name", ALL)
 def test_no_level_is_read_in_vain(name: str, greedy: bool) -> None:
     """Red when levels without a draft are read, or leaving them out changes a tree."""
-    sampling: SamplingTensors = plain_sampling(3)
-    if greedy:
-        zeros = torch.zeros(3)
-        sampling = SamplingTensors(zeros, all_greedy=True)
-    short, few = draft_tree(ALL[name], sampling, 3, can_sync=True)
-    whole, all_levels = draft_tree(ALL[name], sampling, 3, can_sync=False)
-    assert few == int(whole.depths.max()) < all_levels == 5
-    width = short.max_nodes
-    assert bool((whole.num_nodes <= width).all())
-    for one, other in zip(
-        (short.token_ids, short.parents, short.depths),
-        (whole.token_ids, whole.parents, whole.depths),
-        strict=True,
-    ):
-        assert one.equal(other[:, :width])
+    sampling = at_temperature(0.0, 3) if greedy else plain_sampling(3)
+    short, few = drafted(ALL[name], sampling, 3, can_sync=True)
+    whole, all_levels = drafted(ALL[name], sampling, 3)
+    assert few == int(whole.tree.depths.max()) < all_levels == 5
+    assert bool((whole.tree.num_nodes <= short.tree.max_nodes).all())
+    assert same_trees(short.tree, whole.tree)
 
 
 WHOLE: dict[str, Proposer] = {
@@ -144,13 +112,12 @@ WHOLE: dict[str, Proposer] = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_drafts_of_greedy_requests_are_likely(name: str) -> None:
     """Red when a greedy tree holds an unlikely draft, or lacks a likely one."""
-    sampling = SamplingTensors(torch.zeros(1), all_greedy=True)
-    tree, _ = draft_tree(ALL[name], sampling, 1, can_sync=False)
-    whole, _ = draft_tree(WHOLE[name], sampling, 1, can_sync=False)
+    draft, _ = drafted(ALL[name], at_temperature(0.0), 1)
+    whole, _ = drafted(WHOLE[name], at_temperature(0.0), 1)
     language, _ = random_tables("random", 5, 6)
-    probs = path_probabilities(whole, language)
+    probs = path_probabilities(whole.tree, language)
     likely = {path for path, p in probs.items() if p >= 0.2}
-    assert set(path_probabilities(tree, language)) == likely
+    assert set(token_paths(draft.tree)) == likely
     assert 1 < len(likely) < len(probs)
 
 
@@ -158,7 +125,7 @@ def test_drafts_of_greedy_requests_are_likely(name: str) -> None:
 def test_the_likeliest_node_of_a_level_claims_its_path(name: str) -> None:
     """Red when siblings claim twice, or a node claims another one's confidence."""
     sampling = PlainSampling(torch.zeros(1), all_greedy=True)
-    draft, _ = drafted(ALL[name], sampling, 1, can_sync=False)
+    draft, _ = drafted(ALL[name], sampling, 1)
     language, _ = random_tables("random", 5, 6)
     probs = path_probabilities(draft.tree, language)
     expected = dict.fromkeys(probs, 0.0)
@@ -178,7 +145,7 @@ def test_the_likeliest_node_of_a_level_claims_its_path(name: str) -> None:
 def test_a_drawn_token_does_not_decide_what_is_claimed(name: str) -> None:
     """Red when a sampled request's claims add up to those of the path it drew."""
     sampling = plain_sampling(1)
-    draft, _ = drafted(ALL[name], sampling, 1, can_sync=False)
+    draft, _ = drafted(ALL[name], sampling, 1)
     language, _ = random_tables("random", 5, 6)
     assert draft.claims is not None
     first_level = draft.claims[0][draft.tree.depths[0] == 1]
@@ -187,16 +154,11 @@ def test_a_drawn_token_does_not_decide_what_is_claimed(name: str) -> None:
     assert int((first_level > 0).sum()) == 1
 
 
-def path_probabilities(tree: TreeBatch, language: Any) -> dict[tuple[int, ...], float]:
+def path_probabilities(tree: TreeBatch, language: Language) -> dict[Path, float]:
     """Draft probability of every path of the first tree, by its tokens."""
-    tree = replace(tree, draws=None)
     prefixes = language.prefixes(tree)[0].tolist()
-    found: dict[int, tuple[tuple[int, ...], float]] = {0: ((), 1.0)}
+    found = [1.0]
     for node in range(1, int(tree.num_nodes[0])):
         parent, token = int(tree.parents[0, node]), int(tree.token_ids[0, node])
-        path, p = found[parent]
-        found[node] = (
-            (*path, token),
-            p * float(language.table[prefixes[parent], token]),
-        )
-    return dict(found.values())
+        found.append(found[parent] * float(language.table[prefixes[parent], token]))
+    return dict(zip(token_paths(tree), found, strict=True))

@@ -12,17 +12,13 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from tests.fast.chi_square import goodness_of_fit, p_value
-from tests.fast.enumeration import all_trees
-from tests.fast.languages import (
-    Language,
-    LanguageDraft,
-    plain_sampling,
-    random_tables,
-)
+from tests.fast.drafting import at_temperature, propose
+from tests.fast.enumeration import EXACT, NOTICEABLE, all_trees
+from tests.fast.languages import Language, plain_sampling, random_tables
 from tests.fast.random_trees import random_trees
 from tests.fast.rule_forms import STEPS, by_position, grid_target, random_keys
 from tests.tiers import cases, grid
-from vllm_treespec.proposers import DynamicTree, ProposerInputs, SpecTr
+from vllm_treespec.proposers import DynamicTree, SpecTr
 from vllm_treespec.sampling.coupling import (
     LIKELIEST,
     coupled_chances,
@@ -36,15 +32,9 @@ from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import TreeBatch
 
 SURELY_WRONG, SUSPICIOUS = 1e-9, 1e-3
-EXACT, NOTICEABLE = 1e-12, 1e-3
 SAMPLED = 40_000
 # No tree here is deeper.
 SIZES = DynamicTree(4, 8, 8).sizes
-
-
-def sampled(num_reqs: int) -> SamplingTensors:
-    """All requests at temperature 1."""
-    return SamplingTensors(torch.ones(num_reqs), all_random=True)
 
 
 def logits_of(language: Language) -> Language:
@@ -61,14 +51,13 @@ def pairs(vocab_size: int, depth: int) -> tuple[Language, Language]:
 def noisy_trees(draft: Language, keys: Tensor | None, num_drafts: int) -> TreeBatch:
     """Trees of two levels that follow the noise of these keys."""
     num_reqs = SAMPLED if keys is None else len(keys)
-    inputs = ProposerInputs(
-        torch.zeros(num_reqs, dtype=torch.int64),
-        sampled(num_reqs),
-        torch.zeros(num_reqs, 0),
-        [LanguageDraft(draft, num_reqs)],
+    return propose(
+        DynamicTree(2, 2, num_drafts),
+        draft,
+        sampling=at_temperature(1.0, num_reqs),
+        num_reqs=num_reqs,
         noise_keys=keys,
     )
-    return DynamicTree(2, 2, num_drafts).propose(inputs).tree
 
 
 # The rule, by enumeration of the noise of positions
@@ -205,7 +194,7 @@ def test_rows_without_mass_give_the_first_token(can_sync: bool) -> None:
 
 def law_of(target: Language, tree: TreeBatch, keys: Tensor, after: Tensor) -> float:
     """p-value of the first two tokens; ``after`` are keys of the step that follows."""
-    logits = target.target_logits(tree, sampled(len(keys)))
+    logits = target.target_logits(tree, at_temperature(1.0, len(keys)))
     emitted = coupled_draw_batched(tree, logits, keys, SIZES).emitted(tree)
     probs = target.table.softmax(1)
     second = draw_coupled(probs[1 + emitted[:, 0]], after)
@@ -239,7 +228,7 @@ def test_what_is_emitted_does_not_depend_on_the_tree() -> None:
     generator = torch.Generator().manual_seed(0)
     target = pairs(4, 6)[1]
     trees = [random_trees(400, 7, 4, generator) for _ in range(2)]
-    keys, sampling = random_keys(400, 8, seed=6), sampled(400)
+    keys, sampling = random_keys(400, 8, seed=6), at_temperature(1.0, 400)
     one, other = (
         coupled_draw(tree, target.target_logits(tree, sampling), keys).emitted(tree)
         for tree in trees
@@ -254,7 +243,7 @@ def test_what_is_emitted_does_not_depend_on_the_tree() -> None:
 def test_drafts_that_follow_the_noise_are_accepted_more_often() -> None:
     """Red when draft and target no longer look at the same noise."""
     draft, target = pairs(5, 2)
-    keys, sampling = random_keys(SAMPLED, 3, seed=7), sampled(SAMPLED)
+    keys, sampling = random_keys(SAMPLED, 3, seed=7), at_temperature(1.0, SAMPLED)
     accepted = []
     for followed in (keys, random_keys(SAMPLED, 3, seed=8), None):
         tree = noisy_trees(draft, followed, 1)
@@ -284,15 +273,11 @@ def test_chances_sum_to_one() -> None:
 def test_greedy_requests_beside_sampled_ones_ignore_the_noise() -> None:
     """Red when a greedy request's tree depends on its batch."""
     draft = pairs(5, 2)[0]
-    proposer, roots = DynamicTree(2, 2, 4), torch.zeros(2, dtype=torch.int64)
-    drafts, none = [LanguageDraft(draft, 2)], torch.zeros(2, 0)
+    proposer, keys = DynamicTree(2, 2, 4), random_keys(2, 3)
     mixed = SamplingTensors(torch.tensor([0.0, 1.0]))
-    greedy = SamplingTensors(torch.zeros(2), all_greedy=True)
     tree, alone = (
-        proposer.propose(
-            ProposerInputs(roots, sampling, none, drafts, noise_keys=random_keys(2, 3))
-        ).tree
-        for sampling in (mixed, greedy)
+        propose(proposer, draft, None, sampling, num_reqs=2, noise_keys=keys)
+        for sampling in (mixed, at_temperature(0.0, 2))
     )
     assert tree.token_ids[0].equal(alone.token_ids[0])
     assert not tree.token_ids[1].equal(alone.token_ids[1])

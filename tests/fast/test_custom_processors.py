@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,33 +11,16 @@ import torch
 pytest.importorskip("vllm", reason="logits processors are classes of vLLM's")
 
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import (
-    AdapterLogitsProcessor,
-    BatchUpdate,
-    LogitsProcessor,
-)
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
+from tests.engine.no_repeats import NoRepeats
 from vllm_treespec.engine.request_check import request_check
 from vllm_treespec.engine.v1.custom_processors import custom_processors, may_change
 
 CPU = torch.device("cpu")
 
 
-class Asked(AdapterLogitsProcessor):
-    """Changes requests that ask for it."""
-
-    def is_argmax_invariant(self) -> bool:
-        """It may change the most likely token."""
-        return False
-
-    def new_req_logits_processor(
-        self, params: SamplingParams
-    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
-        """Do nothing, where it is asked to."""
-        return (lambda _, logits: logits) if params.extra_args else None
-
-
-class Everything(Asked):
+class Everything(NoRepeats):
     """Changes all requests, whatever it says."""
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -57,13 +39,15 @@ def processors(*given: type[LogitsProcessor] | str) -> list[LogitsProcessor]:
 def test_our_check_is_not_made() -> None:
     """Red when the check of requests becomes a processor, which it is not."""
     assert processors(request_check("cpu")) == []
-    assert [type(made) for made in processors(Asked, request_check("cpu"))] == [Asked]
+    assert [type(made) for made in processors(NoRepeats, request_check("cpu"))] == [
+        NoRepeats
+    ]
 
 
 def test_requests_that_ask_have_no_trees() -> None:
     """Red when a processor meets a tree, or costs other requests theirs."""
-    (asked,) = processors(Asked)
-    params = [SamplingParams(), SamplingParams(extra_args={"ask": True})]
+    (asked,) = processors(NoRepeats)
+    params = [SamplingParams(), SamplingParams(extra_args={"no_repeats": True})]
     asked.update_state(
         BatchUpdate(2, [], [(row, p, [1], []) for row, p in enumerate(params)], [])
     )
@@ -73,6 +57,6 @@ def test_requests_that_ask_have_no_trees() -> None:
 
 def test_others_may_change_any_request(caplog: pytest.LogCaptureFixture) -> None:
     """Red when a processor that changes all rows meets a tree, or nobody is told."""
-    assert may_change(processors(Asked, Everything), 0)
+    assert may_change(processors(NoRepeats, Everything), 0)
     assert "Everything may change any request" in caplog.text
-    assert "Asked" not in caplog.text
+    assert "NoRepeats" not in caplog.text

@@ -14,15 +14,26 @@ MOST_WORDS = {
 }
 
 
+# What a reader does, in one process: one import of torch.
+AS_A_READER = """
+import runpy, sys, pytest
+sys.path.insert(0, "")
+runpy.run_path("check.py", run_name="__main__")
+print("vLLM was imported:", "vllm" in sys.modules)
+tests = sys.argv[1:]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]) if tests else 0)
+"""
+
+
 @pytest.mark.parametrize("page", cases(MOST_WORDS, quick=["write-a-method.md"]))
 def test_blocks_run_as_they_stand(page: str, tmp_path: Path) -> None:
     """Red when a name or a signature on the page is not the code's any more."""
     names = save_blocks(page, tmp_path)
     assert "check.py" in names
-    assert "num_trees=" in run(tmp_path, "check.py")
     tests = [name for name in names if name.startswith("test_")]
-    if tests:
-        run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    printed = run(tmp_path, "-c", AS_A_READER, *tests)
+    assert "num_trees=" in printed
+    assert "vLLM was imported: False" in printed, "the check needs a whole vLLM"
 
 
 @pytest.mark.parametrize("page", MOST_WORDS)

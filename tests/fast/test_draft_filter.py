@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.fast.enumeration import LawMeter, Weighted, draft_uniforms
+from tests.fast.drafting import at_temperature, draft_of, same_trees, together
+from tests.fast.enumeration import EXACT, LawMeter, Weighted, draft_uniforms
 from tests.fast.languages import (
     NUM_TOKENS,
-    Language,
-    LanguageDraft,
     plain_sampling,
     random_tables,
 )
@@ -28,14 +26,11 @@ from vllm_treespec.proposers import (
 )
 from vllm_treespec.proposers.draft_filter import DraftFilter
 from vllm_treespec.proposers.hybrid import Hybrid
-from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.trees.draft import Draft
-from vllm_treespec.trees.tree import Draws, TreeBatch
 
-EXACT = 1e-12
 PROPOSERS: dict[str, Proposer] = {
     "sd": Sd(6),
     "rsd_c": RsdC((2, 1, 1, 1, 1, 1)),
@@ -74,23 +69,20 @@ class SureModel:
 
 def propose(
     proposer: Proposer,
-    draft: Any,
+    draft: SureModel,
     plan: StepPlan,
     greedy: bool = True,
     can_sync: bool = True,
 ) -> Draft:
     """One tree for each request."""
     count = len(draft.logits)
-    temperature = torch.zeros(count) if greedy else torch.ones(count)
-    return proposer.propose(
-        ProposerInputs(
-            torch.zeros(count, dtype=torch.int64),
-            SamplingTensors(temperature, all_greedy=greedy, all_random=not greedy),
-            torch.rand(count, proposer.sizes.num_uniforms, dtype=torch.float64),
-            [draft],
-            plan=plan,
-            can_sync=can_sync,
-        )
+    return draft_of(
+        proposer,
+        draft,
+        torch.rand(count, proposer.sizes.num_uniforms, dtype=torch.float64),
+        at_temperature(0.0 if greedy else 1.0, count),
+        plan=plan,
+        can_sync=can_sync,
     )
 
 
@@ -136,12 +128,7 @@ def test_nodes_that_are_left_out_are_not_read(greedy: bool) -> None:
         other = propose(proposer, on_a_gpu, plan, greedy, can_sync=False).tree
         assert draft.widths == widths
         assert on_a_gpu.widths == [4, 4]
-        for found, expected in zip(
-            (tree.token_ids, tree.parents, tree.num_nodes),
-            (other.token_ids, other.parents, other.num_nodes),
-            strict=True,
-        ):
-            assert found.equal(expected)
+        assert same_trees(tree, other)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +219,10 @@ def test_the_law_stays(kind: str, level: float) -> None:
     proposer = Sd(3)
     uniforms, weights = draft_uniforms(draft, proposer.branching_factors)
     plan = pruning_plan(1, 0.05, level)
-    drafts = [draw_alone(proposer, draft, row, plan) for row in uniforms]
+    drafts = [
+        draft_of(proposer, draft, row[None], plan=plan, can_sync=True)
+        for row in uniforms
+    ]
     trees = [drafted.tree for drafted in drafts]
     by_depth: dict[int, list[int]] = {}
     for number, drafted in enumerate(drafts):
@@ -249,48 +239,13 @@ def test_the_law_stays(kind: str, level: float) -> None:
     assert float((law - target.true_law(NUM_TOKENS)).abs().max()) < EXACT
 
 
-def together(trees: Sequence[TreeBatch]) -> TreeBatch:
-    """Trees of one width as a batch."""
-    draws = [tree.draws for tree in trees if tree.draws is not None]
-    return TreeBatch(
-        torch.cat([tree.token_ids for tree in trees]),
-        torch.cat([tree.parents for tree in trees]),
-        torch.cat([tree.depths for tree in trees]),
-        torch.cat([tree.num_nodes for tree in trees]),
-        Draws(
-            torch.cat([draw.nodes for draw in draws]),
-            torch.cat([draw.rows for draw in draws]),
-            torch.cat([draw.without_replacement for draw in draws]),
-            torch.cat([draw.probs for draw in draws]),
-        ),
-    )
-
-
-def draw_alone(
-    proposer: Proposer, draft: Language, uniforms: torch.Tensor, plan: StepPlan
-) -> Draft:
-    """The tree of one request."""
-    return proposer.propose(
-        ProposerInputs(
-            torch.zeros(1, dtype=torch.int64),
-            plain_sampling(1),
-            uniforms[None],
-            [LanguageDraft(draft, 1)],
-            plan=plan,
-            can_sync=True,
-        )
-    )
-
-
 @pytest.mark.parametrize(("min_probability", "kept"), [(None, 1), (0.05, 2), (0.0, 3)])
 def test_without_costs_unlikely_drafts_are_left_out(
     min_probability: float | None, kept: int
 ) -> None:
     """Red when the model's part of a fixed tree holds all that it drafted."""
     inputs = ProposerInputs(
-        torch.zeros(1, dtype=torch.int64),
-        SamplingTensors(torch.zeros(1), all_greedy=True),
-        torch.zeros(1, 0, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.int64), at_temperature(0.0), torch.zeros(1, 0)
     )
     drafts = torch.tensor([[[0.3, 0.07, 0.01]]], dtype=torch.float64).log()
     left = DraftFilter(min_probability, inputs).of_drafts(drafts)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import propose, rand
+from tests.fast.drafting import draws_of, propose
+from tests.fast.enumeration import rand
 from tests.fast.languages import (
     Language,
     LanguageDraft,
@@ -18,10 +19,9 @@ from tests.fast.languages import (
     random_tables,
 )
 from tests.fast.random_trees import random_trees
-from tests.fast.wrong_rules import draws_of
 from tests.reference.proposers import gumbel, rsd_s_reference
 from tests.reference.scorers import recursive_rejection_reference
-from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, SpecInfer
+from vllm_treespec.proposers import Proposer, RsdC, RsdS, SpecInfer
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     TargetLogits,
@@ -128,16 +128,11 @@ def test_draft_models_of_one_tree_share_their_vocabulary() -> None:
     """Red when draws of different vocabularies are put into one table."""
     draft, _, vocabulary = part_of("random", 4, [1, 3])
     proposer = SpecInfer([(1, 1), (1,)])
+    uniforms = rand(5, proposer.sizes.num_uniforms)
 
     def draw(*vocabularies: Tensor | None) -> TreeBatch:
-        return proposer.propose(
-            ProposerInputs(
-                root_token_ids=torch.zeros(5, dtype=torch.int64),
-                sampling=plain_sampling(5),
-                uniforms=rand(5, proposer.sizes.num_uniforms),
-                draft_models=[LanguageDraft(draft, 5, own) for own in vocabularies],
-            )
-        ).tree
+        drafts = [LanguageDraft(draft, 5, own) for own in vocabularies]
+        return propose(proposer, drafts, uniforms)
 
     tree = draw(vocabulary, vocabulary.clone())
     assert draws_of(tree).vocabulary is vocabulary

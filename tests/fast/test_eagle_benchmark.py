@@ -27,6 +27,7 @@ from benchmarks.harness import head_parts, plot, report
 from benchmarks.harness.head_rows import Entry, rows_of
 from benchmarks.harness.models import Models, identity, models_of
 from benchmarks.harness.plan import Plan, base_job, make_plan
+from tests.fast.stored_cells import keep, measured, reported
 from tests.fast.test_redrafter_benchmark import head_folders
 from tests.published_heads import PublishedHead
 from vllm_treespec.batch.stats import StepStats
@@ -69,7 +70,7 @@ def finish(entry: Entry, mine: Plan, length: float, seconds: float = 1.0) -> Non
             **(drafted if entry.cell.tree else {}),
         }
     )
-    mine.keep(mine.job.model_copy(update={"side": entry.side}), 0, result)
+    keep(mine, entry.side, result)
 
 
 def plan_of(models: Models, out: Path) -> tuple[list[Entry], Plan]:
@@ -244,23 +245,20 @@ def test_report_is_made_from_the_results_alone(models: Models, tmp_path: Path) -
     times: dict[str, list[float | None]]
     times = {"ours_ms": [20.2, 20.1], "plain_ms": [20.0, 20.0]}
     stages = {"draft": 0.02, "tree_build": 0.01, "keep_features": 0.01}
-    result = CellResult(
-        cell=step.cells[0],
-        seconds=0.0,
+    result = measured(
+        step.cells[0],
+        0.0,
         num_tokens=[8, 8],
         tpot_ms=times["ours_ms"],
-        token_ids=[],
         steps=100,
         stage_seconds=stages,
         details=times,
     )
-    mine.keep(mine.job.model_copy(update={"side": step.side}), 0, result)
+    keep(mine, step.side, result)
     origin = {"command": "python -m benchmarks eagle", "commit": "abc"}
     content = report.header(origin, {}, mine.finished())
     report.write_json(tmp_path, content | evidence(entries, [], mine.finished()))
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    text = (tmp_path / "results.md").read_text()
+    text = reported(tmp_path)
     numbers = "| 8 | 1.80 ± 0.04 | 50.0 (50.0–50.0) | 1.00× | 6.0 |"
     assert f"| eagle_tree-static-8 {numbers}" in text
     parts = "| 6.00 | 0.40 | 0.80 | 0.10 | 1.20 | 0.20 | 0.10 | 10.00 |"

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import Path, at_temperature, draws_of, propose, token_paths
 from tests.fast.enumeration import Scorer
-from tests.fast.languages import PlainSampling, plain_sampling
+from tests.fast.languages import BigramDraft, PlainSampling, plain_sampling
 from tests.fast.test_batched_rules import batch
-from tests.fast.wrong_rules import WRONG_REJECTION, draws_of
+from tests.fast.wrong_rules import WRONG_REJECTION
 from tests.reference.scorers import recursive_rejection_reference, verify
-from vllm_treespec.proposers import Proposer, ProposerInputs, RsdC, RsdS, Sd
+from vllm_treespec.proposers import Proposer, RsdC, RsdS, Sd
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sampling.uniforms import (
     DRAFTING,
@@ -119,46 +120,20 @@ def test_greedy_matching_equals_naive_loop() -> None:
     assert int(output.num_accepted.max()) >= 2
 
 
-class BigramDraft:
-    """Draft logits from the last token and the request: a table and an offset."""
-
-    vocabulary = None
-
-    def __init__(self, table: Tensor, offsets: Tensor, roots: Tensor) -> None:
-        self.table, self.offsets, self.roots = table, offsets, roots
-
-    def root_logits(self) -> Tensor:
-        return self.table[self.roots] + self.offsets
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        return self.table[token_ids] + self.offsets[:, None]
-
-
-def greedy_tree(
-    proposer: Proposer, table: Tensor
-) -> list[dict[tuple[int, ...], float]]:
+def greedy_tree(proposer: Proposer, table: Tensor) -> list[list[Path]]:
     """Sequences of each level that the proposer keeps at temperature 0."""
     roots = torch.zeros(1, dtype=torch.int64)
-    tree = proposer.propose(
-        ProposerInputs(
-            root_token_ids=roots,
-            sampling=SamplingTensors(torch.zeros(1), all_greedy=True),
-            uniforms=torch.rand(1, proposer.sizes.num_uniforms, dtype=torch.float64),
-            draft_models=[BigramDraft(table, torch.zeros(1, len(table)), roots)],
-        )
-    ).tree
+    draft = BigramDraft(table, torch.zeros(1, len(table)), roots)
+    uniforms = torch.rand(1, proposer.sizes.num_uniforms, dtype=torch.float64)
+    tree = propose(proposer, draft, uniforms, at_temperature(0.0))
     assert tree.draws is None
-    levels: list[dict[tuple[int, ...], float]] = [{(): 0.0}]
-    levels += [{} for _ in range(proposer.sizes.max_depth)]
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, int(tree.num_nodes[0])):
-        path = (*paths[int(tree.parents[0, node])], int(tree.token_ids[0, node]))
-        paths.append(path)
-        levels[len(path)][path] = log_prob(table, path)
+    levels: list[list[Path]] = [[] for _ in range(1 + proposer.sizes.max_depth)]
+    for path in token_paths(tree):
+        levels[len(path)].append(path)
     return levels
 
 
-def log_prob(table: Tensor, path: tuple[int, ...]) -> float:
+def log_prob(table: Tensor, path: Path) -> float:
     last, total = 0, 0.0
     for token in path:
         total += float(table[last].double().log_softmax(0)[token])
@@ -171,7 +146,7 @@ def test_greedy_rsd_s_is_beam_search(beam_width: int, depth: int) -> None:
     """Red when temperature 0 stops to be the deterministic limit of RSD-S."""
     table = torch.randn((13, 13), generator=torch.Generator().manual_seed(0))
     levels = greedy_tree(RsdS(beam_width, depth), table)
-    beam: list[tuple[int, ...]] = [()]
+    beam: list[Path] = [()]
     for level in levels[1:]:
         candidates = [(*path, token) for path in beam for token in range(13)]
         candidates.sort(key=lambda path: -log_prob(table, path))
@@ -183,14 +158,14 @@ def test_greedy_rsd_c_takes_the_likeliest_tokens() -> None:
     """Red when temperature 0 stops to be the deterministic limit of RSD-C."""
     table = torch.randn((13, 13), generator=torch.Generator().manual_seed(1))
     levels = greedy_tree(RsdC((3, 2, 1)), table)
-    expected: list[tuple[int, ...]] = [()]
+    expected: list[Path] = [()]
     for level, count in zip(levels[1:], (3, 2, 1), strict=True):
         expected = [
             (*path, token)
             for path in expected
             for token in table[path[-1] if path else 0].topk(count).indices.tolist()
         ]
-        assert list(level) == expected
+        assert level == expected
 
 
 # Independence of the batch
@@ -227,16 +202,13 @@ def step(
     rows = torch.tensor(requests)
     sampling, roots = batch_sampling(requests, vocab_size), rows * 3 % vocab_size
     keys, positions = (np.array(of)[requests] for of in (KEYS, POSITIONS))
-    tree = proposer.propose(
-        ProposerInputs(
-            root_token_ids=roots,
-            sampling=sampling,
-            uniforms=keyed_uniforms(
-                keys, positions, DRAFTING, proposer.sizes.num_uniforms
-            ),
-            draft_models=[BigramDraft(table, offsets[rows], roots)],
-        )
-    ).tree
+    tree = propose(
+        proposer,
+        BigramDraft(table, offsets[rows], roots),
+        keyed_uniforms(keys, positions, DRAFTING, proposer.sizes.num_uniforms),
+        sampling,
+        root_token_ids=roots,
+    )
     logits = table[tree.token_ids] + offsets[rows, None] + change
     root_rows = torch.arange(len(requests)) * tree.max_nodes
     target = TargetLogits(logits.flatten(0, 1), root_rows, sampling)

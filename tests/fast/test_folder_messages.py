@@ -22,7 +22,7 @@ from vllm_treespec.config.checks import (
     layers_read,
 )
 from vllm_treespec.config.reading import read_config
-from vllm_treespec.heads import HeadError, load_head, read_head_config
+from vllm_treespec.heads import HeadError, load_head, load_lyanna_head, read_head_config
 from vllm_treespec.sources.base import FINAL_LAYER
 
 WEIGHTS = "model.safetensors"
@@ -344,9 +344,10 @@ def test_weights_of_a_head_that_do_not_fit(
         assert str(tmp_path) in message
         assert re.search(at_start, message)
         assert named.removeprefix("midlayer.") in message
-    if method == "redrafter":
+    load = {"redrafter": load_head, "lyanna": load_lyanna_head}.get(method)
+    if load is not None:
         with pytest.raises(HeadError) as error:
-            load_head(tmp_path)
+            load(tmp_path)
         assert_says(error.value, f"{file} does not fit its config.json: {named} ")
         assert loading in str(error.value)
 

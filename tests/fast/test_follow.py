@@ -10,7 +10,7 @@ import torch
 from tests.fast.interpreted import interpreted
 from tests.fast.random_trees import random_trees
 from vllm_treespec.kernels import follow
-from vllm_treespec.kernels.follow import compile_cases, follow_trees
+from vllm_treespec.kernels.follow import follow_trees
 from vllm_treespec.scorers.follow_path import follow_path_batched
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import MAX_NODES
@@ -68,9 +68,3 @@ def test_follows_as_torch_does(max_nodes: int, filling: int) -> None:
 def test_warm_up() -> None:
     """Red when the warm-up ends an engine's start."""
     follow.warm_up(torch.device("cpu"))
-
-
-def test_compile_cases_name_every_argument() -> None:
-    """Red when an argument of the kernel is forgotten in the ahead-of-time table."""
-    ((_, kernel, signature, constants, _),) = compile_cases()
-    assert [*signature, *constants] == kernel.arg_names

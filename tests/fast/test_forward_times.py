@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.fast.test_cost import TIMED
 from vllm_treespec.schedule.forward_times import (
     MOST_RUNS,
     ROWS,
@@ -15,11 +16,6 @@ from vllm_treespec.schedule.forward_times import (
     ForwardTimes,
     at,
     time_rows,
-)
-
-TIMED = ForwardTimes(
-    target={1: 0.10, 8: 0.10, 16: 0.10, 32: 0.16, 64: 0.32},
-    draft={1: 0.02, 8: 0.02, 16: 0.03, 32: 0.04, 64: 0.08},
 )
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.gpu import card, end_to_end, kernel, step
 from benchmarks.gpu.end_to_end import COLUMNS, comparisons, lossless_sides
 from benchmarks.gpu.engine import ForwardTimers
@@ -37,6 +35,8 @@ from benchmarks.gpu.step import (
 from benchmarks.harness.models import Models
 from benchmarks.harness.plan import Plan, StoredCell, base_job, make_plan, run_plan
 from benchmarks.harness.report import table_of
+from tests.fast.stored_cells import measured as measured_cell
+from tests.fast.stored_cells import reported
 from tests.reference import attention
 from vllm_treespec.tools.launch import OnEvent
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job, Side
@@ -241,7 +241,7 @@ def engine_result(cell: Cell, seconds: float = 1.0, **more: Any) -> CellResult:
     chosen = {"runner": "V1"}
     details = {"forward_ms": {"layers": 600.0, "logits": 100.0}, "chosen": chosen}
     fields = {"num_tokens": [100], "steps": 100, "details": details, **more}
-    return CellResult(cell=cell, seconds=seconds, tpot_ms=[], token_ids=[], **fields)
+    return measured_cell(cell, seconds, **fields)
 
 
 def engine_cell(
@@ -295,9 +295,8 @@ def answers(side: str, *token_ids: list[list[int]], **cell: Any) -> list[StoredC
             commit=None,
             side=Side(name=f"float32-{side}", family=side, engine=engine),
             round=0,
-            result=CellResult(
-                cell=Cell(**{"batch_size": batch, "temperature": 0.0, **cell}),
-                seconds=1.0,
+            result=measured_cell(
+                Cell(**{"batch_size": batch, "temperature": 0.0, **cell}),
                 num_tokens=[len(ids) for ids in answered],
                 tpot_ms=[None] * len(answered),
                 token_ids=answered,
@@ -401,6 +400,4 @@ def test_report_needs_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert content["provenance"]["commit"] == "abc"
     (tmp_path / "results.json").write_text(json.dumps(content))
     (tmp_path / "results.md").unlink()
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "results.md").is_file()
+    assert "| 32 | 512 | 11.0 |" in reported(tmp_path)

@@ -15,8 +15,7 @@ from benchmarks.gpu.oracle import (
     last_path,
 )
 from benchmarks.gpu.step import default_depth
-from vllm_treespec.proposers import ProposerInputs
-from vllm_treespec.sampling.laws import SamplingTensors
+from tests.fast.drafting import propose, same_trees
 from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import TreeBatch
@@ -27,15 +26,9 @@ def test_oracle_trees(num_nodes: int) -> None:
     """Red when the oracle's tree is not in level order or lacks a level."""
     depth = default_depth(num_nodes)
     proposer = OracleProposer(num_nodes, depth, vocab_size=50)
-    inputs = ProposerInputs(
-        root_token_ids=torch.tensor([3, 4]),
-        sampling=SamplingTensors(torch.zeros(2), all_greedy=True),
-        uniforms=torch.rand(2, proposer.sizes.num_uniforms, dtype=torch.float64),
-    )
-    tree = proposer.propose(inputs).tree
+    tree = propose(proposer, num_reqs=2, root_token_ids=torch.tensor([3, 4]))
     made = from_parents(tree.token_ids.tolist(), tree.parents.tolist())
-    for name in ("token_ids", "parents", "depths", "num_nodes"):
-        assert torch.equal(getattr(tree, name), getattr(made, name)), name
+    assert same_trees(tree, made)
     assert int(tree.depths.max()) == depth
     assert tree.token_ids[:, 0].tolist() == [3, 4]
     path = last_path(proposer.parents)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import draws_of
 from tests.fast.random_trees import random_parents, random_trees
-from tests.fast.wrong_rules import draws_of
 
 pytest.importorskip("vllm", reason="the engine layer imports vLLM")
 

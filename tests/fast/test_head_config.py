@@ -34,21 +34,6 @@ def parse(tmp_path: Path) -> Callable[..., MethodConfig]:
     return make
 
 
-def test_defaults(parse: Callable[..., MethodConfig]) -> None:
-    """Red when a default changes: docs, benchmarks and users rely on them."""
-    config = parse("redrafter")
-    proposer = config.proposer()
-    assert isinstance(proposer, DynamicTree)
-    assert (proposer.sizes.max_nodes, config.rule.name) == (6, "coupled_draw")
-    assert (config.head, config.models) == (config.model_dump()["model"], ())
-    assert config.scheduled_trees()[0].name == "redrafter 4x2x5"
-    medusa = parse("medusa_tree")
-    assert isinstance(medusa.proposer(), Medusa)
-    assert medusa.rule.name == "coupled_draw"
-    assert medusa.proposer().sizes.max_nodes == 6
-    assert medusa.proposer().sizes.max_depth <= 3
-
-
 def unread(method: str, **keys: Any) -> MethodConfig:
     """A spec-config of a head that nothing is read of."""
     return parse_spec_config({"method": method, "model": "head", **keys})
@@ -114,39 +99,57 @@ def test_a_kind_of_tree_has_one_rule(
         assert (proposer.sizes.num_uniforms > 0) == (rule != "coupled_draw")
 
 
-def test_keys_reach_the_proposer(parse: Callable[..., MethodConfig]) -> None:
-    """Red when a key of a head's method is dropped on the way."""
-    keys = {"beam_width": 8, "length": 6, "num_drafts": 31, "tree": "beams"}
-    proposer = parse("redrafter", **keys).proposer()
-    assert (proposer.num_beam_tokens, proposer.sizes.max_nodes) == (48, 32)
-    assert parse("medusa_tree", num_drafts=5).proposer().sizes.max_nodes == 6
+SMALL = {"beam_width": 6, "length": 3, "num_drafts": 12}
+BEAMS = {"tree": "beams", "beam_width": 8, "length": 6, "num_drafts": 31}
+DRAWN_BEAMS = {"beam_search": "stochastic", "beam_width": 3, "length": 5}
 
 
-def test_stochastic_beam(parse: Callable[..., MethodConfig]) -> None:
-    """Red when drawn beams are verified as if they were not, or are cut."""
-    config = parse("redrafter", beam_search="stochastic", beam_width=3, length=5)
+@pytest.mark.parametrize(
+    ("method", "keys", "kind", "says", "rule"),
+    [
+        ("redrafter", {}, DynamicTree, {"max_nodes": 6}, "coupled_draw"),
+        ("redrafter", SMALL, DynamicTree, {"max_nodes": 13}, "coupled_draw"),
+        ("redrafter", BEAMS, ReDrafter, {"num_beam_tokens": 48}, "coupled_draw"),
+        ("redrafter", BEAMS, ReDrafter, {"max_nodes": 32}, "coupled_draw"),
+        ("redrafter", DRAWN_BEAMS, RsdS, {"max_nodes": 16}, "recursive_rejection"),
+        ("redrafter", DRAWN_BEAMS, RsdS, {"num_beam_tokens": None}, None),
+        ("medusa_tree", {}, Medusa, {"max_nodes": 6}, "coupled_draw"),
+        ("medusa_tree", {"num_drafts": 5}, Medusa, {"max_nodes": 6}, "coupled_draw"),
+    ],
+)
+def test_keys_make_the_proposer_and_its_rule(
+    method: str,
+    keys: dict[str, Any],
+    kind: type[Proposer],
+    says: dict[str, int | None],
+    rule: str | None,
+    parse: Callable[..., MethodConfig],
+) -> None:
+    """Red when a default changes, or a key is dropped on the way to the proposer.
+
+    Or when drawn beams are verified as if they were not, or likeliest ones as drawn.
+    """
+    config = parse(method, **keys)
     proposer = config.proposer()
-    assert isinstance(proposer, RsdS)
-    assert config.rule.name == "recursive_rejection"
-    assert (proposer.sizes.max_nodes, proposer.num_beam_tokens) == (16, None)
+    assert type(proposer) is kind
+    assert (config.head, config.models) == (config.model_dump()["model"], ())
+    assert rule in (None, config.rule.name)
+    own = {**vars(proposer.sizes), "num_beam_tokens": proposer.num_beam_tokens}
+    assert {name: own[name] for name in says} == says
+    if method == "medusa_tree":
+        assert proposer.sizes.max_depth <= 3
+    if keys is SMALL:
+        assert isinstance(proposer, DynamicTree)
+        assert (proposer.top_k, proposer.depth, proposer.num_drafts) == (6, 3, 12)
+        assert config == parse(method, tree="dynamic", **keys)
 
 
-def test_dynamic_tree_of_a_recurrent_head(parse: Callable[..., MethodConfig]) -> None:
-    """Red when the beams' keys do not shape the tree, or it is judged wrongly."""
-    keys = {"beam_width": 6, "length": 3, "num_drafts": 12}
-    config = parse("redrafter", **keys)
-    proposer = config.proposer()
-    assert isinstance(proposer, DynamicTree)
-    assert (proposer.top_k, proposer.depth, proposer.num_drafts) == (6, 3, 12)
-    assert config.rule.name == "coupled_draw"
-    assert config.scheduled_trees()[0].name == "redrafter 6x3x12"
-    assert all(
-        isinstance(tree.config.proposer(), DynamicTree)
-        for tree in config.scheduled_trees()
-    )
-    assert config == parse("redrafter", tree="dynamic", **keys)
-    assert parse("redrafter").proposer().sizes.max_nodes == 6
-    assert isinstance(parse("redrafter", tree="beams").proposer(), ReDrafter)
+def test_trees_of_a_recurrent_head(parse: Callable[..., MethodConfig]) -> None:
+    """Red when a schedule's smaller trees, or their names, are those of beams."""
+    for keys, name in (({}, "redrafter 4x2x5"), (SMALL, "redrafter 6x3x12")):
+        trees = parse("redrafter", **keys).scheduled_trees()
+        assert trees[0].name == name
+        assert all(isinstance(tree.config.proposer(), DynamicTree) for tree in trees)
 
 
 @pytest.mark.parametrize("method", list(HEADS))

@@ -5,30 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 
 import pytest
-import torch
 
-from tests.fast.languages import (
-    Language,
-    LanguageDraft,
-    plain_sampling,
-    random_tables,
-)
+from tests.fast.drafting import Path, draft_of, token_paths
+from tests.fast.languages import Language, random_tables
 from tests.fast.scheduled_trees import pruning_plan
 from tests.fast.test_dynamic_tree import log_law
-from tests.fast.tiny_heads import token_paths
-from tests.fast.tree_bounds import CountingDraft, check_bounds
-from tests.reference.proposers import Path, dynamic_tree_reference
+from tests.reference.proposers import dynamic_tree_reference
 from vllm_treespec.batch.matching import count_by_source
-from vllm_treespec.proposers import Hybrid, ProposerInputs
+from vllm_treespec.proposers import Hybrid
 from vllm_treespec.proposers.suffix import grow_tree
 from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
-from vllm_treespec.trees.tree import TreeBatch
 
 
 def drafted(
@@ -38,27 +29,13 @@ def drafted(
     plan: StepPlan = PLAIN_PLAN,
 ) -> Draft:
     """One tree for each request; without a draft the model does not draft."""
-    num_reqs = len(found)
-    return proposer.propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros(num_reqs, dtype=torch.int64),
-            sampling=plain_sampling(num_reqs),
-            uniforms=torch.zeros(num_reqs, 0),
-            draft_models=[] if draft is None else [LanguageDraft(draft, num_reqs)],
-            continuations=[Continuations(found)],
-            plan=plan,
-        )
+    return draft_of(
+        proposer,
+        () if draft is None else draft,
+        num_reqs=len(found),
+        continuations=[Continuations(found)],
+        plan=plan,
     )
-
-
-def tree_of(
-    proposer: Hybrid,
-    found: list[list[Continuation]],
-    draft: Language | None,
-    plan: StepPlan = PLAIN_PLAN,
-) -> TreeBatch:
-    """The same without claims and sources."""
-    return drafted(proposer, found, draft, plan).tree
 
 
 def found_paths(found: list[Continuation], num_drafts: int) -> list[Path]:
@@ -138,10 +115,10 @@ def test_each_request_has_a_tree_of_its_own() -> None:
         4, 0.1, kept=[1.0, 0.1, 0.6, 0.2], kept_of_model=[0.2, 1.0, 0.5, 0.9]
     )
     for plan in (pruned, PLAIN_PLAN):
-        together = tree_of(proposer, found, draft, plan)
+        together = drafted(proposer, found, draft, plan).tree
         for req in range(4):
-            alone = tree_of(proposer, [found[req]], draft, plan.of_slots([req]))
-            assert token_paths(alone, 0) == token_paths(together, req)
+            alone = drafted(proposer, [found[req]], draft, plan.of_slots([req]))
+            assert token_paths(alone.tree) == token_paths(together, req)
 
 
 def test_each_source_claims_its_nodes() -> None:
@@ -172,7 +149,7 @@ def test_what_the_index_does_not_find_is_the_models() -> None:
     """Red when places stay empty that the model could fill."""
     draft, _ = random_tables("random", 3, 3)
     proposer = Hybrid(6, depth=3, top_k=3, model_depth=2, min_probability=0.0)
-    tree = tree_of(proposer, [[]], draft)
+    tree = drafted(proposer, [[]], draft).tree
     assert token_paths(tree, 0)[1:] == dynamic_tree_reference(log_law(draft), 3, 2, 6)
 
 
@@ -193,28 +170,3 @@ def test_without_a_model_the_tree_is_the_indexs(plan: StepPlan) -> None:
         assert token_paths(alone.tree, req) == token_paths(never.tree, req)
     num_found = 5 if plan.prunes else 7
     assert token_paths(alone.tree, 0)[1:] == found_paths(FOUND, num_found)
-
-
-# More leaves than any tree may have.
-WIDE: list[Continuation] = [(9, [token, 0]) for token in range(24)]
-
-
-def test_sizes_bound_the_trees() -> None:
-    """Red when a tree, or a level that is read, outgrows what is announced."""
-    draft, _ = random_tables("random", 3, 4)
-    kept_drafts = (1, 2, 7, 12, 40)
-    plans = PLAIN_PLAN, pruning_plan(), pruning_plan(row_cost=0.04)
-    for kept, depth, top_k, levels in product(kept_drafts, (1, 4), (1, 3), (1, 3)):
-        proposer = Hybrid(kept, depth, top_k, levels, min_probability=0.0)
-        for plan, found in product(plans, (FOUND, WIDE)):
-            counting = CountingDraft(LanguageDraft(draft, 1))
-            inputs = ProposerInputs(
-                root_token_ids=torch.zeros(1, dtype=torch.int64),
-                sampling=plain_sampling(1),
-                uniforms=torch.zeros(1, 0),
-                draft_models=[counting],
-                continuations=[Continuations([found])],
-                plan=plan,
-            )
-            drawn = proposer.propose(inputs).tree
-            check_bounds(proposer.sizes, drawn, counting.widths)

@@ -21,15 +21,9 @@ def parse(**keys: Any) -> MethodConfig:
 
 def test_keys_reach_both_parts() -> None:
     """Red when a key does not reach the part that it is for."""
-    config = parse(
-        num_drafts=10,
-        depth=9,
-        min_probability=0.3,
-        max_match=7,
-        max_cached_tokens=0,
-        top_k=3,
-        model_depth=2,
-    )
+    of_index = {"num_drafts": 10, "depth": 9, "min_probability": 0.3}
+    of_index |= {"max_match": 7, "max_cached_tokens": 0}
+    config = parse(**of_index, top_k=3, model_depth=2)
     proposer, index = config.proposer(), config.text_source()
     assert isinstance(proposer, Hybrid)
     assert (proposer.num_drafts, proposer.index.sizes.max_depth) == (10, 9)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.thorough
+from vllm_treespec.kernels import follow, gumbel, kv_move
 
 TABLE = "vllm_treespec.kernels.compile_table"
 TOO_FEW_WARPS = f"""
@@ -33,6 +34,7 @@ def compile_apart(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_no_kernel_spills_on_hopper() -> None:
     """Red when a kernel does not compile, or a change costs registers it has not."""
     done = compile_apart("-m", TABLE, "--heaviest")
@@ -40,7 +42,15 @@ def test_no_kernel_spills_on_hopper() -> None:
     assert "0 that spill" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_spill_is_noticed() -> None:
     """Red when the table would pass a kernel that spills."""
     done = compile_apart("-c", TOO_FEW_WARPS)
     assert done.stdout.strip() == "spills", done.stderr
+
+
+@pytest.mark.parametrize("kernels", [follow, gumbel, kv_move])
+def test_compile_cases_name_every_argument(kernels: ModuleType) -> None:
+    """Red when an argument of a kernel is forgotten in the ahead-of-time table."""
+    for _, kernel, signature, constants, _ in kernels.compile_cases():
+        assert [*signature, *constants] == kernel.arg_names

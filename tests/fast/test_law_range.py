@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import (
-    ALMOST_ONE,
-    LawMeter,
-    Weighted,
-    all_uniforms,
-    propose,
-)
-from tests.fast.languages import Language, LanguageDraft
+from tests.fast.drafting import at_temperature, propose
+from tests.fast.enumeration import ALMOST_ONE, LawMeter, Weighted, all_uniforms
+from tests.fast.languages import Language
 from tests.fast.law_range import (
     COUPLED_DRAW,
     RANGES,
@@ -32,7 +28,6 @@ from vllm_treespec.proposers import (
     DynamicTree,
     Medusa,
     Proposer,
-    ProposerInputs,
     ReDrafter,
     RsdC,
     RsdS,
@@ -43,7 +38,6 @@ from vllm_treespec.proposers import (
 )
 from vllm_treespec.sampling import laws as sampling
 from vllm_treespec.sampling.draws import draw, draw_without_replacement
-from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits
 from vllm_treespec.scorers.greedy import GREEDY_MATCHING
 from vllm_treespec.scorers.recursive_rejection import drop
@@ -115,10 +109,7 @@ def test_law_of_a_near_tie_below_a_clear_lead(form: str, proposer: Proposer) -> 
     far = [-20.0] * 5
     draft = torch.tensor([[0.0, -9.0, -9.05, *far]]).expand(9, -1)
     target = torch.tensor([[0.0, -0.07, 0.05, *far]]).expand(9, -1)
-
-    def at_low_temperature(num_reqs: int) -> SamplingTensors:
-        return SamplingTensors(torch.full((num_reqs,), 0.1), all_random=True)
-
+    at_low_temperature = partial(at_temperature, 0.1)
     # What a float64 softmax would draw: if denormal drafts are left out, fewer trees.
     drawn_from = Language((draft.double() / 0.1).softmax(1))
     uniforms, weights = all_uniforms(proposer, [drawn_from])
@@ -145,13 +136,8 @@ SENSIBLE = torch.tensor([[0.0, 2.0, -INF, 1.0]])
 def test_odd_logits_give_token_0(limited: bool) -> None:
     """Red when NaN, or no possible token, is no distribution, or spreads to others."""
     logits = torch.cat([ODD, SENSIBLE])
-    num_reqs = len(logits)
-    some = SamplingTensors(
-        torch.full((num_reqs,), 0.7),
-        torch.full((num_reqs,), 3) if limited else None,
-        torch.full((num_reqs,), 0.9) if limited else None,
-        all_random=True,
-    )
+    limits = (3, 0.9) if limited else (None, None)
+    some = at_temperature(0.7, len(logits), *limits)
     probs = some.probs(logits)
     assert probs[:-1].tolist() == [[1, 0, 0, 0]] * len(ODD)
     assert probs[-1].sum() == pytest.approx(1)
@@ -208,16 +194,8 @@ def test_odd_logits_in_whole_steps(name: str, temperature: float, share: float) 
     def rand(count: int) -> Tensor:
         return torch.rand((num_reqs, count), generator=generator, dtype=torch.float64)
 
-    some = SamplingTensors(
-        torch.full((num_reqs,), temperature),
-        all_greedy=temperature == 0,
-        all_random=temperature > 0,
-    )
-    model = LanguageDraft(draft, num_reqs)
-    roots = torch.zeros(num_reqs, dtype=torch.int64)
-    tree = proposer.propose(
-        ProposerInputs(roots, some, rand(proposer.sizes.num_uniforms), [model])
-    ).tree
+    some = at_temperature(temperature, num_reqs)
+    tree = propose(proposer, draft, rand(proposer.sizes.num_uniforms), some)
     assert bool((tree.token_ids >= 0).all())
     assert bool((tree.token_ids < 4).all())
     uniforms = rand(1 + max(proposer.sizes.max_draws, proposer.sizes.max_nodes))
@@ -246,7 +224,7 @@ def scored(
 def test_greedy_requests_emit_what_vllm_emits() -> None:
     """Red when a greedy request's odd logits give another token than in vLLM."""
     tree = from_parents([[0]] * len(ODD), [[-1]] * len(ODD))
-    greedy = SamplingTensors(torch.zeros(len(ODD)), all_greedy=True)
+    greedy = at_temperature(0.0, len(ODD))
     target = TargetLogits(ODD, torch.arange(len(ODD)), greedy)
     for output in scored(tree, target, torch.zeros(0), "recursive_rejection"):
         assert output.next_token_ids.tolist() == ODD.argmax(dim=-1).tolist()

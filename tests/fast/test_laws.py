@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.fast.drafting import draws_of
 from tests.fast.enumeration import (
     EXACT,
     NOTICEABLE,
@@ -53,7 +54,6 @@ from tests.fast.wrong_rules import (
     WRONG,
     WRONG_VOCABULARY,
     Wrong,
-    draws_of,
     in_reverse,
     judged,
     rest_is_target,

@@ -20,11 +20,12 @@ from benchmarks.lyanna.coverage import coverage_of
 from benchmarks.lyanna.experiment import evidence, labels_of
 from benchmarks.lyanna.heads import full_twin, lyanna_of_all_tokens
 from benchmarks.lyanna.rows import conditional, evidence_of
+from tests.fast.stored_cells import keep, measured, reported
 from tests.fast.test_eagle_benchmark import training
 from tests.heads import llama, lyanna_head, write_head
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.heads import load_eagle_head, load_lyanna_head
-from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
+from vllm_treespec.tools.sides import Acceptance, Cell
 
 HOT = [1, 4, 5, 9, 20]
 SIZES = [1, 2, 4, 8]
@@ -169,19 +170,17 @@ def finish(mine: Plan, round_: int) -> None:
                 details = {"rows_ms": 4.0, **dict.fromkeys(names, 1.0)}
             share = 0.5 if "lyanna" in engine.side.name else 1.0
             stages = dict.fromkeys(["draft", "draft_forward", "pairs", "levels"], share)
-            result = CellResult(
-                cell=cell,
-                seconds=share * (1 + round_),
+            result = measured(
+                cell,
+                share * (1 + round_),
                 num_tokens=[50],
                 tpot_ms=[1.0],
-                token_ids=[],
                 acceptance=Acceptance(trees=100, nodes=600, at_least=[80, 40, 10]),
                 steps=100,
                 stage_seconds=stages,
                 details=details,
             )
-            job = mine.job.model_copy(update={"side": engine.side})
-            mine.keep(job, round_, result)
+            keep(mine, engine.side, result, round_)
 
 
 def test_report_is_made_from_the_results_alone(
@@ -198,9 +197,7 @@ def test_report_is_made_from_the_results_alone(
     origin = {"command": "python -m benchmarks lyanna", "commit": "abc"}
     content = report.header(origin, {}, finished)
     report.write_json(tmp_path, content | evidence(entries, labels, finished))
-    done = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    text = (tmp_path / "results.md").read_text()
+    text = reported(tmp_path)
     assert "## Figures 8 to 11: T = 0, batch 8" in text
     numbers = "| 2.30 ± 0.06 | 75.0 (50.0–100.0) | 2.00× | 6.0 | 0.80 0.40 0.10 | 2 |"
     assert f"| 2 | lyanna-merge-16 | 16 {numbers} 1.50 | 0.125 |" in text
@@ -335,9 +332,8 @@ def test_leftovers_are_counted_a_tree() -> None:
     """Red when counts of several rounds cannot be compared."""
     totals = {"trees": 8, "leftover_nodes": 12, "leftover_accepted": 2, "steps": 9}
     cell = Cell(batch_size=1, temperature=0.0)
-    empty: dict[str, Any] = {"num_tokens": [1], "tpot_ms": [None], "token_ids": [[1]]}
     engine: Any = SimpleNamespace(
-        time_answers=lambda cell: CellResult(cell=cell, seconds=1.0, **empty),
+        time_answers=measured,
         llm=SimpleNamespace(collective_rpc=lambda name: [totals]),
     )
     found = in_engine.with_leftovers(engine, cell).details

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.fast.tiny_training import PlainAttention
 from tests.heads import lyanna_head, write_head
@@ -143,18 +143,12 @@ def test_wrong_configurations_are_refused(
     assert words in str(error.value)
 
 
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Red when a head runs with fresh weights in place of missing ones."""
-    folder = Path(write_head(tmp_path / "head", "lyanna", token_info_rank=0))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "token_info_rank": 4}))
+def test_weights_of_another_rank_are_refused(tmp_path: Path) -> None:
+    """Red when a head runs with fresh token info in place of what is missing."""
+    file = Path(write_head(tmp_path, "lyanna", token_info_rank=0)) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "token_info_rank": 4}))
     with pytest.raises(HeadError, match=r"config\.json: info\.up is missing"):
-        load_lyanna_head(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "info.up": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(HeadError, match=r"info\.up is not known"):
-        load_lyanna_head(folder)
+        load_lyanna_head(tmp_path)
 
 
 def test_heads_of_other_kinds_are_refused(tmp_path: Path) -> None:

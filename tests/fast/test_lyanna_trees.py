@@ -10,6 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import (
+    at_temperature,
+    check_bounds,
+    draft_of,
+    draws_of,
+    propose,
+    same_trees,
+    token_paths,
+)
 from tests.fast.enumeration import (
     EXACT,
     NOTICEABLE,
@@ -26,20 +35,9 @@ from tests.fast.rule_forms import (
     grid_law_error,
 )
 from tests.fast.test_dynamic_tree import log_law
-from tests.fast.tiny_heads import token_paths
 from tests.fast.toy_chains import ToyChain, softmax_sampling
-from tests.fast.tree_bounds import check_bounds
-from tests.fast.wrong_rules import draws_of
 from tests.reference.proposers import dynamic_tree_reference
-from vllm_treespec.proposers import (
-    DynamicTree,
-    Lyanna,
-    Proposer,
-    ProposerInputs,
-    RsdS,
-    StochasticTree,
-)
-from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.proposers import DynamicTree, Lyanna, Proposer, RsdS, StochasticTree
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.sources.chain import ChainDraft
 from vllm_treespec.trees.draft import Draft
@@ -47,25 +45,24 @@ from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import TreeBatch
 
 ROOT = 1
-NO_UNIFORMS = torch.zeros(1, 0)
 
 
 def drawn_from(
     proposer: Proposer,
     draft: ChainDraft,
-    uniforms: Tensor,
+    uniforms: Tensor | None = None,
     levels: Tensor | None = None,
 ) -> Draft:
-    """One tree for each row of uniforms."""
-    num_reqs = len(uniforms)
-    return proposer.propose(
-        ProposerInputs(
-            root_token_ids=draft.root_token_ids,
-            sampling=softmax_sampling(num_reqs),
-            uniforms=uniforms,
-            draft_models=[draft],
-            levels=levels,
-        )
+    """One tree for each request of a chain."""
+    num_reqs = len(draft.root_token_ids)
+    return draft_of(
+        proposer,
+        draft,
+        uniforms,
+        softmax_sampling(num_reqs),
+        num_reqs=num_reqs,
+        root_token_ids=draft.root_token_ids,
+        levels=levels,
     )
 
 
@@ -91,7 +88,7 @@ def test_a_tree_ends_where_its_chain_does(used: int) -> None:
     chain = ToyChain.random(5, 4)
     for num_drafts in (1, 6, 15):
         proposer = Lyanna(DynamicTree(3, 4, num_drafts))
-        tree = drawn_from(proposer, chain_draft(chain, used), NO_UNIFORMS).tree
+        tree = drawn_from(proposer, chain_draft(chain, used)).tree
         found = token_paths(tree, 0)[1:]
         if used == 4:
             assert found == []
@@ -125,8 +122,7 @@ def test_each_request_has_levels_of_its_own() -> None:
     chain = ToyChain.random(5, 3)
     proposer = DynamicTree(2, 3, 9)
     draft = chain.draft(ROOT, 4)
-    uniforms, levels = torch.zeros(4, 0), torch.tensor([0, 1, 2, 3])
-    tree = drawn_from(proposer, draft, uniforms, levels).tree
+    tree = drawn_from(proposer, draft, levels=torch.arange(4)).tree
     assert tree.depths.amax(1).tolist() == [0, 1, 2, 3]
     assert int(tree.num_nodes[0]) == 1
 
@@ -135,7 +131,7 @@ def merged(fresh: ToyChain, left: ToyChain, proposer: Lyanna, used: int = 1) -> 
     """The tree of a fresh chain and of one of which a part is left."""
     leftover = chain_draft(left, used)
     draft = chain_draft(fresh, leftover=leftover)
-    return drawn_from(proposer, draft, NO_UNIFORMS)
+    return drawn_from(proposer, draft)
 
 
 def test_merged_trees_hold_both() -> None:
@@ -171,7 +167,7 @@ def test_replaced_trees_are_counted_whole() -> None:
         first=torch.tensor([0, 1]),
         reused=torch.tensor([False, True]),
     )
-    drafted = drawn_from(Lyanna(DynamicTree(2, 3, 5)), draft, torch.zeros(2, 0))
+    drafted = drawn_from(Lyanna(DynamicTree(2, 3, 5)), draft)
     assert drafted.sources is not None
     assert drafted.sources.tolist() == [
         [0] + [source] * 5 for source in (Source.MODEL, Source.LEFTOVER)
@@ -201,15 +197,13 @@ LEFT = replace(ToyChain.random(3, 3, seed=4), table=CHAIN.table)
 
 def off() -> TreeBatch:
     """A tree of a fresh chain."""
-    return drawn_from(
-        Lyanna(DynamicTree(3, 2, 6)), chain_draft(CHAIN), NO_UNIFORMS
-    ).tree
+    return drawn_from(Lyanna(DynamicTree(3, 2, 6)), chain_draft(CHAIN)).tree
 
 
 def replaced() -> TreeBatch:
     """A tree of what is left of a chain of three levels."""
     draft = chain_draft(LEFT, 1)
-    return drawn_from(Lyanna(DynamicTree(3, 2, 5)), draft, NO_UNIFORMS).tree
+    return drawn_from(Lyanna(DynamicTree(3, 2, 5)), draft).tree
 
 
 def drafted_with_left() -> Draft:
@@ -286,11 +280,8 @@ def test_law_under_recursive_rejection(proposer: Proposer, form: str) -> None:
 def test_greedy_requests_get_the_likeliest_nodes() -> None:
     """Red when the stochastic tree draws for a greedy request."""
     chain = ToyChain.random(6, 3)
-    greedy = SamplingTensors(torch.zeros(1), all_greedy=True)
-    trees = []
-    for proposer in (DynamicTree(3, 3, 8), StochasticTree(3, 3, 8)):
-        uniforms = torch.zeros(1, proposer.sizes.num_uniforms)
-        draft = chain.draft(ROOT)
-        inputs = ProposerInputs(draft.root_token_ids, greedy, uniforms, [draft])
-        trees.append(token_paths(Lyanna(proposer).propose(inputs).tree, 0))
-    assert trees[0] == trees[1]
+    likeliest, drawn = (
+        propose(Lyanna(proposer), chain.draft(ROOT), sampling=at_temperature(0.0))
+        for proposer in (DynamicTree(3, 3, 8), StochasticTree(3, 3, 8))
+    )
+    assert same_trees(likeliest, drawn)

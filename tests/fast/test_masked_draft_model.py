@@ -3,51 +3,31 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.masked_reads import PAGE, bind, committed
 from tests.fast.no_waiting import NoWaiting
 from tests.fast.small_engine import engine_config, model_config
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.draft_model import PagedDraftModel
-from vllm_treespec.layouts.base import ForkSpace, LevelInputs
-from vllm_treespec.layouts.block_copies import BlockCopier
-from vllm_treespec.layouts.masks import MaskLevelReader
+from vllm_treespec.layouts.base import LevelInputs
 from vllm_treespec.layouts.node_masks import NodeMasks
-from vllm_treespec.sources.base import CommittedTokens
-
-PAGE = 4
-# Behind 10 blocks of the scheduler's, two blocks a tree.
-FORKS = ForkSpace(first_block=10, forks_per_tree=1, blocks_per_fork=2, block_size=PAGE)
-
-
-class Copies(BlockCopier):
-    """Notes which blocks are copied."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
-        self.sources, self.targets = sources, targets
 
 
 class Recorded(PagedDraftModel):
     """Notes what it reads instead of running a model."""
 
+    masks: NodeMasks
+
     def __init__(self, device: torch.device, folder: Path) -> None:
         model_config().save_pretrained(folder)
         config = engine_config({"method": "suffix_tree"})
         super().__init__(config, str(folder), None, "draft_model", StepStats())
-        self.device = device
-        self.forks = FORKS
-        self.groups: list[Any] = []
         # logits are the hidden states
         self.output_layer = torch.nn.Identity()
-        self.copies = Copies()
-        self.masks = NodeMasks(32, 4, device)
-        self.level_reader = MaskLevelReader(FORKS, self.copies, self.masks)
+        self.copies = bind(self, device)
 
     def _forward(self, token_ids: Tensor, inputs: LevelInputs) -> Tensor:
         self.token_ids, self.inputs = token_ids, inputs
@@ -62,22 +42,6 @@ class Recorded(PagedDraftModel):
         slots: Tensor | None,
     ) -> Tensor:
         return torch.empty((len(token_ids), 7), device=self.device)
-
-
-def committed(device: torch.device) -> CommittedTokens:
-    """Two requests with roots at positions 5 and 8; the second has no block there."""
-    table = torch.tensor([[1, 2, 0, 0], [3, 4, 0, 0]], dtype=torch.int32)
-    return CommittedTokens(
-        token_ids=np.arange(20).reshape(2, 10),
-        reqs=np.array([0, 1]),
-        slots=np.array([0, 1]),
-        first=np.array([4, 8]),
-        end=np.array([5, 8]),
-        drafting=np.array([0, 1]),
-        block_table=table.to(device),
-        host_table=table.numpy(),
-        num_blocks=np.array([2, 2]),
-    )
 
 
 def test_levels_lie_side_by_side(tmp_path: Path) -> None:

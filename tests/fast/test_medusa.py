@@ -8,22 +8,13 @@ from math import prod
 import pytest
 import torch
 
-from tests.fast.tiny_heads import (
-    DEPTH,
-    VOCAB_SIZE,
-    drafted,
-    greedy,
-    step_inputs,
-    tiny_head,
-    token_paths,
-)
+from tests.fast.drafting import same_trees, token_paths
+from tests.fast.tiny_heads import DEPTH, VOCAB_SIZE, drafted, step_inputs, tiny_head
 from vllm_treespec.proposers import Medusa
 from vllm_treespec.proposers.medusa import grow_tree
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.builders import from_parents
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
 ACCURACIES = [[0.5, 0.25, 0.125], [0.5, 0.25], [0.25, 0.125], [0.25]]
 
 
@@ -67,17 +58,6 @@ def test_tree_has_the_best_products(seed: int) -> None:
         assert found == sorted(found, key=lambda path: (len(path), path))
 
 
-def test_limits() -> None:
-    """Red when a tree outgrows what the engine makes room for."""
-    proposer = Medusa(8, ACCURACIES)
-    sizes = proposer.sizes
-    assert (sizes.max_nodes, sizes.max_depth, sizes.max_width) == (9, 2, 5)
-    assert sizes.max_leaves == 5
-    assert proposer.num_ranks == [3, 2]
-    assert (sizes.num_uniforms, proposer.num_beam_tokens) == (0, None)
-    assert Medusa(63, [[0.5], [0.5]]).sizes.max_nodes == 3
-
-
 @pytest.mark.parametrize("accuracies", [[], [[]], [[0.0, 0.0], [0.5]]])
 def test_missing_accuracies_are_refused(accuracies: list[list[float]]) -> None:
     """Red when an untrained head starts without a word on what to do."""
@@ -91,8 +71,9 @@ def test_nodes_hold_their_levels_top_ranks(hot: bool) -> None:
     head = tiny_head("medusa", hot)
     hidden, roots = step_inputs(4)
     proposer = Medusa(20, ACCURACIES)
-    tree = drafted(proposer, head, hidden, roots, greedy(4))
+    tree = drafted(proposer, head, hidden, roots)
     assert proposer.sizes.max_depth == DEPTH
+    assert Medusa(8, ACCURACIES).num_ranks == [3, 2]
     tokens = roots[:, None].expand(-1, DEPTH)
     features = head(hidden, tokens, torch.ones_like(tokens, dtype=torch.bool))
     logits = head.logits(features).unflatten(0, (4, DEPTH))
@@ -107,8 +88,8 @@ def test_nodes_hold_their_levels_top_ranks(hot: bool) -> None:
         ]
         assert token_paths(tree, req) == expected
         one = torch.tensor([req])
-        alone = drafted(proposer, head, hidden[one], roots[one], greedy(1))
-        assert token_paths(alone, 0) == expected
+        alone = drafted(proposer, head, hidden[one], roots[one])
+        assert token_paths(alone) == expected
     assert tree.token_ids[:, 0].equal(roots)
     assert tree.draws is None
     rebuilt = from_parents(tree.token_ids.tolist(), tree.parents.tolist())
@@ -125,6 +106,5 @@ def test_sampling_parameters_do_not_change_the_tree() -> None:
     )
     proposer = Medusa(12, ACCURACIES)
     tree = drafted(proposer, head, hidden, roots, sampling)
-    plain = drafted(proposer, head, hidden, roots, greedy(3))
-    assert tree.token_ids.equal(plain.token_ids)
-    assert tree.num_nodes.equal(plain.num_nodes)
+    plain = drafted(proposer, head, hidden, roots)
+    assert same_trees(tree, plain)

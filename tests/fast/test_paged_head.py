@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.masked_reads import PAGE, bind_head, committed
 from tests.fast.no_waiting import NoWaiting
 from tests.fast.small_engine import engine_config
-from tests.fast.test_masked_draft_model import FORKS, PAGE, Copies, committed
 from tests.heads import write_head
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import load_eagle_head
 from vllm_treespec.layouts.base import LevelInputs
-from vllm_treespec.layouts.masks import MaskLevelReader
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.sources.base import CommittedTokens
-from vllm_treespec.sources.feature_store import MAX_WAITING, FeatureStore
+from vllm_treespec.sources.feature_store import MAX_WAITING
 
 HIDDEN_SIZE = 64
 
@@ -29,20 +28,14 @@ HIDDEN_SIZE = 64
 class Recorded(PagedHead):
     """Notes what it reads; what it makes of a pair is the pair's feature plus 100."""
 
+    masks: NodeMasks
+
     def __init__(self, device: torch.device, folder: Path) -> None:
         config = engine_config({"method": "suffix_tree"})
         model = write_head(folder, "eagle", layer_ids=(0, 1))
         super().__init__(config, model, None, "draft_head", StepStats())
         self.head = load_eagle_head(model, 1).to(device)
-        self.device = device
-        self.forks = FORKS
-        self.groups: list[Any] = []
-        num_slots = FORKS.first_block * PAGE
-        self.store = FeatureStore(
-            num_slots, HIDDEN_SIZE, torch.float32, device, self.head.features
-        )
-        self.masks = NodeMasks(32, 4, device)
-        self.level_reader = MaskLevelReader(FORKS, Copies(), self.masks)
+        bind_head(self, HIDDEN_SIZE, device)
 
     def _forward(
         self, features: Tensor, token_ids: Tensor, inputs: LevelInputs

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.harness import plot, report
 from benchmarks.harness.models import num_parameters
 from benchmarks.harness.plan import Engine, Plan, base_job, make_plan
@@ -27,14 +25,13 @@ from benchmarks.rsd.trees import (
     tree_of,
     trees_of,
 )
-from tests.fast.stored_scores import store_scores
+from tests.fast.stored_cells import keep, measured, store_scores
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.tools.assets import shipped_drafter
 from vllm_treespec.tools.sides import (
     PLAIN,
     Acceptance,
     Cell,
-    CellResult,
     plain_side,
 )
 
@@ -129,17 +126,16 @@ def finish(
 ) -> None:
     """Store all rounds of a cell of two answers of three tokens."""
     drafted = Acceptance(trees=2, nodes=6, at_least=[emitted - 2])
-    result = CellResult(
-        cell=cell,
-        seconds=seconds,
+    result = measured(
+        cell,
+        seconds,
         num_tokens=[3, 3],
         tpot_ms=[None, None],
         token_ids=[[1, 2, 3], [1, 2, 4]],
         acceptance=drafted if cell.tree else None,
     )
-    job = mine.job.model_copy(update={"side": engine.side})
     for round_ in range(engine.rounds):
-        mine.keep(job, round_, result)
+        keep(mine, engine.side, result, round_)
 
 
 def test_one_engine_runs_all_trees_of_a_method(tmp_path: Path) -> None:
@@ -161,19 +157,6 @@ def test_one_engine_runs_all_trees_of_a_method(tmp_path: Path) -> None:
     assert [2, 2] in scheduled
     assert [3, 1] in scheduled
     assert parse_spec_config(spec).proposer().sizes.max_nodes == 1 + 62
-
-
-def test_finished_trees_are_skipped_and_draw_other_numbers(tmp_path: Path) -> None:
-    """Red when a broken-off run starts over, or repeats its random numbers."""
-    mine = plan(tmp_path, [SD_2])
-    first = mine.todo()[1][1]
-    engine = mine.engines[1]
-    finish(mine, engine, engine.cells[0])
-    partial = mine.file(engine.side, engine.cells[1], 0).with_suffix(".partial")
-    partial.write_text("cut off")
-    later = mine.todo()[1][1]
-    assert later.cells == first.cells[1:]
-    assert later.seed != first.seed
 
 
 def test_finished_answers_are_scored_once(tmp_path: Path) -> None:
@@ -302,28 +285,6 @@ def test_references_are_read_or_refused_by_line(
     monkeypatch.setattr(references, "NEEDED", {"no_such_module": "no-such-module"})
     with pytest.raises(ValueError, match="pip install"):
         references.load_references(path, "r")
-
-
-def cli(*arguments: str) -> tuple[int, str]:
-    """Run the command with the shipped draft model in both places."""
-    models = ["--target", shipped_drafter(), "--draft", shipped_drafter()]
-    done = CliRunner().invoke(app, ["rsd", *models, *arguments])
-    return done.exit_code, done.output
-
-
-def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
-    """Red when --dry-run starts engines or touches the output folder."""
-    code, output = cli("--dry-run", "--out", str(tmp_path / "out"))
-    assert code == 0
-    assert "142 cells to measure in 12 engines" in output
-    assert not (tmp_path / "out").exists()
-
-
-def test_no_trees_no_engines() -> None:
-    """Red when the toy alone starts an engine."""
-    code, output = cli("--dry-run", "--parts", "toy")
-    assert code == 0, output
-    assert "engines" not in output
 
 
 class FakeTokenizer:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import draws_of
 from tests.fast.enumeration import LawMeter, Scorer, Weighted, draft_uniforms, propose
 from tests.fast.interpreted import interpreted
 from tests.fast.languages import (
@@ -25,7 +26,6 @@ from tests.fast.random_trees import random_trees
 from tests.fast.rule_forms import numbers_of, sizes_of
 from tests.fast.test_batched_rules import batch
 from tests.fast.toy_workloads import SOME_ENGINES, make_engine
-from tests.fast.wrong_rules import draws_of
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.proposers import RsdC
 from vllm_treespec.sampling.laws import SamplingTensors

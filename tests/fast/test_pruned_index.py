@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.fast.drafting import draft_of
 from tests.fast.scheduled_trees import pruning_plan
-from vllm_treespec.proposers import ProposerInputs
 from vllm_treespec.proposers.suffix import Suffix
-from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import Continuation, Continuations
 from vllm_treespec.trees.draft import NO_TOKEN, Draft
@@ -24,14 +23,11 @@ SHORT_CLAIM = 0.95 * (1 - 0.8) / 2
 
 
 def propose(found: Sequence[list[Continuation]], plan: StepPlan) -> Draft:
-    return Suffix(16, 4, 0.01).propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros(len(found), dtype=torch.int64),
-            sampling=SamplingTensors(torch.zeros(len(found)), all_greedy=True),
-            uniforms=torch.zeros(len(found), 0, dtype=torch.float64),
-            continuations=[Continuations(list(found))],
-            plan=plan,
-        )
+    return draft_of(
+        Suffix(16, 4, 0.01),
+        num_reqs=len(found),
+        continuations=[Continuations(list(found))],
+        plan=plan,
     )
 
 

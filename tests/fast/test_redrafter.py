@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import propose
+from tests.fast.drafting import Path, at_temperature, check_unused, propose, token_paths
 from tests.fast.languages import (
     Language,
     LanguageDraft,
@@ -17,19 +17,15 @@ from tests.fast.languages import (
 )
 from tests.fast.tiny_heads import (
     VOCAB_SIZE,
+    check_alone,
+    check_hot,
     drafted,
-    greedy,
     step_inputs,
     tiny_head,
-    token_paths,
 )
-from vllm_treespec.proposers import ReDrafter, RsdS
+from vllm_treespec.proposers import DynamicTree, Proposer, ReDrafter, RsdS
 from vllm_treespec.proposers.redrafter import draft_of_beams, prefix_match
 from vllm_treespec.sampling.laws import SamplingTensors
-
-EXACT = 1e-12
-NOTICEABLE = 1e-3
-Path = tuple[int, ...]
 
 # Listing 1 of arXiv 2403.09919.
 PAPER_BEAMS = [[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]]
@@ -141,10 +137,8 @@ def test_draft_of_beams_equals_a_trie(
         own = dict(zip(beams_paths(beams[req]), log_probs[req].flatten(), strict=True))
         probabilities = [0.0] + [math.exp(own[path]) for path in expected[1:]]
         assert claims[req, : len(expected)].tolist() == pytest.approx(probabilities)
-    unused = ~tree.is_node()
-    assert not bool(claims[unused].any())
-    assert bool((tree.parents[unused] == -1).all())
-    assert not bool(tree.token_ids[unused].any() | tree.depths[unused].any())
+    assert not bool(claims[~tree.is_node()].any())
+    check_unused(tree)
 
 
 # Beam search
@@ -187,17 +181,11 @@ def test_proposer_equals_slow_beam_search(
     rows = language.table[:, columns] / (temperature or 1.0)
     restricted = torch.zeros(language.table.shape, dtype=torch.float64)
     restricted[:, columns] = naive_probs(rows, top_k, top_p)
-    sampling = SamplingTensors(
-        torch.full((2,), temperature),
-        None if top_k is None else torch.full((2,), top_k),
-        None if top_p is None else torch.full((2,), top_p),
-        all_greedy=temperature == 0,
-        all_random=temperature > 0,
-    )
+    sampling = at_temperature(temperature, 2, top_k, top_p)
     vocabulary = None if hot is None else torch.tensor(hot)
     for beam_width, length, num_drafts in [(5, 3, 15), (7, 3, 9), (1, 4, 4)]:
         proposer = ReDrafter(beam_width, length, num_drafts)
-        tree = propose(proposer, language, torch.zeros(2, 0), sampling, vocabulary)
+        tree = propose(proposer, language, None, sampling, vocabulary, 2)
         beams, log_probs = slow_beams(
             Language(restricted), min(beam_width, len(columns)), length, columns
         )
@@ -224,34 +212,29 @@ def test_tree_is_greedy_rsd_s_without_dead_ends(
     head = tiny_head("redrafter", hot)
     hidden, roots = step_inputs(5)
     proposer = ReDrafter(beam_width, length, beam_width * length)
-    tree = drafted(proposer, head, hidden, roots, greedy(5))
-    full = drafted(RsdS(beam_width, length), head, hidden, roots, greedy(5))
+    tree = drafted(proposer, head, hidden, roots)
+    full = drafted(RsdS(beam_width, length), head, hidden, roots)
     for req in range(5):
         expected = with_last_level(token_paths(full, req))
         assert set(token_paths(tree, req)) == expected
-    if head.hot_token_ids is not None:
-        drafts = tree.token_ids[tree.depths > 0]
-        assert bool(torch.isin(drafts, head.hot_token_ids).all())
+    check_hot(tree, head)
 
 
-def test_batch_does_not_change_a_tree() -> None:
-    """Red when a request's beams are mixed with another's, or share its limits."""
-    head = tiny_head("redrafter")
-    hidden, roots = step_inputs(6)
+@pytest.mark.parametrize("hot", [True, False])
+@pytest.mark.parametrize("proposer", [ReDrafter(5, 4, 12), DynamicTree(4, 4, 14)])
+def test_batch_does_not_change_a_tree(proposer: Proposer, hot: bool) -> None:
+    """Red when a tree depends on other requests, or forgets its own parameters."""
+    head = tiny_head("redrafter", hot)
     sampling = SamplingTensors(
         torch.tensor([0.0, 1.0, 0.5, 2.0, 0.0, 1.0]),
         torch.tensor([VOCAB_SIZE, 2, VOCAB_SIZE, 3, 1, VOCAB_SIZE]),
         torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0, 0.9]),
     )
-    proposer = ReDrafter(5, 4, 12)
-    together = drafted(proposer, head, hidden, roots, sampling)
+    together = check_alone(proposer, head, sampling, 6)
     sizes = together.num_nodes.tolist()
     assert len(set(sizes)) > 1
     assert sizes[4] == 1 + 4  # top-k 1: a chain
-    for req in range(6):
-        row = torch.tensor([req])
-        alone = drafted(proposer, head, hidden[row], roots[row], sampling.select(row))
-        assert token_paths(alone, 0) == token_paths(together, req)
+    check_hot(together, head)
 
 
 def test_head_reads_the_parents_states() -> None:
@@ -281,39 +264,6 @@ def last_logits(hidden: Tensor, paths: Tensor) -> Tensor:
     wanted = torch.zeros_like(tokens, dtype=torch.bool)
     wanted[:, -1] = True
     return head.logits(head(rows, tokens, wanted)).unflatten(0, (-1, width))
-
-
-@pytest.mark.parametrize(
-    ("shape", "limits"),
-    [
-        ((6, 5, 16), (17, 5, 6, 6)),
-        ((4, 3, 99), (13, 3, 4, 4)),
-        ((8, 6, 3), (4, 3, 3, 3)),
-    ],
-)
-def test_limits(shape: tuple[int, int, int], limits: tuple[int, ...]) -> None:
-    """Red when a tree outgrows what the engine makes room for."""
-    proposer = ReDrafter(*shape)
-    sizes = proposer.sizes
-    assert limits == (
-        sizes.max_nodes,
-        sizes.max_depth,
-        sizes.max_width,
-        sizes.max_leaves,
-    )
-    assert proposer.num_beam_tokens == shape[0] * shape[1]
-    assert sizes.num_uniforms == 0
-    hidden, roots = step_inputs(8)
-    sampling = SamplingTensors(torch.full((8,), 3.0), all_random=True)
-    tree = drafted(proposer, tiny_head("redrafter"), hidden, roots, sampling)
-    assert tree.max_nodes == sizes.max_nodes
-    assert int(tree.depths.max()) <= sizes.max_depth
-    for parents, num_nodes in zip(tree.parents, tree.num_nodes, strict=True):
-        inner = parents[1:num_nodes].unique()
-        assert int(num_nodes) - len(inner) <= sizes.max_leaves
-
-
-# The law
 
 
 def test_narrow_vocabulary_narrows_the_beam() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 from vllm.outputs import RequestOutput
 
-from benchmarks.__main__ import app
 from benchmarks.harness import plot, report
 from benchmarks.harness.plan import Engine, Plan, base_job, execute, make_plan
 from benchmarks.harness.rescoring import split_scores
@@ -36,7 +34,7 @@ from benchmarks.redrafter.parts import (
 )
 from benchmarks.redrafter.report import render
 from benchmarks.redrafter.rows import Evidence, compression_of, stretches_of
-from tests.fast.stored_scores import store_scores
+from tests.fast.stored_cells import keep, measured, store_scores
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.heads import (
@@ -96,17 +94,16 @@ def finish(
     """Store a cell of two answers of 8 tokens."""
     drafted = Acceptance(trees=4, nodes=24, at_least=[3, 1])
     steps = {"step_tokens": [[1, 2, 3, 2], [1, 4, 3]], "node_counts": {5: 1, 7: 3}}
-    result = CellResult(
-        cell=cell,
-        seconds=seconds,
+    result = measured(
+        cell,
+        seconds,
         num_tokens=[8, 8],
         tpot_ms=[1.0, 1.0],
         token_ids=[[1] * 8, [2] * 8],
         acceptance=drafted if cell.tree else None,
         details=steps if cell.measure == TRACED else {},
     )
-    job = mine.job.model_copy(update={"side": engine.side})
-    mine.keep(job, round_, result)
+    keep(mine, engine.side, result, round_)
 
 
 def score(mine: Plan) -> None:
@@ -179,23 +176,6 @@ def test_table_2_compares_all_sides_at_all_temperatures() -> None:
     rows = SIZES.entries(["table2"])
     found = {(e.side, e.cell.temperature) for e in rows if e.cell.temperature}
     assert len(found) == 4 * len(TABLE2_TEMPERATURES)
-
-
-def test_finished_runs_are_skipped_and_other_heads_refused(
-    tmp_path: Path, heads: dict[str, str]
-) -> None:
-    """Red when a cut run starts over, or results of other weights are mixed in."""
-    mine = plan(tmp_path, heads, ("figure5",))
-    [(_, first)] = mine.todo()
-    finish(mine, mine.engines[0], first.cells[0])
-    [(_, later)] = mine.todo()
-    assert later.cells == first.cells[1:]
-    assert later.seed != first.seed
-    assert later.side == first.side
-    with pytest.raises(ValueError, match="another --out"):
-        plan(tmp_path, heads, redrafter={"sha256": "other"})
-    with pytest.raises(ValueError, match="another --out"):
-        plan(tmp_path, heads, eager=False)
 
 
 def test_only_answers_of_the_tables_are_scored(
@@ -466,21 +446,3 @@ def test_reports_are_written_of_what_is_finished(
     finish(mine, engine, warm[0])
     assert "ReDrafter, typical (lossy)" in written(mine, heads)
     assert (tmp_path / "table1.png").stat().st_size > 0
-
-
-def cli(heads: dict[str, str], *arguments: str) -> tuple[int, str]:
-    """Run the command with tiny heads."""
-    models = [f"--{method}={folder}" for method, folder in heads.items()]
-    target = ["--target", heads["redrafter"]]
-    done = CliRunner().invoke(app, ["redrafter", *target, *models, *arguments])
-    return done.exit_code, done.output
-
-
-def test_dry_run_starts_and_writes_nothing(
-    tmp_path: Path, heads: dict[str, str]
-) -> None:
-    """Red when --dry-run starts engines or touches the output folder."""
-    code, output = cli(heads, "--dry-run", "--out", str(tmp_path / "out"))
-    assert code == 0, output
-    assert "54 cells to measure in 6 engines" in output
-    assert not (tmp_path / "out").exists()

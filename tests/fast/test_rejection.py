@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests.fast.drafting import at_temperature, propose
 from tests.fast.enumeration import (
     ALMOST_ONE,
     LawMeter,
     Weighted,
     all_trees,
     draft_uniforms,
-    propose,
 )
 from tests.fast.languages import (
     NUM_TOKENS,
@@ -21,7 +23,6 @@ from tests.fast.languages import (
     random_tables,
 )
 from vllm_treespec.proposers import RsdC
-from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.scorers.recursive_rejection import drop, subtract
 
@@ -71,15 +72,7 @@ def test_float32_law_under_sampling_parameters(
     """Red when draft and target are masked differently, or float32 loses the law."""
     scores = [side.table.log().float() for side in random_tables("random", 4, 2)]
     draft, target = Language(scores[0]), Language(scores[1])
-
-    def sampling(num_reqs: int) -> SamplingTensors:
-        return SamplingTensors(
-            temperature=torch.full((num_reqs,), 0.7),
-            top_k=None if top_k is None else torch.full((num_reqs,), top_k),
-            top_p=None if top_p is None else torch.full((num_reqs,), top_p),
-            all_random=True,
-        )
-
+    sampling = partial(at_temperature, 0.7, top_k=top_k, top_p=top_p)
     proposer = RsdC((2, 2))
     drawn_from = Language(naive_probs(draft.table.double() / 0.7, top_k, top_p))
     uniforms, weights = draft_uniforms(drawn_from, proposer.branching_factors)

@@ -12,7 +12,8 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from tests.fast.enumeration import ALMOST_ONE, propose, rand
+from tests.fast.drafting import propose
+from tests.fast.enumeration import ALMOST_ONE, NOTICEABLE, rand
 from tests.fast.languages import (
     LanguageDraft,
     PlainSampling,
@@ -31,8 +32,6 @@ from vllm_treespec.proposers import RsdS
 from vllm_treespec.sampling.draws import draw_without_replacement, truncated_gumbel
 from vllm_treespec.trees.tree import TreeBatch
 
-EXACT = 1e-12
-NOTICEABLE = 1e-3
 # A right program fails one chi-square test in a million; wrong ones are far beyond.
 LUCK = 1e-6
 

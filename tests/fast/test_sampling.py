@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import ALMOST_ONE
+from tests.fast.drafting import at_temperature
+from tests.fast.enumeration import ALMOST_ONE, rand
 from tests.fast.languages import naive_probs
 from vllm_treespec.sampling import laws as sampling
 from vllm_treespec.sampling.draws import draw, draw_without_replacement
@@ -156,11 +157,7 @@ def test_no_requests_have_no_laws(
 
     Rules ask for what the requests have left whose drafts are accepted: often none.
     """
-    parameters = SamplingTensors(
-        torch.ones(2),
-        None if top_k is None else torch.full((2,), top_k),
-        None if top_p is None else torch.full((2,), top_p),
-    )
+    parameters = at_temperature(1.0, 2, top_k, top_p)
     nobody = torch.empty(0, dtype=torch.int64)
     logits = torch.zeros((0, *width, vocab_size))
     assert parameters.select(nobody).probs(logits).shape == logits.shape
@@ -391,10 +388,7 @@ def test_extreme_uniforms_stay_in_the_support(
 def test_exhausted_support_gives_invalid_draws() -> None:
     """Red when a draw from nothing counts as a draft token."""
     probs = torch.tensor([[0.0, 0.3, 0.0, 0.7], [0.0, 0.0, 1.0, 0.0]])
-    uniforms = torch.rand(
-        (2, 5), generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    tokens, valid = draw_without_replacement(probs, uniforms)
+    tokens, valid = draw_without_replacement(probs, rand(2, 5))
     assert valid.tolist() == [[True, True, False, False, False], [True] + [False] * 4]
     assert sorted(tokens[0, :2].tolist()) == [1, 3]
     assert tokens[1, 0] == 2

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import draws_of
 from tests.fast.random_trees import random_trees
 from tests.fast.rule_forms import sizes_of, tree_sizes
-from tests.fast.wrong_rules import draws_of
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     RULES,

@@ -32,10 +32,11 @@ from transformers import AutoConfig, PretrainedConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import vllm_treespec
+from tests.fingerprints import installed_sources
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine import vllm_types as worker_types
 from vllm_treespec.engine.seams import SEAMS, Kind
-from vllm_treespec.engine.seams.source_files import SourceFiles, assigned_attributes
+from vllm_treespec.engine.seams.source_files import assigned_attributes
 from vllm_treespec.engine.v1 import vllm_types
 from vllm_treespec.engine.v2 import vllm_types as v2_types
 from vllm_treespec.plugin import stock_arguments
@@ -112,12 +113,6 @@ FOREIGN = {
 }
 
 
-@cache
-def installed() -> SourceFiles:
-    """The sources of the installed vLLM."""
-    return SourceFiles.installed()
-
-
 def module_of(file: Path) -> ModuleType:
     """Import a file of ours."""
     parts = file.relative_to(ROOT.parent).with_suffix("").parts
@@ -162,7 +157,7 @@ def missing_imports(tree: ast.Module) -> list[str]:
     """
     missing = []
     for module, name in runtime_imports(tree):
-        place = installed().find(module, name)
+        place = installed_sources().find(module, name)
         # None: only another release has it
         full = f"{place.module if place else module}.{name}"
         listed = f"{module}.{name}" in NAMES or full in NAMES
@@ -291,7 +286,9 @@ def test_written_attributes_are_in_the_table() -> None:
             tree = ast.parse(textwrap.dedent(inspect.getsource(ours)))
             for name in assigned_attributes(tree, "self") - writes:
                 attribute = f"{stock.__qualname__}.{name}"
-                assert not installed().has(stock.__module__, attribute), attribute
+                assert not installed_sources().has(stock.__module__, attribute), (
+                    attribute
+                )
     # of other objects: vLLM's, or declared in a class of ours
     declared = {
         part.target.id
@@ -382,7 +379,7 @@ def known_names() -> set[str]:
     """Names of the table, of parameters of its functions, and of all others' code."""
     known = names_of()
     for seam in SEAMS:
-        place = installed().find(seam.module, seam.attribute)
+        place = installed_sources().find(seam.module, seam.attribute)
         if place is not None:
             known |= {p.arg for p in ast.walk(place.node) if isinstance(p, ast.arg)}
     # rglob follows no links

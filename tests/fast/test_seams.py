@@ -9,7 +9,7 @@ import pytest
 import vllm
 from rich.console import Console
 
-from tests.fingerprints import names_hash, with_release
+from tests.fingerprints import installed_sources, names_hash, with_release
 from vllm_treespec.engine.seams import (
     BELOW_VLLM,
     MIN_VLLM,
@@ -28,10 +28,10 @@ HERE = [seam for seam in SEAMS if seam.needed_in(vllm.__version__)]
 REPLACED = [seam for seam in SEAMS if seam.replaced]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def installed() -> SourceFiles:
     """The sources of the installed vLLM."""
-    return SourceFiles.installed()
+    return installed_sources()
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,17 @@ lyanna {"resample": "merge", "num_drafts": 60, "top_k": 8} => the tree has 64 dr
     tokens and at most 63 fit; lower top_k, depth, num_drafts, resample_drafts
 lyanna {"schedule": [{"batch_size": 2, "resample": "off"}]} => 'resample', which does
     not shape a lyanna tree; write top_k, depth, num
+specinfer {"drafts": []} => 'drafts' is []
+specinfer {"drafts": [{"branching_factors": [2]}]} => 'drafts.0.model' is missing
+specinfer {"drafts": DRAFTS, "model": "d"} => 'model' is not a key of this method
+specinfer {"drafts": [{"model": "d", "branching_factors": [8, 8]}]} => 72 draft tokens
+    and at most 63 fit; lower drafts
+specinfer {"drafts": DRAFTS, "schedule": [{"batch_size": 1, "drafts": [{"model": "one",
+    "branching_factors": [2, 2]}]}]} => write ['one', 'other'], only the branching
+    factors may differ
+spectr {"num_paths": 0, "depth": 2} => 'num_paths' is 0
+spectr {"num_paths": 8, "depth": 8} => 64 draft tokens and at most 63 fit; lower num
+spectr {"num_paths": 2, "depth": 2, "scorer": "sd"} => 'scorer' is 'sd'
 hybrid {"model": null} => 'model' is None
 hybrid {"drafter": "medusa"} => 'drafter' is 'medusa'
 hybrid {"num_drafts": 64} => 'num_drafts' is 64
@@ -134,15 +145,19 @@ hybrid {"drafter": "eagle", "hot_tokens": "other.json"} => 'hot_tokens' is for d
     models
 """)
 DEEP = "[" * 900 + "]" * 900
+DRAFTS = """[{"model": "one", "branching_factors": [2, 2]},
+    {"model": "other", "branching_factors": [1, 1, 1]}]"""
 
 
 @pytest.mark.parametrize(("given", "says"), REFUSED)
 def test_refusals_name_key_and_remedy(given: str, says: str) -> None:
     """Red when bad input is accepted, or refused without naming key and remedy."""
     method, keys = given.replace("DEEP", DEEP).split("{", 1)
+    keys = keys.replace("DRAFTS", DRAFTS)
     spec = json.loads("{" + keys)
     if method.strip():
-        model = {} if method == "suffix_tree " else {"model": "d"}
+        without = ("suffix_tree ", "specinfer ")
+        model = {} if method in without else {"model": "d"}
         spec = {"method": method.strip(), **model, **spec}
     with pytest.raises(SpecConfigError) as error:
         parse_spec_config(spec)

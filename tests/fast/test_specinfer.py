@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import all_trees, propose
+from tests.fast.drafting import propose
+from tests.fast.enumeration import all_trees
 from tests.fast.languages import Language, random_tables
-from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config import parse_spec_config
 from vllm_treespec.proposers import SpecInfer
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import RULES
@@ -28,37 +29,6 @@ SHAPES: list[tuple[int, list[tuple[int, ...]]]] = [
 def two_models(kind: str, vocab_size: int, num_models: int = 2) -> list[Language]:
     """Draft models that speak different languages, two levels deep."""
     return [random_tables(kind, vocab_size, 2, seed)[0] for seed in range(num_models)]
-
-
-@pytest.mark.parametrize(
-    ("branching_factors", "num_draws", "width", "leaves"),
-    [
-        ([(2, 2)], 6, 4, 4),
-        ([(2, 2), (1, 1, 1)], 9, 5, 5),
-        ([(3,), (2, 2)], 9, 5, 7),
-    ],
-)
-def test_limits(
-    branching_factors: list[tuple[int, ...]], num_draws: int, width: int, leaves: int
-) -> None:
-    """Red when a tree may outgrow what the engine makes room for."""
-    proposer = SpecInfer(branching_factors)
-    assert proposer.sizes.max_nodes == 1 + num_draws
-    assert proposer.sizes.max_draws == proposer.sizes.num_uniforms == num_draws
-    assert (proposer.sizes.max_width, proposer.sizes.max_leaves) == (width, leaves)
-    assert proposer.sizes.max_depth == max(map(len, branching_factors))
-    models = [Language(torch.randn(400, 7)) for _ in branching_factors]
-    for temperature in (0.0, 1.0):
-        sampling = SamplingTensors(
-            torch.full((64,), temperature),
-            all_greedy=not temperature,
-            all_random=bool(temperature),
-        )
-        uniforms = torch.rand(64, num_draws, dtype=torch.float64)
-        tree = propose(proposer, models, uniforms, sampling)
-        assert tree.max_nodes == proposer.sizes.max_nodes
-        assert int(tree.num_nodes.max()) <= proposer.sizes.max_nodes
-        assert int(tree.depths.max()) == proposer.sizes.max_depth
 
 
 @pytest.mark.parametrize(("vocab_size", "branching_factors"), SHAPES)
@@ -110,13 +80,8 @@ def greedy_tree(top_k: Tensor | None = None) -> list[list[list[int]]]:
     one[:, [3, 1]] = torch.tensor([2.0, 1.0])
     other[:, [3, 4]] = torch.tensor([2.0, 1.0])
     sampling = SamplingTensors(torch.zeros(1), top_k=top_k, all_greedy=True)
-    uniforms = torch.zeros(1, 8, dtype=torch.float64)
-    tree = propose(
-        SpecInfer([(2, 1), (2, 1)]),
-        [Language(one), Language(other)],
-        uniforms,
-        sampling,
-    )
+    models = [Language(one), Language(other)]
+    tree = propose(SpecInfer([(2, 1), (2, 1)]), models, sampling=sampling)
     assert tree.draws is None
     size = int(tree.num_nodes)
     return [tree.token_ids[0, :size].tolist(), tree.parents[0, :size].tolist()]
@@ -134,40 +99,15 @@ def test_greedy_trees_leave_out_tokens_without_mass() -> None:
 
 # Spec-config
 
-DRAFTS = [
-    {"model": "one", "branching_factors": [2, 2]},
-    {"model": "other", "branching_factors": [1, 1, 1]},
-]
-
 
 def test_spec_config() -> None:
     """Red when a draft model does not get the branching factors written beside it."""
-    config = parse_spec_config({"method": "specinfer", "drafts": DRAFTS})
+    drafts = [
+        {"model": "one", "branching_factors": [2, 2]},
+        {"model": "other", "branching_factors": [1, 1, 1]},
+    ]
+    config = parse_spec_config({"method": "specinfer", "drafts": drafts})
     assert (config.models, config.rule) == (("one", "other"), RULES["multi_round"])
     proposer = config.proposer()
     assert isinstance(proposer, SpecInfer)
     assert proposer.branching_factors == [(2, 2), (1, 1, 1)]
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ({}, "'drafts' is missing; add it"),
-        ({"drafts": []}, "'drafts' is []"),
-        ({"drafts": [{"branching_factors": [2]}]}, "'drafts.0.model' is missing"),
-        ({"drafts": DRAFTS, "model": "d"}, "'model' is not a key of this method"),
-        (
-            {"drafts": [{"model": "d", "branching_factors": [8, 8]}]},
-            "72 draft tokens and at most 63 fit; lower drafts",
-        ),
-        (
-            {"drafts": DRAFTS, "schedule": [{"batch_size": 1, "drafts": DRAFTS[:1]}]},
-            "write ['one', 'other'], only the branching factors may differ",
-        ),
-    ],
-)
-def test_refusals_name_key_and_remedy(spec: dict, says: str) -> None:
-    """Red when bad input is accepted, or refused without naming the key."""
-    with pytest.raises(SpecConfigError) as error:
-        parse_spec_config({"method": "specinfer", **spec})
-    assert says in str(error.value)

@@ -6,53 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import all_trees, propose
+from tests.fast.drafting import at_temperature, propose, same_trees
+from tests.fast.enumeration import all_trees, rand
 from tests.fast.languages import (
     Language,
     LanguageDraft,
     plain_sampling,
     random_tables,
 )
-from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.proposers import ProposerInputs, SpecTr
+from vllm_treespec.config import parse_spec_config
+from vllm_treespec.proposers import SpecTr
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import RULES, k_seq
 from vllm_treespec.trees.tree import draw_parents, num_draws
 
 SHAPES = [(3, 1, 3), (4, 3, 1), (3, 2, 2), (2, 3, 2), (2, 2, 3)]
-
-
-@pytest.mark.parametrize(("num_paths", "depth"), [(1, 1), (4, 1), (1, 5), (4, 5)])
-def test_limits(num_paths: int, depth: int) -> None:
-    """Red when a tree outgrows what the engine makes room for."""
-    proposer = SpecTr(num_paths, depth)
-    assert proposer.sizes.max_nodes == 1 + num_paths * depth
-    assert proposer.sizes.max_draws == proposer.sizes.num_uniforms == num_paths * depth
-    assert proposer.sizes.max_width == proposer.sizes.max_leaves == num_paths
-    assert proposer.sizes.max_depth == depth
-    uniforms = torch.linspace(0, 0.999, num_paths * depth, dtype=torch.float64)
-    tree = proposer.propose(
-        ProposerInputs(
-            root_token_ids=torch.zeros(1, dtype=torch.int64),
-            sampling=plain_sampling(1),
-            uniforms=uniforms[None],
-            draft_models=[EvenDraft()],
-        )
-    ).tree
-    assert tree.num_nodes.tolist() == [proposer.sizes.max_nodes]
-    assert tree.depths[0].bincount().tolist() == [1] + [num_paths] * depth
-
-
-class EvenDraft:
-    """A draft model to which a thousand tokens are always equally likely."""
-
-    vocabulary = None
-
-    def root_logits(self) -> Tensor:
-        return torch.full((1, 1000), 1e-3, dtype=torch.float64)
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        return self.root_logits().expand(*token_ids.shape, 1000)
 
 
 @pytest.mark.parametrize(("vocab_size", "num_paths", "depth"), SHAPES)
@@ -90,22 +58,8 @@ class PlaceDraft(LanguageDraft):
 def test_equal_prefixes_share_one_distribution() -> None:
     """Red when rounding in a forward gives the draws of one node several laws."""
     draft, target = random_tables("random", 3, 3)
-    uniforms = torch.rand(
-        (50, 9), generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    sampling = plain_sampling(50)
-    tree = (
-        SpecTr(3, 3)
-        .propose(
-            ProposerInputs(
-                root_token_ids=torch.zeros(50, dtype=torch.int64),
-                sampling=sampling,
-                uniforms=uniforms,
-                draft_models=[PlaceDraft(draft, 50)],
-            )
-        )
-        .tree
-    )
+    uniforms, sampling = rand(50, 9), plain_sampling(50)
+    tree = propose(SpecTr(3, 3), PlaceDraft(draft, 50), uniforms, sampling)
     draws, parents = tree.draws, draw_parents(tree)
     assert draws is not None
     together = parents[:, 1:] == parents[:, :-1]
@@ -131,8 +85,7 @@ def bigrams(size: int) -> Language:
 def test_greedy_paths_start_with_the_likeliest_tokens() -> None:
     """Red when temperature 0 draws one chain, or anything but greedy paths."""
     draft = bigrams(9)
-    sampling = SamplingTensors(torch.zeros(1), all_greedy=True)
-    tree = propose(SpecTr(3, 3), [draft], torch.zeros(1, 9).double(), sampling)
+    tree = propose(SpecTr(3, 3), draft, sampling=at_temperature(0.0))
     assert tree.draws is None
     assert tree.num_nodes.tolist() == [10]
     first = draft.table[0].topk(3).indices
@@ -147,17 +100,14 @@ def test_greedy_paths_of_a_one_token_distribution_are_one_chain() -> None:
     sampling = SamplingTensors(
         torch.zeros(2), top_k=torch.tensor([1, 2]), all_greedy=True
     )
-    uniforms = torch.zeros(2, 6).double()
-    tree = propose(SpecTr(3, 2), [bigrams(9)], uniforms, sampling)
+    tree = propose(SpecTr(3, 2), bigrams(9), sampling=sampling, num_reqs=2)
     assert tree.num_nodes.tolist() == [3, 5]
 
 
 def test_mixed_batch_equals_its_parts() -> None:
     """Red when greedy and sampled requests disturb each other."""
     draft, proposer = bigrams(9), SpecTr(3, 3)
-    uniforms = torch.rand(
-        (4, 9), generator=torch.Generator().manual_seed(2), dtype=torch.float64
-    )
+    uniforms = rand(4, 9, seed=2)
     temperature = torch.tensor([0.0, 1.0, 0.0, 0.5])
     mixed = propose(proposer, [draft], uniforms, SamplingTensors(temperature))
     assert mixed.draws is not None
@@ -167,10 +117,7 @@ def test_mixed_batch_equals_its_parts() -> None:
             temperature[rows], all_greedy=greedy, all_random=not greedy
         )
         alone = propose(proposer, [draft], uniforms[rows], part)
-        kept = mixed.select(rows)
-        assert alone.token_ids.equal(kept.token_ids)
-        assert alone.parents.equal(kept.parents)
-        assert alone.num_nodes.equal(kept.num_nodes)
+        assert same_trees(alone, mixed.select(rows))
 
 
 # Spec-config
@@ -186,18 +133,3 @@ def test_spec_config() -> None:
     assert (proposer.num_paths, proposer.sizes.max_depth) == (4, 5)
     other = parse_spec_config({**spec, "scorer": "multi_round"})
     assert other.rule is RULES["multi_round"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"num_paths": 0, "depth": 2}, "'num_paths' is 0"),
-        ({"num_paths": 8, "depth": 8}, "64 draft tokens and at most 63 fit; lower num"),
-        ({"num_paths": 2, "depth": 2, "scorer": "sd"}, "'scorer' is 'sd'"),
-    ],
-)
-def test_refusals_name_key_and_remedy(keys: dict, says: str) -> None:
-    """Red when bad input is accepted, or refused without naming the key."""
-    with pytest.raises(SpecConfigError) as error:
-        parse_spec_config({"method": "spectr", "model": "d", **keys})
-    assert says in str(error.value)

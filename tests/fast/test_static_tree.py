@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
-import torch
 
-from tests.fast.enumeration import propose
-from tests.fast.languages import LanguageDraft, plain_sampling, random_tables
+from tests.fast.drafting import draft_of, propose, token_paths
+from tests.fast.languages import random_tables
 from tests.fast.test_dynamic_tree import log_law
-from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token_paths
-from tests.fast.tree_bounds import CountingDraft, check_bounds
+from tests.fast.tiny_heads import check_hot, drafted, step_inputs, tiny_head
 from tests.reference.proposers import static_tree_reference
-from vllm_treespec.proposers import ProposerInputs, StaticTree
-from vllm_treespec.proposers.static_tree import RANK_ACCURACIES, sizes
-from vllm_treespec.trees.sizes import TreeSizes
+from vllm_treespec.proposers import StaticTree
+from vllm_treespec.proposers.static_tree import RANK_ACCURACIES
 
-NO_UNIFORMS = torch.zeros(1, 0)
 # The tree that EAGLE-1 publishes, by ranks.
 EAGLE_1 = (
     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 "
@@ -50,7 +44,7 @@ def test_nodes_hold_their_parents_own_guesses(num_drafts: int) -> None:
     """Red when a node gets the guess of another node, or of another rank."""
     language = random_tables("random", 5, 5)[0]
     proposer = StaticTree(4, 5, num_drafts)
-    tree = propose(proposer, language, torch.zeros(2, 0))
+    tree = propose(proposer, language, num_reqs=2)
     expected = static_tree_reference(log_law(language), proposer.paths)
     for req in range(2):
         assert token_paths(tree, req)[1:] == expected
@@ -61,13 +55,7 @@ def test_nodes_hold_their_parents_own_guesses(num_drafts: int) -> None:
 def test_claims_are_products_of_accuracies() -> None:
     """Red when a node of a fixed tree claims another path's accuracy."""
     proposer = StaticTree(2, 2, 6, rank_accuracies=((0.5, 0.25), (0.75, 0.125)))
-    inputs = ProposerInputs(
-        torch.zeros(2, dtype=torch.int64),
-        plain_sampling(2),
-        torch.zeros(2, 0),
-        [LanguageDraft(random_tables("random", 4, 2)[0], 2)],
-    )
-    draft = proposer.propose(inputs)
+    draft = draft_of(proposer, random_tables("random", 4, 2)[0], num_reqs=2)
     assert proposer.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
     assert draft.claims is not None
     expected = [0.0, 0.5, 0.25, 0.375, 0.0625, 0.1875, 0.03125]
@@ -79,24 +67,4 @@ def test_hot_tokens_are_drafted() -> None:
     """Red when columns of a head are taken for tokens."""
     head = tiny_head("redrafter")
     hidden, roots = step_inputs(3)
-    tree = drafted(StaticTree(4, 4, 20), head, hidden, roots, greedy(3))
-    assert head.hot_token_ids is not None
-    assert bool(torch.isin(tree.token_ids[:, 1:], head.hot_token_ids).all())
-
-
-def test_sizes_bound_the_trees() -> None:
-    """Red when a tree, or a level that is read, outgrows what is announced."""
-    accuracies = [RANK_ACCURACIES, ((0.5,),) * 3, ((0.1,) * 4,), ((0.4, 0.4),) * 4]
-    for top_k, depth, kept in product((1, 2, 4), (1, 2, 4), (1, 5, 25, 60)):
-        bounds = vars(sizes(top_k, depth, kept))
-        for table in accuracies:
-            proposer = StaticTree(top_k, depth, kept, table)
-            exact = vars(proposer.sizes)
-            assert all(exact[name] <= bound for name, bound in bounds.items())
-            draft = CountingDraft(LanguageDraft(random_tables("random", 4, 4)[0], 1))
-            root, sampling = torch.zeros(1, dtype=torch.int64), plain_sampling(1)
-            inputs = ProposerInputs(root, sampling, NO_UNIFORMS, [draft])
-            check_bounds(proposer.sizes, proposer.propose(inputs).tree, draft.widths)
-    eagle_1 = StaticTree(4, 5, 25).sizes
-    assert isinstance(eagle_1, TreeSizes)
-    assert (eagle_1.draft_width, eagle_1.draft_nodes) == (4, 10)
+    check_hot(drafted(StaticTree(4, 4, 20), head, hidden, roots), head)

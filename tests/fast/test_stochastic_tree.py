@@ -1,34 +1,16 @@
-"""The drawn dynamic tree: its law exactly and by chi-square, its cuts, its limits.
-
-With the uniforms of the Gumbel values held fixed every token draw is enumerated, as for
-RSD-S: a node is kept or not by values that do not depend on its own token.
-"""
+"""The drawn dynamic tree: its draws, its cuts, and what it is beside other trees."""
 
 from __future__ import annotations
 
-from itertools import product
-
-import pytest
 import torch
 
-from tests.fast.enumeration import propose, rand
-from tests.fast.languages import (
-    LanguageDraft,
-    plain_sampling,
-    random_tables,
-)
-from tests.fast.tiny_heads import drafted, greedy, step_inputs, tiny_head, token_paths
-from tests.fast.tree_bounds import CountingDraft, check_bounds
+from tests.fast.drafting import propose, token_paths
+from tests.fast.enumeration import rand
+from tests.fast.languages import random_tables
+from tests.fast.tiny_heads import drafted, step_inputs, tiny_head
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.proposers import (
-    DynamicTree,
-    ProposerInputs,
-    RsdS,
-    StochasticTree,
-)
+from vllm_treespec.proposers import DynamicTree, RsdS, StochasticTree
 from vllm_treespec.sampling.laws import SamplingTensors
-
-# Exact, given the Gumbel uniforms
 
 
 def test_only_whole_trees_keep_their_draws() -> None:
@@ -42,12 +24,6 @@ def test_only_whole_trees_keep_their_draws() -> None:
         draws = tree.cut(torch.full((3,), limit)).draws
         assert draws is not None
         assert bool(draws.nodes.any()) == kept
-
-
-# Wrong ways to rank
-
-
-# Other trees
 
 
 def test_all_levels_kept_are_rsd_s() -> None:
@@ -75,8 +51,8 @@ def test_greedy_requests_get_the_dynamic_tree() -> None:
     hidden, roots = step_inputs(4)
     mixed = SamplingTensors(torch.tensor([0.0, 1.0, 0.0, 0.7]))
     for shape in ((4, 3, 8), (3, 4, 20), (5, 2, 3)):
-        likeliest = drafted(DynamicTree(*shape), head, hidden, roots, greedy(4))
-        alone = drafted(StochasticTree(*shape), head, hidden, roots, greedy(4))
+        likeliest = drafted(DynamicTree(*shape), head, hidden, roots)
+        alone = drafted(StochasticTree(*shape), head, hidden, roots)
         beside = drafted(StochasticTree(*shape), head, hidden, roots, mixed)
         assert alone.draws is None
         for req in range(4):
@@ -97,19 +73,6 @@ def test_draws_name_the_law_that_they_come_from() -> None:
     reqs = torch.arange(20)[:, None]
     assert tree.draws.probs[reqs, tree.draws.rows].equal(law)
     assert tree.draws.nodes.equal(torch.arange(1, 10).expand(20, -1))
-
-
-@pytest.mark.parametrize("kind", ["random", "peaked", "one_token"])
-def test_sizes_bound_the_trees(kind: str) -> None:
-    """Red when a tree, or a level that is read, outgrows what is announced."""
-    for top_k, depth, kept in product((1, 2, 6), (1, 2, 5), (1, 2, 5, 11, 40)):
-        proposer = StochasticTree(top_k, depth, kept)
-        language = random_tables(kind, 4, depth)[0]
-        draft = CountingDraft(LanguageDraft(language, 8))
-        root, sampling = torch.zeros(8, dtype=torch.int64), plain_sampling(8)
-        uniforms = rand(8, proposer.sizes.num_uniforms)
-        inputs = ProposerInputs(root, sampling, uniforms, [draft])
-        check_bounds(proposer.sizes, proposer.propose(inputs).tree, draft.widths)
 
 
 def test_a_draft_vocabulary_is_kept() -> None:

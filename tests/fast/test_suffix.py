@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fast import drafting
 from tests.fast.scheduled_trees import pruning_plan
-from tests.fast.tree_bounds import check_bounds
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.config import SpecConfigError, parse_spec_config
-from vllm_treespec.proposers import ProposerInputs, Suffix
+from vllm_treespec.proposers import Suffix
 from vllm_treespec.proposers.suffix import (
     MAX_LEAVES,
     DraftNode,
     grow_tree,
 )
-from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.continuations import next_tokens
@@ -73,24 +72,18 @@ def propose(
     root_token_ids = torch.tensor([text[-1] for text in texts])
     known = [np.array(text) for text in texts]
     trees.index.note_texts(trees.slots.lookup(names), known)
-    return trees.proposer.propose(
-        ProposerInputs(
-            root_token_ids=root_token_ids,
-            sampling=SamplingTensors(torch.zeros(len(texts)), all_greedy=True),
-            uniforms=torch.zeros(len(texts), 0, dtype=torch.float64),
-            continuations=[trees.index.look_up(known)],
-            plan=plan,
-        )
-    ).tree
+    return drafting.propose(
+        trees.proposer,
+        num_reqs=len(texts),
+        root_token_ids=root_token_ids,
+        continuations=[trees.index.look_up(known)],
+        plan=plan,
+    )
 
 
-def paths(tree: TreeBatch, row: int = 0) -> list[tuple[int, ...]]:
+def paths(tree: TreeBatch, row: int = 0) -> list[drafting.Path]:
     """Drafts on the way to every draft node, in the order of the nodes."""
-    found: list[tuple[int, ...]] = [()]
-    for node in range(1, int(tree.num_nodes[row])):
-        above = found[int(tree.parents[row, node])]
-        found.append((*above, int(tree.token_ids[row, node])))
-    return found[1:]
+    return drafting.token_paths(tree, row)[1:]
 
 
 def drafts(trees: Trees, text: list[int]) -> list[tuple[int, ...]]:
@@ -278,7 +271,7 @@ def test_large_trees_are_within_their_limits() -> None:
     """Red when a tree has leaves, or siblings, that the engine has no room for."""
     trees = Trees(num_drafts=40, depth=4, max_match=6, max_cached_tokens=4000)
     tree = propose(trees, random_texts(200))
-    check_bounds(trees.proposer.sizes, tree, [])
+    drafting.check_bounds(trees.proposer.sizes, tree, [])
     inner = [len({path[:-1] for path in paths(tree, row)}) for row in range(200)]
     assert max(tree.num_nodes.numpy() - inner) == MAX_LEAVES
 

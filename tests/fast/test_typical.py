@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import Weighted
+from tests.fast.enumeration import NOTICEABLE, Weighted
 from tests.fast.languages import Language, plain_sampling
 from tests.fast.rule_forms import grid_law_error, grid_target
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, TypicalAcceptance
@@ -17,7 +17,6 @@ from vllm_treespec.trees.tree import TreeBatch
 
 # Medusa's setting: delta is the square root of epsilon.
 MEDUSA = TypicalAcceptance(epsilon=0.09, delta=0.3)
-NOTICEABLE = 1e-3
 
 
 def score(

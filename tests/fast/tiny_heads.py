@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import at_temperature, propose, token_paths
 from vllm_treespec.heads import (
     DraftHead,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
     build_head,
 )
-from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.proposers import Proposer
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -54,28 +55,33 @@ def drafted(
     head: DraftHead,
     hidden: Tensor,
     roots: Tensor,
-    sampling: SamplingTensors,
+    sampling: SamplingTensors | None = None,
 ) -> TreeBatch:
-    """One step's trees."""
-    return proposer.propose(
-        ProposerInputs(
-            root_token_ids=roots,
-            sampling=sampling,
-            uniforms=torch.zeros((len(roots), proposer.sizes.num_uniforms)),
-            draft_models=[head.draft(hidden, roots)],
-        )
-    ).tree
+    """One step's trees; greedy ones without sampling parameters."""
+    return propose(
+        proposer,
+        head.draft(hidden, roots),
+        sampling=sampling or at_temperature(0.0, len(roots)),
+        num_reqs=len(roots),
+        root_token_ids=roots,
+    )
 
 
-def greedy(num_reqs: int) -> SamplingTensors:
-    return SamplingTensors(torch.zeros(num_reqs), all_greedy=True)
+def check_alone(
+    proposer: Proposer, head: DraftHead, sampling: SamplingTensors, num_reqs: int
+) -> TreeBatch:
+    """Fail where a request has another tree in a batch than alone."""
+    hidden, roots = step_inputs(num_reqs)
+    together = drafted(proposer, head, hidden, roots, sampling)
+    for req in range(num_reqs):
+        row = torch.tensor([req])
+        alone = drafted(proposer, head, hidden[row], roots[row], sampling.select(row))
+        assert token_paths(alone) == token_paths(together, req)
+    return together
 
 
-def token_paths(tree: TreeBatch, req: int) -> list[tuple[int, ...]]:
-    """Tokens from the root's child down to each node, the root's () first."""
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, int(tree.num_nodes[req])):
-        above = paths[int(tree.parents[req, node])]
-        paths.append((*above, int(tree.token_ids[req, node])))
-        assert len(paths[-1]) == int(tree.depths[req, node])
-    return paths
+def check_hot(tree: TreeBatch, head: DraftHead) -> None:
+    """Fail where a head with hot tokens drafts another one."""
+    if head.hot_token_ids is not None:
+        drafts = tree.token_ids[tree.depths > 0]
+        assert bool(torch.isin(drafts, head.hot_token_ids).all())

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tests.fast.drafting import draws_of
 from tests.fast.enumeration import Weighted
-from tests.fast.wrong_rules import draws_of
 from vllm_treespec.batch.matching import Proposal, match, running_trees
 from vllm_treespec.batch.views import ScheduledBatch
 from vllm_treespec.testing.fake_views import ints

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from tests.fast.drafting import draws_of
 from tests.fast.enumeration import Scorer
 from tests.fast.rule_forms import numbers_of
 from vllm_treespec.sampling.coupling import LIKELIEST
@@ -29,12 +30,6 @@ Wrong = Callable[[Scorer], Scorer]
 
 # The package exports the function under the name of its module.
 REJECTION = importlib.import_module("vllm_treespec.scorers.recursive_rejection")
-
-
-def draws_of(tree: TreeBatch) -> Draws:
-    """The draws of a tree that was drawn."""
-    assert tree.draws is not None
-    return tree.draws
 
 
 def with_step(name: str, replacement: Callable[..., Any]) -> Wrong:
