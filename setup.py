@@ -64,7 +64,7 @@ setup(
         # Reads the demo's target model. The demo's draft models are in the checkout.
         "demo": ["gguf>=0.17"],
         "train": ["accelerate>=1.1", "matplotlib>=3.9"],
-        "benchmarks": [*TABLES, "rouge-score>=0.1.2", "sacrebleu>=2.4"],
+        "benchmarks": TABLES,
         # Parquet files of `treespec batch`; JSONL needs nothing.
         "batch": ["pyarrow>=17"],
         # Tensor parallel over Ray, Ray Serve LLM, and batches over many machines.

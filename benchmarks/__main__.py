@@ -14,8 +14,6 @@ from benchmarks.harness.report import read_json
 
 # Each module has a function of the experiment's name, and ``render`` for its results.
 EXPERIMENTS = {
-    "compare": "benchmarks.compare",
-    "adaptive": "benchmarks.adaptive",
     "workloads": "benchmarks.workloads",
     "alternate": "benchmarks.alternate",
     "served": "benchmarks.served",
@@ -29,10 +27,12 @@ EXPERIMENTS = {
     "gpu-step": "benchmarks.gpu.step",
     "gpu-end-to-end": "benchmarks.gpu.end_to_end",
 }
-# What results of before the experiments had names were made with.
+# What older results were made with.
 FORMER = {
     "benchmarks.paper": "rsd",
     "benchmarks.redrafter": "redrafter",
+    "compare": "workloads",
+    "adaptive": "workloads",
 }
 
 app = typer.Typer(
@@ -65,7 +65,8 @@ def experiment_of(content: dict[str, Any]) -> str:
     """Name the experiment that results come from."""
     command: str = content["provenance"]["command"]
     _, _, module, first, *_ = command.split()
-    return first if module == "benchmarks" else FORMER[module]
+    made_with = first if module == "benchmarks" else module
+    return FORMER.get(made_with, made_with)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,37 +12,14 @@ import numpy as np
 import typer
 from pydantic import BaseModel
 
-from benchmarks.compare import engines_of
 from benchmarks.harness import options, plot, report
-from benchmarks.harness.alternating import (
-    FIXED,
-    PLAIN,
-    SCHEDULE,
-    Alternation,
-    Block,
-)
-from benchmarks.harness.models import find_models
-from benchmarks.harness.plan import (
-    StoredCell,
-    base_job,
-    make_plan,
-    run_plan,
-    without_text,
-)
-from benchmarks.harness.provenance import provenance
-from benchmarks.harness.report import Content
-from benchmarks.workloads import (
-    HEADS,
-    Chosen,
-    Data,
-    NumPrompts,
-    Waves,
-    find_cells,
-    of_own_text,
-    prompts_asked,
-    usual_specs,
-)
-from vllm_treespec.tools.sides import Cell, tree_sides
+from benchmarks.harness.alternating import FIXED, PLAIN, SCHEDULE, Alternation, Block
+from benchmarks.harness.experiment import Run, experiment
+from benchmarks.harness.plan import StoredCell, base_job, without_text
+from benchmarks.harness.report import Columns, Content
+from benchmarks.harness.rows import engines_of
+from benchmarks.workloads import BatchOptions
+from vllm_treespec.tools.sides import Cell, choose_sides, tree_sides
 
 MEASURE = "benchmarks.harness.alternating:measure"
 RESAMPLES = 2000
@@ -55,28 +32,59 @@ NOTES = (
     "steps here are those of an engine with a spec-config: stock vLLM's are up to 1 ms "
     "shorter."
 )
-Variants = Annotated[
-    str,
-    typer.Option(
-        help="plain: no trees; schedule: the measured schedule's; fixed: the largest "
-        "tree in every step. The first is what the others are compared with."
-    ),
-]
-Vary = Annotated[
-    str,
-    typer.Option(
-        help="module:NAME=VALUE,VALUE,...: a number in our code. The last variant "
-        "then comes with each of its values, and learns for each apart."
-    ),
-]
-BlockTokens = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Tokens of a request before the next variant; 0: whole answers, the same "
-        "prompts with each variant.",
-    ),
-]
+
+
+@dataclass(frozen=True)
+class Options(BatchOptions):
+    """Options of ``alternate``."""
+
+    waves: options.Waves = 2
+    variants: Annotated[
+        str,
+        typer.Option(
+            help="plain: no trees; schedule: the measured schedule's; fixed: the "
+            "largest tree in every step. The first is what the others are compared "
+            "with."
+        ),
+    ] = f"{PLAIN},{SCHEDULE}"
+    vary: Annotated[
+        str,
+        typer.Option(
+            help="module:NAME=VALUE,VALUE,...: a number in our code. The last variant "
+            "then comes with each of its values, and learns for each apart."
+        ),
+    ] = ""
+    block_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens of a request before the next variant; 0: whole answers, the "
+            "same prompts with each variant.",
+        ),
+    ] = 0
+
+    def alternation(self) -> Alternation:
+        """Read what alternates.
+
+        Raises:
+            ValueError: when there is no such variant, only one, or no such values.
+
+        """
+        known = (PLAIN, SCHEDULE, FIXED)
+        number, _, texts = self.vary.partition("=")
+        alternation = Alternation(
+            variants=options.words(self.variants, "--variants", known),
+            block_tokens=self.block_tokens,
+            number=number,
+            values=options.numbers(texts, "--vary", float) if self.vary else [],
+        )
+        if not alternation.variants or alternation.num_variants < 2:
+            raise ValueError(
+                "--variants: name two or more, or one with two values or more in --vary"
+            )
+        if self.vary:
+            check_number(number, self.vary)
+        return alternation
 
 
 class Outcome(BaseModel):
@@ -102,85 +110,29 @@ class Outcome(BaseModel):
         return self.tokens / self.seconds
 
 
-def alternate(
-    data: Data,
-    workloads: Chosen = "all",
-    num_prompts: NumPrompts = 4,
-    waves: Waves = 2,
-    batch_sizes: options.BatchSizes = "1,8",
-    temperatures: options.Temperatures = "0,1",
-    top_p: options.TopP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    spec: options.Specs = None,
-    variants: Variants = f"{PLAIN},{SCHEDULE}",
-    vary: Vary = "",
-    block_tokens: BlockTokens = 0,
-    rounds: options.Rounds = 1,
-    max_tokens: options.MaxTokens = 96,
-    engines: options.Engines = "compiled",
-    dtype: options.Dtype = "bfloat16",
-    target: options.Target = "",
-    draft: options.Draft = "",
-    head: options.Heads = None,
-    out: options.Out = Path("runs/alternate"),
-    fresh: options.Fresh = False,
-    dry_run: options.DryRun = False,
-) -> None:
+@experiment
+def alternate(asked: Options) -> Run:
     """Alternate plain decoding, the schedule's trees and others inside one engine."""
-    with options.one_line_errors("alternate"):
-        models = find_models(target, draft, head or [], list(HEADS))
-        specs = [options.json_object(text, "--spec") for text in spec or []]
-        measured = [
-            {"schedule": "measured", "schedule_cache": False, **spec}
-            for spec in of_own_text(specs or usual_specs(models))
-        ]
-        modes = options.eager_modes(engines)
-        sides = tree_sides(measured, models.draft, modes, models.heads)
-        alternation = read_alternation(variants, vary, block_tokens)
-        found, plain_cells = find_cells(
-            data, workloads, batch_sizes, temperatures, num_prompts, waves
-        )
-        how = {
-            "measure": MEASURE,
-            "options": alternation.model_dump(exclude_defaults=True),
-        }
-        cells = [cell.model_copy(update=how) for cell in plain_cells]
-        job = base_job(
-            models.target,
-            [],
-            max_tokens,
-            workloads=found,
-            dtype=dtype,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-        )
-        side_engines = engines_of(sides, cells, rounds)
-        plan = make_plan(job, side_engines, out, models.named(), fresh)
-    asked = prompts_asked(data, job)
-    origin = provenance("alternate", models=models.named(), prompts=asked)
-    run_plan(plan, origin, partial(contents, cells), render, dry_run)
-
-
-def read_alternation(variants: str, vary: str, block_tokens: int) -> Alternation:
-    """Read what alternates from the options.
-
-    Raises:
-        ValueError: when there is no such variant, only one, or no such values.
-
-    """
-    named = options.words(variants, "--variants", (PLAIN, SCHEDULE, FIXED))
-    number, _, texts = vary.partition("=")
-    values = options.numbers(texts, "--vary", float) if vary else []
-    alternation = Alternation(
-        variants=named, block_tokens=block_tokens, number=number, values=values
+    models = asked.models()
+    measured = [
+        {"schedule": "measured", "schedule_cache": False, **spec}
+        for spec in options.of_own_text(asked.specs(models))
+    ]
+    modes = options.eager_modes(asked.engines)
+    sides = tree_sides(measured, models.draft, modes, models.heads)
+    chosen = choose_sides(sides, options.words(asked.sides))
+    alternation = asked.alternation().model_dump(exclude_defaults=True)
+    how = {"measure": MEASURE, "options": alternation}
+    work, found = asked.find_cells()
+    cells = [cell.model_copy(update=how) for cell in found]
+    return Run(
+        job=base_job(models.target, [], workloads=work, **asked.requests()),
+        engines=engines_of(chosen, cells, asked.rounds),
+        models=models,
+        prompts=asked.asked(work),
+        contents=lambda _, finished: contents(cells, finished),
+        render=render,
     )
-    if not named or alternation.num_variants < 2:
-        raise ValueError(
-            "--variants: name two or more, or one with two values or more in --vary"
-        )
-    if vary:
-        check_number(number, vary)
-    return alternation
 
 
 def check_number(number: str, vary: str) -> None:
@@ -289,15 +241,15 @@ def with_interval(row: Outcome) -> str:
     return f"{row.ratio:.2f}×{between}"
 
 
-COLUMNS: report.Columns[Outcome] = {
-    "workload": lambda row: row.cell.workload,
-    "batch": lambda row: str(row.cell.batch_size),
-    "T": lambda row: f"{row.cell.temperature:g}",
-    "side": lambda row: row.side,
-    "variant": lambda row: row.variant,
-    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
+COLUMNS: Columns = {
+    "workload": "{cell.workload}",
+    "batch": "{cell.batch_size}",
+    "T": "{cell.temperature:g}",
+    "side": "{side}",
+    "variant": "{variant}",
+    "tokens/s": "{tokens_per_s:.1f}",
     "ratio (95 %)": with_interval,
-    "steps": lambda row: str(row.steps),
+    "steps": "{steps}",
     "ms a step": lambda row: f"{1000 * row.seconds / row.steps:.1f}",
     "tokens a step": lambda row: f"{row.tokens / row.steps:.2f}",
     "drafts a step": lambda row: f"{row.drafts / row.steps:.1f}",
@@ -335,16 +287,14 @@ def render(content: Content, out: Path) -> None:
 
 def ratio_table(rows: Sequence[Outcome]) -> str:
     """Write a line for each variant of a side, a column for each work and size."""
-    found: dict[tuple[str, str], dict[tuple[str, int], list[str]]] = {}
     columns = dict.fromkeys((r.cell.workload, r.cell.batch_size) for r in rows)
+    found: dict[tuple[tuple[str, ...], tuple[str, int]], list[str]] = {}
     for row in sorted(rows, key=lambda row: row.cell.temperature):
-        line = found.setdefault((row.side, row.variant), {})
         cell = row.cell.workload, row.cell.batch_size
-        line.setdefault(cell, []).append(f"{row.ratio:.2f}")
-    lines = [
-        [*names, *(" / ".join(line.get(column, ["–"])) for column in columns)]
-        for names, line in found.items()
-    ]
-    return report.table(
-        ["side", "variant", *(f"{work} {size}" for work, size in columns)], lines
+        line = row.side, row.variant
+        found.setdefault((line, cell), []).append(f"{row.ratio:.2f}")
+    return report.grid(
+        ["side", "variant"],
+        {column: "{} {}".format(*column) for column in columns},
+        {key: " / ".join(ratios) for key, ratios in found.items()},
     )

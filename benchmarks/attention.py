@@ -140,10 +140,8 @@ def render(content: report.Content, out: Path) -> None:
         for row in content["rows"]
         for tree, ms in row["ms"].items()
     ]
-    lines = [
-        [str(row["context"]), *(f"{row['ms'][tree]:.2f}" for tree in TREES)]
-        for row in content["rows"]
-    ]
-    parts = ["Medians, ms.", report.table(["context", *TREES], lines)]
+    columns = {tree: f"{{ms[{tree}]:.2f}}" for tree in TREES}
+    table = report.table_of(content["rows"], {"context": "{context}", **columns})
+    parts = ["Medians, ms.", table]
     report.write_markdown(out, title, parts, content)
     plot.line_panels(points, out / "results.png", x="context", y="ms", hue="tree")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from benchmarks.harness import options, report
 from benchmarks.harness.models import find_models
 from benchmarks.harness.provenance import provenance
-from benchmarks.workload_prompts import find_workloads
+from benchmarks.harness.work_prompts import find_workloads
 from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.proposers import DynamicTree, Proposer, ProposerInputs, RsdS
 from vllm_treespec.sampling.coupling import draw_coupled
@@ -334,18 +334,14 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 def render(content: report.Content, out: Path) -> None:
     """Write the table."""
-    lines = [
-        [
-            row["workload"],
-            str(row["nodes"]),
-            row["tree"],
-            f"{row['tokens']:.3f} ± {row['error']:.3f}",
-            str(row["steps"]),
-        ]
-        for row in content["rows"]
-    ]
-    heading = ["workload", "nodes", "tree", "tokens a step", "steps"]
-    parts = ["Means and standard errors over texts.", report.table(heading, lines)]
-    report.write_markdown(
-        out, "Drawn and ranked trees at temperature 1", parts, content
-    )
+    columns = {
+        "workload": "{workload}",
+        "nodes": "{nodes}",
+        "tree": "{tree}",
+        "tokens a step": "{tokens:.3f} ± {error:.3f}",
+        "steps": "{steps}",
+    }
+    table = report.table_of(content["rows"], columns)
+    parts = ["Means and standard errors over texts.", table]
+    title = "Drawn and ranked trees at temperature 1"
+    report.write_markdown(out, title, parts, content)

@@ -12,21 +12,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.compare import engines_of
 from benchmarks.harness import options, plot, report
-from benchmarks.harness.models import find_models, take_prompts
-from benchmarks.harness.plan import StoredCell, base_job, make_plan, run_plan
-from benchmarks.harness.provenance import provenance
-from benchmarks.harness.report import Content
-from benchmarks.workload_prompts import find_workloads
+from benchmarks.harness.experiment import Run, WorkOptions, experiment
+from benchmarks.harness.plan import Plan, StoredCell, base_job, execute
+from benchmarks.harness.report import Columns, Content
+from benchmarks.harness.rows import engines_of
 from vllm_treespec.tools.launch import EngineError, OnEvent, engine_environment, failure
-from vllm_treespec.tools.prompts import SHIPPED
 from vllm_treespec.tools.sides import (
     PLAIN,
     Cell,
@@ -68,87 +66,74 @@ NOTES = (
     "99th percentile, then median of the rounds. Beside the speed-up stand the time to "
     "the first token and the longest times between pieces, over plain's."
 )
-Clients = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
-Rates = Annotated[
-    str,
-    typer.Option(
-        help=f"Also requests a second, comma-separated; at most {MOST_CLIENTS} run."
-    ),
-]
-Workloads = Annotated[
-    str, typer.Option(help="With --data: all, or some of them, comma-separated.")
-]
-Data = Annotated[
-    Path | None, typer.Option(help="Prompts by workload, as of `workloads`.")
-]
-Arguments = Annotated[str, typer.Option(help="More arguments of vllm serve.")]
+SPECS = [{"method": "suffix_tree", "schedule": how} for how in ("measured", "fixed")]
 
 
-def served(
-    spec: options.Specs = None,
-    clients: Clients = "1,4",
-    rates: Rates = "",
-    temperatures: options.Temperatures = "0",
-    prompts: options.PromptsFile = SHIPPED,
-    data: Data = None,
-    workloads: Workloads = "all",
-    num_prompts: options.NumPrompts = 16,
-    max_tokens: options.MaxTokens = 64,
-    sides: options.Names = "",
-    rounds: options.Rounds = 1,
-    engines: options.Engines = "compiled",
-    serve_arguments: Arguments = "",
-    target: options.Target = "",
-    draft: options.Draft = "",
-    head: options.Heads = None,
-    out: options.Out = Path("runs/served"),
-    fresh: options.Fresh = False,
-    dry_run: options.DryRun = False,
-) -> None:
+@dataclass(frozen=True)
+class Options(WorkOptions):
+    """Options of ``served``."""
+
+    num_prompts: options.NumPrompts = 16
+    temperatures: options.Temperatures = "0"
+    clients: Annotated[
+        str, typer.Option(help="Requests at a time, comma-separated.")
+    ] = "1,4"
+    rates: Annotated[
+        str,
+        typer.Option(
+            help=f"Also requests a second, comma-separated; at most {MOST_CLIENTS} run."
+        ),
+    ] = ""
+    serve_arguments: Annotated[
+        str, typer.Option(help="More arguments of vllm serve.")
+    ] = ""
+
+    def loads(self) -> list[dict[str, Any]]:
+        """Fields of a cell for each load: of clients, then of rates."""
+        counts = options.numbers(self.clients, "--clients", int, 1)
+        rates = (
+            options.numbers(self.rates, "--rates", float, 0.001) if self.rates else []
+        )
+        most = {"batch_size": MOST_CLIENTS}
+        return [
+            *({"batch_size": count} for count in counts),
+            *({**most, "options": {"rate": rate}} for rate in rates),
+        ]
+
+
+@experiment
+def served(asked: Options) -> Run:
     """Load servers with and without draft trees by vLLM's own client.
 
     Without --spec: the suffix tree with its measured schedule, and in every step.
     """
-    with options.one_line_errors("served"):
-        models = find_models(target, draft, head or [])
-        specs = [options.json_object(text, "--spec") for text in spec or []]
-        suffix = {"method": "suffix_tree"}
-        specs = specs or [{**suffix, "schedule": "measured"}, suffix]
-        modes = options.eager_modes(engines)
-        plain = plain_sides(modes)
-        ours = tree_sides(specs, models.draft, modes, models.heads)
-        if data is None:
-            asked, source = take_prompts(prompts, num_prompts)
-            work = {"prompts": asked}
-        else:
-            names = [] if workloads == "all" else options.words(workloads)
-            work = find_workloads(data, names, num_prompts)
-            source = f"{num_prompts} of each workload of {data.name}"
-        loads = loads_of(clients, rates)
-        cells = [
-            Cell(temperature=temperature, workload=name, **load)
-            for name in work
-            for load in loads
-            for temperature in options.numbers(temperatures, "--temperatures", float, 0)
-        ]
-        chosen = choose_sides([*plain, *ours], options.words(sides))
-        job = base_job(models.target, [], max_tokens, workloads=work)
-        servers = engines_of(chosen, cells, rounds)
-        deciding = [models.named(), serve_arguments]
-        plan = make_plan(job, servers, out, deciding, fresh)
-    origin = provenance("served", models=models.named(), prompts=source)
-    runner = partial(serve_side, serve_arguments.split(), out / "client")
-    run_plan(plan, origin, contents, render, dry_run, runner)
-
-
-def loads_of(clients: str, rates: str) -> list[dict[str, Any]]:
-    """Fields of a cell for each load: of clients, then of rates."""
-    counts = options.numbers(clients, "--clients", int, 1)
-    rated = options.numbers(rates, "--rates", float, 0.001) if rates else []
-    return [
-        *({"batch_size": count} for count in counts),
-        *({"batch_size": MOST_CLIENTS, "options": {"rate": rate}} for rate in rated),
+    models = asked.models()
+    modes = options.eager_modes(asked.engines)
+    specs = asked.specs(models) if asked.spec else SPECS
+    sides = [
+        *plain_sides(modes),
+        *tree_sides(specs, models.draft, modes, models.heads),
     ]
+    work = asked.work(asked.num_prompts)
+    cells = [
+        Cell(temperature=temperature, workload=name, **load)
+        for name in work
+        for load in asked.loads()
+        for temperature in asked.warmths()
+    ]
+    runner = partial(serve_side, asked.serve_arguments.split(), asked.out / "client")
+    return Run(
+        job=base_job(models.target, [], workloads=work, **asked.requests()),
+        engines=engines_of(
+            choose_sides(sides, options.words(asked.sides)), cells, asked.rounds
+        ),
+        models=models,
+        prompts=asked.asked(work),
+        contents=contents,
+        render=render,
+        deciding=asked.serve_arguments,
+        measure=partial(execute, runner=runner),
+    )
 
 
 def serve_side(
@@ -246,6 +231,12 @@ def put_under_load(cell: Cell, job: Job, url: str, folder: Path) -> dict[str, An
         "num-warmups": cell.batch_size,
         "seed": job.seed,
         "temperature": cell.temperature,
+        **({"top-p": job.top_p} if job.top_p and cell.temperature else {}),
+        **(
+            {"repetition-penalty": job.repetition_penalty}
+            if job.repetition_penalty
+            else {}
+        ),
         "result-dir": folder,
         "result-filename": "result.json",
     }
@@ -263,7 +254,7 @@ def put_under_load(cell: Cell, job: Job, url: str, folder: Path) -> dict[str, An
     return {key: v for key, v in measured.items() if not isinstance(v, list)}
 
 
-def contents(finished: Sequence[StoredCell]) -> Content:
+def contents(_: Plan, finished: Sequence[StoredCell]) -> Content:
     """Make a row for each side under each load: medians of the rounds."""
     groups: dict[tuple[Any, ...], list[StoredCell]] = {}
     for stored in finished:
@@ -298,20 +289,20 @@ def medians(group: Sequence[StoredCell]) -> dict[str, float | None]:
     return row
 
 
-COLUMNS = {
-    "side": lambda row: row["side"],
-    "tokens/s": report.column("tokens_per_s", "{:.1f}"),
-    "speed-up": report.column("speedup", "{:.2f}×"),
-    "TTFT": report.column("ttft_ratio", "{:.2f}×"),
-    "ITL p99": report.column("itl_p99_ratio", "{:.2f}×"),
-    "TTFT ms": report.column("ttft_ms", "{:.0f}"),
-    "TTFT p99 ms": report.column("ttft_p99_ms", "{:.0f}"),
-    "TPOT ms": report.column("tpot_ms", "{:.1f}"),
-    "TPOT p99 ms": report.column("tpot_p99_ms", "{:.1f}"),
-    "ITL ms": report.column("itl_ms", "{:.1f}"),
-    "ITL p99 ms": report.column("itl_p99_ms", "{:.1f}"),
-    "acceptance length": report.column("acceptance_length", "{:.2f}"),
-    "rounds": lambda row: str(row["rounds"]),
+COLUMNS: Columns = {
+    "side": "{side}",
+    "tokens/s": "{tokens_per_s:.1f}",
+    "speed-up": "{speedup:.2f}×",
+    "TTFT": "{ttft_ratio:.2f}×",
+    "ITL p99": "{itl_p99_ratio:.2f}×",
+    "TTFT ms": "{ttft_ms:.0f}",
+    "TTFT p99 ms": "{ttft_p99_ms:.0f}",
+    "TPOT ms": "{tpot_ms:.1f}",
+    "TPOT p99 ms": "{tpot_p99_ms:.1f}",
+    "ITL ms": "{itl_ms:.1f}",
+    "ITL p99 ms": "{itl_p99_ms:.1f}",
+    "acceptance length": "{acceptance_length:.2f}",
+    "rounds": "{rounds}",
 }
 
 
@@ -326,11 +317,9 @@ def render(content: Content, out: Path) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in content["rows"]:
         row["load"] = load_name(row)
-        title = f"## {row['workload']}, {row['load']}, temperature"
+        title = f"{row['workload']}, {row['load']}, temperature"
         groups.setdefault(f"{title} {row['temperature']:g}", []).append(row)
-    parts = []
-    for title, rows in groups.items():
-        parts += [title, report.table_of(rows, COLUMNS)]
+    parts = report.sections({title: (r, COLUMNS) for title, r in groups.items()})
     report.write_markdown(out, "Served", [*parts, "## Reading it", NOTES], content)
     plot.bar_panels(
         content["rows"],

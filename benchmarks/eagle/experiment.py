@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -17,79 +16,62 @@ from benchmarks.eagle.parts import (
     entries_of,
     trees_by_kind,
 )
+from benchmarks.eagle.plain_step import plain_steps_of
 from benchmarks.eagle.report import render
-from benchmarks.eagle.rows import plain_steps_of
 from benchmarks.eagle.trainings import Training, read_trainings
 from benchmarks.harness import options
-from benchmarks.harness.head_rows import Entry, rows_of
-from benchmarks.harness.models import identity, models_of, take_prompts
-from benchmarks.harness.plan import StoredCell, base_job, make_plan, run_plan
-from benchmarks.harness.provenance import provenance
+from benchmarks.harness.experiment import HeadOptions, Run, experiment
+from benchmarks.harness.models import models_of, take_prompts
+from benchmarks.harness.plan import StoredCell, base_job, without_text
 from benchmarks.harness.report import Content
-from vllm_treespec.tools.prompts import SHIPPED
-from vllm_treespec.tools.sides import choose_sides
+from benchmarks.harness.rows import Entry, rows_of
 
 __all__ = ["eagle", "render"]
 
-Trees = Annotated[str, typer.Option(help="top_k x depth x draft tokens.")]
-BeamTrees = Annotated[
-    str, typer.Option(help="Beam width x length x draft tokens, for the dynamic tree.")
-]
-Trainings = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder with trained heads: training.json, and beside it evaluation.json "
-        "of `treespec train evaluate --json`, if there is one."
-    ),
-]
+
+@dataclass(frozen=True)
+class Options(HeadOptions):
+    """Options of ``eagle``."""
+
+    rounds: options.Rounds = 3
+    redrafter: options.Head = ""
+    medusa: options.Head = ""
+    temperatures: options.Temperatures = "0,1"
+    trees: Annotated[str, typer.Option(help="top_k x depth x draft tokens.")] = (
+        EAGLE_TREES
+    )
+    redrafter_trees: Annotated[
+        str,
+        typer.Option(help="Beam width x length x draft tokens, for the dynamic tree."),
+    ] = REDRAFTER_TREES
 
 
-def eagle(
-    head: options.Head = "",
-    redrafter: options.Head = "",
-    medusa: options.Head = "",
-    prompts: options.PromptsFile = SHIPPED,
-    num_prompts: options.NumPrompts = 8,
-    tokens: options.MaxTokens = 64,
-    temperatures: options.Temperatures = "0,1",
-    trees: Trees = EAGLE_TREES,
-    redrafter_trees: BeamTrees = REDRAFTER_TREES,
-    sides: options.Sides = "",
-    rounds: options.Rounds = 3,
-    stock_depth: options.StockDepth = 6,
-    trainings: Trainings = None,
-    target: options.Target = "",
-    draft: options.Draft = "",
-    eager: options.Eager = False,
-    out: options.Out = Path("runs/eagle"),
-    fresh: options.Fresh = False,
-    dry_run: options.DryRun = False,
-) -> None:
+@experiment
+def eagle(asked: Options) -> Run:
     """Compare EAGLE's trees with other drafters; say what a step and training cost."""
-    with options.one_line_errors("eagle"):
-        trained = [] if trainings is None else read_trainings(trainings)
-        shapes = trees_by_kind(trees, redrafter_trees)
-        warmths = options.numbers(temperatures, "--temperatures", float, 0)
-        named = {
-            "eagle": ("--head", head),
-            "redrafter": ("--redrafter", redrafter),
-            "medusa": ("--medusa", medusa),
-        }
-        models = models_of(target, draft, named)
-        every = all_sides(models, shapes, eager, stock_depth)
-        names = options.words(sides)
-        chosen = [] if names == [options.NONE] else choose_sides(every, names)
-        entries = entries_of(every, shapes, warmths)
-        asked, source = take_prompts(prompts, num_prompts)
-        job = base_job(models.target, asked, tokens)
-        engines = engines_of(chosen, entries, len(asked), rounds)
-        weights = models.named()
-        deciding = [weights["target"], weights.get("draft"), eager]
-        identify = partial(identity, {f: weights[k] for k, f in models.heads.items()})
-        plan = make_plan(job, engines, out, deciding, fresh, identify)
-    origin = provenance("eagle", models=weights, prompts=source)
-    origin["engines"] = "eager" if eager else "compiled"
-    run_plan(plan, origin, partial(evidence, entries, trained), render, dry_run)
+    trained = read_trainings(asked.trainings) if asked.trainings else []
+    shapes = trees_by_kind(asked.trees, asked.redrafter_trees)
+    warmths = options.numbers(asked.temperatures, "--temperatures", float, 0)
+    named = {
+        "eagle": ("--head", asked.head),
+        "redrafter": ("--redrafter", asked.redrafter),
+        "medusa": ("--medusa", asked.medusa),
+    }
+    models = models_of(asked.target, asked.draft, named)
+    every = all_sides(models, shapes, asked.eager, asked.stock_depth)
+    entries = entries_of(every, shapes, warmths)
+    prompts, source = take_prompts(asked.prompts, asked.num_prompts)
+    return Run(
+        job=base_job(models.target, prompts, asked.max_tokens),
+        engines=engines_of(asked.chosen(every), entries, len(prompts), asked.rounds),
+        models=models,
+        prompts=source,
+        contents=lambda _, finished: evidence(entries, trained, finished),
+        render=render,
+        deciding=asked.eager,
+        origin=asked.origin(),
+        own_heads=list(models.heads.values()),
+    )
 
 
 def evidence(
@@ -98,11 +80,10 @@ def evidence(
     finished: Sequence[StoredCell],
 ) -> Content:
     """Make what results.json holds; rounds are kept without their text."""
-    without = {"side": {"engine"}, "result": {"token_ids"}}
     rows = rows_of(entries, finished)
     return {
         "rows": [row.model_dump(mode="json") for row in rows],
         "plain_steps": plain_steps_of(finished),
         "trainings": list(trainings),
-        "runs": [c.model_dump(mode="json", exclude=without) for c in finished],
+        "runs": without_text(finished),
     }

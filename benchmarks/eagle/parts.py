@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.eagle.plain_step import IN_TURN, PLAIN_STEP
 from benchmarks.harness import options
-from benchmarks.harness.head_rows import PROFILED, Entry
+from benchmarks.harness.head_parts import PROFILED
 from benchmarks.harness.models import Models
 from benchmarks.harness.plan import Engine
-from benchmarks.workloads import SUFFIX, sides_of
+from benchmarks.harness.rows import Entry, engines_of_entries
+from benchmarks.workloads import sides_of
 from vllm_treespec.config import METHODS
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.tools.sides import Cell, Side, side_of_trees, tree_side
@@ -35,8 +37,6 @@ EAGLE_TREES = "4x2x5,4x3x8,4x4x16"
 # as many siblings as fit: the best tree of this head
 REDRAFTER_TREES = "5x2x5,8x3x8,16x4x16"
 BEAM_TREES = "4x2x5"
-PLAIN_STEP = "plain-step"
-IN_TURN = "benchmarks.eagle.engine:in_turn"
 # How often the plain step's cell answers each prompt.
 PLAIN_STEP_REPEATS = 4
 
@@ -75,7 +75,7 @@ def all_sides(
     stock_depth: int,
 ) -> list[Side]:
     """Every side that has its model; those of KINDS have their kind's name."""
-    methods = [SUFFIX, *(("sd", "rsd_s") if models.draft else ())]
+    methods = ["suffix_tree", *(("sd", "rsd_s") if models.draft else ())]
     specs = [{"method": method} for method in methods]
     sides = sides_of(specs, models, stock_depth, [eager])
     for kind, spec in KINDS.items():
@@ -124,19 +124,10 @@ def engines_of(
     sides: Sequence[Side], entries: Sequence[Entry], num_prompts: int, rounds: int
 ) -> list[Engine]:
     """Make an engine for each side, with all its cells."""
-    cell = Cell(
-        batch_size=1,
-        temperature=0.0,
-        num_prompts=PLAIN_STEP_REPEATS * num_prompts,
-        measure=IN_TURN,
-    )
-    return [
-        Engine(
-            side,
-            [cell]
-            if side.name == PLAIN_STEP
-            else [entry.cell for entry in entries if entry.side is side],
-            rounds,
-        )
-        for side in sides
-    ]
+    asked: dict[str, Any] = {
+        "num_prompts": PLAIN_STEP_REPEATS * num_prompts,
+        "measure": IN_TURN,
+    }
+    cell = Cell(batch_size=1, temperature=0.0, **asked)
+    steps = [Entry(s.name, s, cell) for s in sides if s.name == PLAIN_STEP]
+    return engines_of_entries(sides, [*entries, *steps], rounds)

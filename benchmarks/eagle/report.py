@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.eagle import plain_step
 from benchmarks.eagle.trainings import curve_points, sections
 from benchmarks.harness import plot, report
-from benchmarks.harness.head_rows import COLUMNS, HeadRow
-from benchmarks.harness.report import Content, column, number
+from benchmarks.harness.report import Columns, Content
+from benchmarks.harness.rows import COLUMNS, HeadRow
 from vllm_treespec.batch.stats import KEEP_FEATURES
 from vllm_treespec.tools.sides import PLAIN
 
@@ -31,48 +32,33 @@ def step_ms(row: HeadRow) -> float:
     return row.stage_ms["forward"] / row.stage_shares["forward"]
 
 
-def stage(name: str) -> Callable[[HeadRow], str]:
-    """A column of a stage's milliseconds, where there is such a stage."""
-    return lambda row: number(row.stage_ms.get(name), "{:.2f}")
-
-
-PROFILE: report.Columns[HeadRow] = {
-    "side": lambda row: row.side,
-    "target": stage("forward"),
-    "head: committed tokens": stage("pairs"),
+PROFILE: Columns = {
+    "side": "{side}",
+    "target": "{stage_ms[forward]:.2f}",
+    "head: committed tokens": "{stage_ms[pairs]:.2f}",
     "head: levels": lambda row: f"{levels_ms(row):.2f}",
-    "keeping features": stage(KEEP_FEATURES),
+    "keeping features": f"{{stage_ms[{KEEP_FEATURES}]:.2f}}",
     "tree": lambda row: f"{tree_ms(row):.2f}",
-    "scoring": stage("score"),
-    "commit": stage("commit"),
+    "scoring": "{stage_ms[score]:.2f}",
+    "commit": "{stage_ms[commit]:.2f}",
     "step": lambda row: f"{step_ms(row):.2f}",
-}
-PLAIN_STEP: report.Columns[Any] = {
-    "answers": column("answers", "{}"),
-    "without trees, ms": column("ours_ms", "{:.3f}"),
-    "plain vLLM, ms": column("plain_ms", "{:.3f}"),
-    "ratio": column("ratio", "{:.4f}"),
-    "our stages, ms": column("own_ms", "{:.3f}"),
-    "of it keeping features": column("features_ms", "{:.3f}"),
 }
 
 
 def render(content: Content, out: Path) -> None:
     """Write what is finished of each part, and pictures of it."""
     rows = [HeadRow.model_validate(row) for row in content["rows"]]
-    plain_steps, trainings = content["plain_steps"], content["trainings"]
-    parts: list[str] = []
+    trainings = content["trainings"]
+    tables: dict[str, tuple[Sequence[Any], Columns]] = {}
     for temperature in dict.fromkeys(row.cell.temperature for row in rows):
         here = [row for row in rows if row.cell.temperature == temperature]
-        parts += [f"## T = {temperature:g}", report.table_of(here, COLUMNS)]
         timed = [row for row in here if row.stage_shares.get("forward")]
-        if timed:
-            heading = f"## Milliseconds of a step, T = {temperature:g}"
-            parts += [heading, report.table_of(timed, PROFILE)]
-    if plain_steps:
-        table = report.table_of(plain_steps, PLAIN_STEP)
-        parts += ["## A step without trees, by round", table]
-    report.write_markdown(out, "EAGLE heads", [*parts, *sections(trainings)], content)
+        tables[f"T = {temperature:g}"] = here, COLUMNS
+        tables[f"Milliseconds of a step, T = {temperature:g}"] = timed, PROFILE
+    steps = content["plain_steps"], plain_step.COLUMNS
+    tables["A step without trees, by round"] = steps
+    parts = [*report.sections(tables), *sections(trainings)]
+    report.write_markdown(out, "EAGLE heads", parts, content)
     draw(rows, trainings, out)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
-from benchmarks.harness.report import column, number
 
 Training = dict[str, Any]
 # What ``treespec train evaluate --json`` wrote beside training.json.
@@ -96,30 +95,25 @@ def ablation(trainings: Sequence[Training], kind: str) -> list[Training]:
     return sorted(alike, key=chain_length)
 
 
-def level(name: str, index: int) -> Any:
-    """A column of one level's share."""
-    return lambda t: f"{t[name][index]:.1%}" if index < len(t[name]) else "–"
-
-
-COLUMNS: report.Columns[Training] = {
-    "head": column("name", "{}"),
-    "layers": column("layers", "{}"),
-    "unrolled": lambda t: number(t["training"].get("steps"), "{}"),
-    "feature loss": lambda t: number(t["training"].get("feature_weight"), "{:g}"),
-    "share of text": column("share", "{:.0%}"),
-    "conversations": column("conversations", "{}"),
-    "steps": column("steps", "{}"),
+COLUMNS: report.Columns = {
+    "head": "{name}",
+    "layers": "{layers}",
+    "unrolled": "{training[steps]}",
+    "feature loss": "{training[feature_weight]:g}",
+    "share of text": "{share:.0%}",
+    "conversations": "{conversations}",
+    "steps": "{steps}",
     "positions seen, M": lambda t: f"{t['positions'] / 1e6:.2f}",
-    "MB": column("size_mb", "{:.1f}"),
+    "MB": "{size_mb:.1f}",
     "chain, T = 0": lambda t: f"{chain_length(t):.2f}",
     "chain, T = 1": lambda t: f"{chain_length(t, 'acceptance'):.2f}",
 }
 LEVELS = {"first guess": "accuracy", "accepted": "acceptance"}
-LYANNA_COLUMNS: report.Columns[Training] = {
-    "first token": column("first_token", "{}", "training"),
-    "context": column("context", "{}", "training"),
-    "token info, rank": column("token_info_rank", "{}", "training"),
-    "of tokens": column("token_info", "{}", "training"),
+LYANNA_COLUMNS: report.Columns = {
+    "first token": "{training[first_token]}",
+    "context": "{training[context]}",
+    "token info, rank": "{training[token_info_rank]}",
+    "of tokens": "{training[token_info]}",
 }
 NOTES = (
     "First guess: how often it is the target's likeliest token. Accepted: the chance "
@@ -137,18 +131,17 @@ def sections(trainings: Sequence[Training]) -> list[str]:
     }
     for text in dict.fromkeys(training["text"] for training in trainings):
         named[f"Heads on {text}"] = [t for t in trainings if t["text"] == text]
-    parts = []
+    tables: dict[str, tuple[Sequence[Training], report.Columns]] = {}
     for heading, rows in named.items():
         depth = max((len(training["accuracy"]) for training in rows), default=0)
         levels = {
-            f"{title} t+{i + 1}": level(name, i)
+            f"{title} t+{i + 1}": f"{{{name}[{i}]:.1%}}"
             for title, name in LEVELS.items()
             for i in range(depth)
         }
-        if rows:
-            more = LYANNA_COLUMNS if heading == LYANNA else {}
-            columns = {**COLUMNS, **more, **levels}
-            parts += [f"## {heading}", report.table_of(rows, columns)]
+        more = LYANNA_COLUMNS if heading == LYANNA else {}
+        tables[heading] = rows, {**COLUMNS, **more, **levels}
+    parts = report.sections(tables)
     return [*parts, NOTES] if parts else []
 
 

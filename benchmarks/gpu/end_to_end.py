@@ -267,14 +267,14 @@ def shown_differences(row: Row) -> str:
     return " ".join(shown[:4] + ["…"] * (len(shown) > 4)) or "none"
 
 
-COLUMNS = {
+COLUMNS: report.Columns = {
     "side": lambda row: "plain, other batch" if row["side"] == PLAIN else row["side"],
-    "T": report.column("temperature", "{:g}"),
-    "dtype": report.column("dtype", "{}"),
-    "batch": report.column("batch", "{}"),
+    "T": "{temperature:g}",
+    "dtype": "{dtype}",
+    "batch": "{batch}",
     "identical": lambda row: f"{row['identical']} of {row['answers']}",
-    "tokens": report.column("num_tokens", "{}"),
-    "tokens/step": report.column("acceptance_length", "{:.2f}"),
+    "tokens": "{num_tokens}",
+    "tokens/step": "{acceptance_length:.2f}",
     "first difference (prompt:token)": shown_differences,
 }
 

@@ -66,8 +66,8 @@ def gpu_kernel(
         made = plan.make_plan(job, engines, out, deciding, fresh)
         origin = card.origin("gpu-kernel", commit)
         made = replace(made, commit=origin["commit"])
-    runner = partial(measure_cells, repeats)
-    plan.run_plan(made, origin, contents, render, dry_run=False, runner=runner)
+    measure = partial(plan.execute, runner=partial(measure_cells, repeats))
+    plan.run_plan(made, origin, contents, render, measure=measure)
 
 
 def engine_of(
@@ -183,17 +183,17 @@ def contents(finished: Sequence[plan.StoredCell]) -> report.Content:
     return {"cells": sorted(rows, key=lambda row: [row[key] for key in keys])}
 
 
-COLUMNS = {
-    "nodes": report.column("nodes", "{}"),
-    "context": report.column("context", "{}"),
-    **{f"{side} µs": report.column(side, "{:.1f}", "us") for side in SIDES},
-    "tree / stock": report.column(STOCK, "{:.2f}×", "over"),
-    "tree / fa3": report.column(FA3, "{:.2f}×", "over"),
-    "tree / chain": report.column(CHAIN, "{:.2f}×", "over"),
-    "tree GB/s": report.column("gb_per_s", "{:.0f}"),
-    "of copy": report.column("percent_of_copy", "{:.0f} %"),
-    "float32 error": report.column(TREE, "{:.0e}", "errors", "float32"),
-    "bfloat16 error": report.column(TREE, "{:.0e}", "errors", "bfloat16"),
+COLUMNS: report.Columns = {
+    "nodes": "{nodes}",
+    "context": "{context}",
+    **{f"{side} µs": f"{{us[{side}]:.1f}}" for side in SIDES},
+    "tree / stock": f"{{over[{STOCK}]:.2f}}×",
+    "tree / fa3": f"{{over[{FA3}]:.2f}}×",
+    "tree / chain": f"{{over[{CHAIN}]:.2f}}×",
+    "tree GB/s": "{gb_per_s:.0f}",
+    "of copy": "{percent_of_copy:.0f} %",
+    "float32 error": f"{{errors[float32][{TREE}]:.0e}}",
+    "bfloat16 error": f"{{errors[bfloat16][{TREE}]:.0e}}",
 }
 
 

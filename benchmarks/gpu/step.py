@@ -284,7 +284,7 @@ def gpu_step(
         made = random_plan(shapes, named_sides(nodes, sides), work, folder, fresh)
         origin = card.origin("gpu-step", commit)
         made = replace(made, commit=origin["commit"])
-        plan.run_plan(made, origin, contents, render, dry_run=False)
+        plan.run_plan(made, origin, contents, render)
 
 
 def contents(finished: Sequence[plan.StoredCell]) -> report.Content:
@@ -347,18 +347,18 @@ def rows_of(stored: Sequence[plan.StoredCell], measure: str) -> list[Row]:
     return sorted(rows, key=lambda r: (*(r[k] for k in keys), r["acceptance"] or 0))
 
 
-COLUMNS = {
-    "side": report.column("side", "{}"),
-    "batch": report.column("batch", "{}"),
-    "acceptance": report.column("acceptance", "{:g}"),
-    "tokens/s": report.column("tokens_per_s", "{:.0f}"),
-    "step ms": report.column("step_ms", "{:.2f}"),
-    "/ v1-sync": report.column(PLAIN_SYNC, "{:.2f}×", "over"),
-    "/ default": report.column(PLAIN_DEFAULT, "{:.2f}×", "over"),
-    "forward ms": report.column("forward_ms", "{:.2f}"),
-    "outside ms": report.column("outside_ms", "{:.2f}"),
-    **{f"{stage} ms": report.column(stage, "{:.2f}", "stage_ms") for stage in STAGES},
-    "tokens/step": report.column("acceptance_length", "{:.2f}"),
+COLUMNS: report.Columns = {
+    "side": "{side}",
+    "batch": "{batch}",
+    "acceptance": "{acceptance:g}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "step ms": "{step_ms:.2f}",
+    "/ v1-sync": f"{{over[{PLAIN_SYNC}]:.2f}}×",
+    "/ default": f"{{over[{PLAIN_DEFAULT}]:.2f}}×",
+    "forward ms": "{forward_ms:.2f}",
+    "outside ms": "{outside_ms:.2f}",
+    **{f"{stage} ms": f"{{stage_ms[{stage}]:.2f}}" for stage in STAGES},
+    "tokens/step": "{acceptance_length:.2f}",
 }
 
 

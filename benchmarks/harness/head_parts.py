@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_treespec.batch.stats import StepStats
-from vllm_treespec.tools.side_engine import SideEngine
 from vllm_treespec.tools.sides import Cell, CellResult
 
+if TYPE_CHECKING:
+    from vllm_treespec.tools.side_engine import SideEngine
+
+# Measures a cell, and what the head does in the stage "draft".
+PROFILED = "benchmarks.harness.head_parts:profiled"
 # Parts of the stage "draft", by the method of the head that does them. A head of chains
 # runs all levels when it begins.
 PARTS = {

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
@@ -23,7 +22,6 @@ from vllm_treespec.tools.assets import (
     shipped_drafter,
 )
 from vllm_treespec.tools.prompts import load_prompts, spread
-from vllm_treespec.tools.sides import Side
 
 SHIPPED_HEADS = {
     "redrafter": REDRAFTER,
@@ -104,12 +102,6 @@ def models_of(target: str, draft: str, named: Mapping[str, tuple[str, str]]) -> 
                 f"name a head with {option}"
             )
     return models
-
-
-def identity(heads: Mapping[str, dict[str, str]], side: Side) -> dict[str, Any]:
-    """Name a side and the weights of its head, by folder: others may come later."""
-    head = side.engine.get("speculative_config", {}).get("model")
-    return {**side.model_dump(), "head": heads.get(head)}
 
 
 def take_prompts(file: Path, count: int) -> tuple[list[str], str]:

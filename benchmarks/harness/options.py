@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +19,32 @@ Number = TypeVar("Number", int, float)
 PromptsFile = Annotated[
     Path, typer.Option(help="JSONL with prompt, question, instruction or turns.")
 ]
-NumPrompts = Annotated[int, typer.Option(min=1, help="Taken at even distances.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Prompts, of each workload.")]
+Data = Annotated[
+    Path,
+    typer.Option(
+        help="Folder with the data sets' files, or JSONL with prompts, also with "
+        "workload and prompt."
+    ),
+]
+Workloads = Annotated[
+    str, typer.Option(help="all, or some of chat,code,mathematics,editing,reading.")
+]
+Waves = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="A batch larger than 1 asks this many times its size, one of 1 "
+        "--num-prompts; from 2 on it stays full.",
+    ),
+]
+Trainings = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with trained heads: training.json, and beside it evaluation.json "
+        "of `treespec train evaluate --json`, if there is one."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Per answer.")]
 BatchSizes = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")]
 Temperatures = Annotated[str, typer.Option(help="Comma-separated.")]
@@ -68,6 +93,15 @@ Sides = Annotated[
     typer.Option(help="Only these names or methods, comma-separated; none: no engine."),
 ]
 NONE = "none"
+# Methods that are measured unless spec-configs are given: those that draft from an
+# index, with a draft model, and with each kind of head.
+INDEXES = ("suffix_tree", "hybrid")
+DRAFT_METHODS = ("sd", "rsd_c", "rsd_s")
+HEAD_METHODS = {
+    "redrafter": "redrafter",
+    "medusa": "medusa_tree",
+    "eagle": "eagle_tree",
+}
 Eager = Annotated[bool, typer.Option("--eager", help="Start faster, run slower.")]
 Out = Annotated[
     Path, typer.Option(help="For results; what is finished there is not run again.")
@@ -128,3 +162,21 @@ def eager_modes(text: str) -> list[bool]:
     if text not in modes:
         raise ValueError(f"--engines is {text!r}; write eager, compiled or both")
     return modes[text]
+
+
+def usual_specs(draft: str | None, heads: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The methods that have their model, each with its default tree."""
+    methods = [
+        INDEXES[0],
+        *(DRAFT_METHODS if draft else ()),
+        *(method for kind, method in HEAD_METHODS.items() if kind in heads),
+    ]
+    return [{"method": method} for method in methods]
+
+
+def of_own_text(specs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let indexes know no earlier answers: prompts repeat between cells."""
+    return [
+        {**spec, "max_cached_tokens": 0} if spec.get("method") in INDEXES else spec
+        for spec in specs
+    ]

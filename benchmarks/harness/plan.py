@@ -41,7 +41,13 @@ class StoredCell(Stored):
 
 def without_text(finished: Sequence[StoredCell]) -> list[Content]:
     """What results.json holds of measured cells: all but the answers."""
-    exclude = {"result": {"token_ids"}}
+    exclude: Any = {"result": {"token_ids"}}
+    return [stored.model_dump(mode="json", exclude=exclude) for stored in finished]
+
+
+def without_engines(finished: Sequence[StoredCell]) -> list[Content]:
+    """What results.json holds of measured cells with their answers."""
+    exclude: Any = {"side": {"engine"}}
     return [stored.model_dump(mode="json", exclude=exclude) for stored in finished]
 
 
@@ -169,7 +175,7 @@ def base_job(target: str, prompts: Sequence[str], max_tokens: int, **more: Any) 
 
 
 # Runs a plan's engines and calls a function when some are done; returns failures.
-Measure = Callable[[Plan, Callable[[Failures], None], Runner], Failures]
+Measure = Callable[[Plan, Callable[[Failures], None]], Failures]
 
 
 def run_plan(
@@ -177,8 +183,7 @@ def run_plan(
     origin: Content,
     contents: Callable[[list[StoredCell]], Content],
     render: Callable[[Content, Path], None],
-    dry_run: bool,
-    runner: Runner = run_side,
+    dry_run: bool = False,
     then: Callable[[list[StoredCell]], Plan] | None = None,
     measure: Measure | None = None,
 ) -> None:
@@ -186,7 +191,7 @@ def run_plan(
 
     ``contents`` makes what results.json holds of the finished cells, ``render`` tables
     and plots of it; ``then`` makes a plan of what comes after the finished cells;
-    ``measure`` runs the engines of a plan, one after the other if it is not given.
+    ``measure`` runs the engines of a plan, :func:`execute` if it is not given.
     Exits with status 1 when an engine failed.
     """
 
@@ -206,9 +211,9 @@ def run_plan(
     if dry_run:
         return
     measure = measure or execute
-    failed = measure(plan, write, runner)
+    failed = measure(plan, write)
     if then is not None:
-        failed |= measure(then(plan.finished()), write, runner)
+        failed |= measure(then(plan.finished()), write)
     write(failed)
     console.print(f"wrote results.json, results.md and plots to {plan.out}")
     if failed:

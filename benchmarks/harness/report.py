@@ -10,14 +10,48 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any, TypeVar
 
 from vllm_treespec.tools.store import Stored
 
-Row = TypeVar("Row")
 Content = dict[str, Any]
-# The columns of a table: what a row shows, by heading.
-Columns = Mapping[str, Callable[[Row], str]]
+Key = TypeVar("Key")
+# The columns of a table by heading: a format of a row's values, or a function.
+Columns = Mapping[str, str | Callable[[Any], str]]
+MISSING = "–"
+
+
+class ValuesOfRow(Formatter):
+    """Formats keys of a mapping or attributes of an object; LookupError for None."""
+
+    def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
+        """Look a name up in the row, which stands in place of the keywords."""
+        name = str(key)
+        return kwargs[name] if isinstance(kwargs, Mapping) else getattr(kwargs, name)
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        """Look up what may be missing inside, too."""
+        try:
+            found = super().get_field(field_name, args, kwargs)
+        except TypeError:  # None holds nothing
+            raise LookupError(field_name) from None
+        if found[0] is None:
+            raise LookupError(field_name)
+        return found
+
+
+VALUES = ValuesOfRow()
+
+
+def written(row: Any, column: str | Callable[[Any], str]) -> str:
+    """Write what a column shows of a row, or a dash if a value is missing."""
+    if not isinstance(column, str):
+        return column(row)
+    try:
+        return VALUES.vformat(column, (), row)
+    except LookupError:
+        return MISSING
 
 
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -26,31 +60,39 @@ def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [headings, rules, *lines])
 
 
-def table_of(rows: Sequence[Row], columns: Columns[Row]) -> str:
+def table_of(rows: Sequence[Any], columns: Columns) -> str:
     """Write a line for each row."""
-    lines = [[show(row) for show in columns.values()] for row in rows]
+    lines = [[written(row, show) for show in columns.values()] for row in rows]
     return table(list(columns), lines)
 
 
-def number(value: float | None, form: str) -> str:
-    """Format a number that may be missing."""
-    return "–" if value is None else form.format(value)
+def grid(
+    headings: Sequence[str],
+    columns: Mapping[Key, str],
+    cells: Mapping[tuple[tuple[str, ...], Key], str],
+) -> str:
+    """Write a line for each first half of the cells' keys.
+
+    Args:
+        headings: of what names a line.
+        columns: headings of the second halves.
+        cells: texts by line and column.
+
+    """
+    lines = [
+        [*line, *(cells.get((line, column), MISSING) for column in columns)]
+        for line in dict.fromkeys(line for line, _ in cells)
+    ]
+    return table([*headings, *columns.values()], lines)
 
 
-def column(key: str, form: str, *inside: str) -> Callable[[Any], str]:
-    """Make a column: a value of the row, or of mappings in it, if it is there."""
-
-    def show(row: Any) -> str:
-        for name in inside:
-            row = row[name]
-        return number(row.get(key), form)
-
-    return show
-
-
-def spread(median: float, low: float, high: float, rounds: int = 2) -> str:
-    """Write a median of rounds with its range, if there is one."""
-    return f"{median:.1f}" + (f" ({low:.1f}–{high:.1f})" if rounds > 1 else "")
+def sections(tables: Mapping[str, tuple[Sequence[Any], Columns]]) -> list[str]:
+    """Write a heading and a table for each that has rows."""
+    return [
+        f"## {title}\n\n{table_of(rows, columns)}"
+        for title, (rows, columns) in tables.items()
+        if rows
+    ]
 
 
 def listing(values: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm_treespec.tools.side_engine import SideEngine
 
 RESCORING = "rescoring"
+# Log-likelihoods per token of a cell's answers, by name of the cell.
+Scores = Mapping[str, Sequence[float]]
 
 
 def name_of(stored: StoredCell) -> str:

@@ -3,95 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from benchmarks.eagle.trainings import read_trainings
 from benchmarks.harness import options
-from benchmarks.harness import plan as plans
-from benchmarks.harness.models import identity, models_of, take_prompts
-from benchmarks.harness.provenance import model, provenance
+from benchmarks.harness.experiment import HeadOptions, Run, experiment
+from benchmarks.harness.models import models_of, take_prompts
+from benchmarks.harness.plan import StoredCell, base_job, without_text
 from benchmarks.harness.report import Content
+from benchmarks.harness.rows import Entry
 from benchmarks.lyanna import parts
 from benchmarks.lyanna.coverage import coverage_of
 from benchmarks.lyanna.heads import full_twin, variant_of
 from benchmarks.lyanna.report import render
 from benchmarks.lyanna.rows import curves_of, evidence_of
 from vllm_treespec.heads import LyannaHeadConfig, read_head_config
-from vllm_treespec.tools.prompts import SHIPPED, spread
-from vllm_treespec.tools.sides import choose_sides
+from vllm_treespec.tools.prompts import spread
 
 __all__ = ["lyanna", "render"]
 
-Variants = Annotated[
-    list[str] | None,
-    typer.Option(help="Folder of a Lyanna head for table 1. May be repeated."),
-]
-Trainings = Annotated[
-    Path | None, typer.Option(help="Folder with trained heads: table 2, figure 5.")
-]
-Text = Annotated[
-    Path | None, typer.Option(help="JSONL of `treespec train --text`: figure 7.")
-]
-Table1Prompts = Annotated[int, typer.Option(min=1, help="Prompts of table 1.")]
+
+@dataclass(frozen=True)
+class Options(HeadOptions):
+    """Options of ``lyanna``."""
+
+    num_prompts: options.NumPrompts = 16
+    rounds: options.Rounds = 3
+    eagle: options.Head = ""
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder of a Lyanna head for table 1. May be repeated."),
+    ] = None
+    text: Annotated[
+        Path | None, typer.Option(help="JSONL of `treespec train --text`: figure 7.")
+    ] = None
+    table1_prompts: Annotated[int, typer.Option(min=1, help="Prompts of table 1.")] = 48
+    batch_sizes: options.BatchSizes = "1,2,4,8,16"
 
 
-def lyanna(
-    head: options.Head = "",
-    eagle: options.Head = "",
-    variants: Variants = None,
-    trainings: Trainings = None,
-    text: Text = None,
-    prompts: options.PromptsFile = SHIPPED,
-    num_prompts: options.NumPrompts = 16,
-    table1_prompts: Table1Prompts = 48,
-    tokens: options.MaxTokens = 64,
-    batch_sizes: options.BatchSizes = "1,2,4,8,16",
-    sides: options.Sides = "",
-    rounds: options.Rounds = 3,
-    stock_depth: options.StockDepth = 6,
-    target: options.Target = "",
-    draft: options.Draft = "",
-    eager: options.Eager = False,
-    out: options.Out = Path("runs/lyanna"),
-    fresh: options.Fresh = False,
-    dry_run: options.DryRun = False,
-) -> None:
+@experiment
+def lyanna(asked: Options) -> Run:
     """Redo tables 1 and 2 and figures 5, 7 to 13 of the Lyanna paper."""
-    with options.one_line_errors("lyanna"):
-        sizes = options.numbers(batch_sizes, "--batch-sizes", int, 1)
-        trained = [] if trainings is None else read_trainings(trainings, by_step=True)
-        named = {"lyanna": ("--head", head), "eagle": ("--eagle", eagle)}
-        models = models_of(target, draft, named)
-        more: Content = {
-            "coverage": [] if text is None else coverage_of(text, models.target),
-            "curves": curves_of(trained),
-        }
-        names = options.words(sides)
-        heads = dict(models.heads)
-        for kind, folder in models.heads.items():
-            heads[f"{kind}-full"] = full_twin(kind, folder, models.target, out)
-        own = [heads["lyanna"]] if "lyanna" in heads else []
-        labels = labels_of([*own, *(variants or [])])
-        every = parts.all_sides(models.draft, heads, list(labels), eager, stock_depth)
-        chosen = [] if names == [options.NONE] else choose_sides(every, names)
-        entries = parts.entries_of(every, sizes, num_prompts)
-        asked, source = take_prompts(prompts, max(table1_prompts, num_prompts))
-        first = spread(asked, num_prompts)
-        asked = first + [prompt for prompt in asked if prompt not in first]
-        job = plans.base_job(models.target, asked, tokens)
-        engines = parts.engines_of(chosen, entries, rounds)
-        weights = models.named()
-        deciding = [weights["target"], weights.get("draft"), eager]
-        identify = partial(identity, {f: model(f) for f in [*heads.values(), *labels]})
-        plan = plans.make_plan(job, engines, out, deciding, fresh, identify)
-    more |= {"labels": {parts.table1_name(f): said for f, said in labels.items()}}
-    origin = provenance("lyanna", models=weights, prompts=source)
-    origin["engines"] = "eager" if eager else "compiled"
-    plans.run_plan(plan, origin, partial(evidence, entries, more), render, dry_run)
+    sizes = options.numbers(asked.batch_sizes, "--batch-sizes", int, 1)
+    trained = read_trainings(asked.trainings, by_step=True) if asked.trainings else []
+    named = {"lyanna": ("--head", asked.head), "eagle": ("--eagle", asked.eagle)}
+    models = models_of(asked.target, asked.draft, named)
+    heads = dict(models.heads)
+    for kind, folder in models.heads.items():
+        heads[f"{kind}-full"] = full_twin(kind, folder, models.target, asked.out)
+    own = [heads["lyanna"]] if "lyanna" in heads else []
+    labels = labels_of([*own, *(asked.variants or [])])
+    more: Content = {
+        "coverage": coverage_of(asked.text, models.target) if asked.text else [],
+        "curves": curves_of(trained),
+        "labels": {parts.table1_name(folder): said for folder, said in labels.items()},
+    }
+    every = parts.all_sides(
+        models.draft, heads, list(labels), asked.eager, asked.stock_depth
+    )
+    entries = parts.entries_of(every, sizes, asked.num_prompts)
+    count = max(asked.table1_prompts, asked.num_prompts)
+    prompts, source = take_prompts(asked.prompts, count)
+    first = spread(prompts, asked.num_prompts)
+    prompts = first + [prompt for prompt in prompts if prompt not in first]
+    return Run(
+        job=base_job(models.target, prompts, asked.max_tokens),
+        engines=parts.engines_of(asked.chosen(every), entries, asked.rounds),
+        models=models,
+        prompts=source,
+        contents=lambda _, finished: evidence(entries, more, finished),
+        render=render,
+        deciding=asked.eager,
+        origin=asked.origin(),
+        own_heads=[*heads.values(), *labels],
+    )
 
 
 def labels_of(folders: Sequence[str]) -> dict[str, str]:
@@ -115,9 +104,8 @@ def labels_of(folders: Sequence[str]) -> dict[str, str]:
 
 
 def evidence(
-    entries: parts.Entries, more: Content, finished: Sequence[plans.StoredCell]
+    entries: Sequence[Entry], more: Content, finished: Sequence[StoredCell]
 ) -> Content:
     """Make what results.json holds; rounds are kept without their text."""
-    without: Any = {"side": {"engine"}, "result": {"token_ids"}}
-    runs = [stored.model_dump(mode="json", exclude=without) for stored in finished]
-    return {**evidence_of(entries, finished), **more, "runs": runs}
+    runs = {"runs": without_text(finished)}
+    return {**evidence_of(entries, finished), **more, **runs}

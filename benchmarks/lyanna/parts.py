@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness.head_rows import PROFILED, Entry
+from benchmarks.harness.head_parts import PROFILED
 from benchmarks.harness.plan import Engine
+from benchmarks.harness.rows import Entry, engines_of_entries
 from vllm_treespec.tools import sides as kinds
 from vllm_treespec.tools.sides import Cell, Side, side_of_trees
 
@@ -29,8 +31,6 @@ WITH_LEFTOVERS = "benchmarks.lyanna.engine:with_leftovers"
 OUTPUT_LAYER = "benchmarks.lyanna.engine:output_layer"
 PROFILED_PROMPTS = 4
 ANY_SIZE = 1 << 16
-# By part, what the sides measure for it.
-Entries = dict[str, list[Entry]]
 
 
 class Kind(NamedTuple):
@@ -101,13 +101,13 @@ def all_sides(
 
 def entries_of(
     sides: Sequence[Side], batch_sizes: Sequence[int], num_prompts: int
-) -> Entries:
-    """All rows and points of these sides, by part."""
-    entries: Entries = {part: [] for part in PARTS}
-    for side in sides:
-        for part, cell in cells_of(side, batch_sizes, num_prompts):
-            entries[part].append(Entry(side.name, side, cell))
-    return entries
+) -> list[Entry]:
+    """All rows and points of these sides."""
+    return [
+        Entry(side.name, side, cell, part)
+        for side in sides
+        for part, cell in cells_of(side, batch_sizes, num_prompts)
+    ]
 
 
 def cells_of(
@@ -135,11 +135,11 @@ def cells_of(
         yield OUTPUT, cell.model_copy(update={"measure": OUTPUT_LAYER})
 
 
-def engines_of(sides: Sequence[Side], entries: Entries, rounds: int) -> list[Engine]:
+def engines_of(
+    sides: Sequence[Side], entries: Sequence[Entry], rounds: int
+) -> list[Engine]:
     """Make an engine for each side; greedy acceptance of table 1 needs one round."""
-    engines = []
-    for side in sides:
-        cells = [e.cell for es in entries.values() for e in es if e.side is side]
-        once = side.name.startswith(TABLE1)
-        engines.append(Engine(side, cells, 1 if once else rounds))
-    return engines
+    return [
+        replace(engine, rounds=1) if engine.side.name.startswith(TABLE1) else engine
+        for engine in engines_of_entries(sides, entries, rounds)
+    ]

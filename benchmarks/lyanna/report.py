@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import plot, report
-from benchmarks.harness.head_rows import COLUMNS, HeadRow
-from benchmarks.harness.report import Content, column, number
+from benchmarks.harness.report import Columns, Content
+from benchmarks.harness.rows import COLUMNS, HeadRow
 from benchmarks.lyanna.coverage import SHARES
 from benchmarks.lyanna.parts import LYANNA_HOT, MERGE, REPLACE
 from benchmarks.lyanna.rows import ACCURACY
@@ -19,54 +18,49 @@ NOTE = (
     "Speed-ups are over plain vLLM at the same batch size. The paper's 3.3× is over "
     "speculative decoding with a draft model; its figures have no plain decoding."
 )
-RATIOS: report.Columns[Row] = {
-    "of": column("of", "{}"),
-    "ratio": column("ratio", "{}"),
-    "batch size or depth": column("at", "{}"),
-    "median": column("median", "{:.3f}"),
-    "min": column("min", "{:.3f}"),
-    "max": column("max", "{:.3f}"),
+RATIOS: Columns = {
+    "of": "{of}",
+    "ratio": "{ratio}",
+    "batch size or depth": "{at}",
+    "median": "{median:.3f}",
+    "min": "{min:.3f}",
+    "max": "{max:.3f}",
 }
-FIGURE12: report.Columns[HeadRow] = {
-    "batch": lambda row: str(row.cell.batch_size),
+FIGURE12: Columns = {
+    "batch": "{cell.batch_size}",
     **COLUMNS,
-    "leftover nodes": lambda row: number(row.leftover_nodes, "{:.2f}"),
-    "of them accepted": lambda row: number(row.leftover_accepted, "{:.3f}"),
+    "leftover nodes": "{leftover_nodes:.2f}",
+    "of them accepted": "{leftover_accepted:.3f}",
 }
-
-
-def share_of(row: Row, index: int) -> str:
-    """Write the share of one step with its error."""
-    found = row["steps"][index:]
-    return "{share:.1%} ± {error:.1%}".format(**found[0]) if found else "–"
-
-
-TABLE1: report.Columns[Row] = {
+TABLE1: Columns = {
     "head": lambda row: f"{row['label']} ({row['side'].removeprefix('table1-')})",
-    **{f"step {index + 1}": partial(share_of, index=index) for index in range(3)},
-    "tokens/step": column("length", "{:.2f}"),
-    "trees": column("trees", "{}"),
+    **{
+        f"step {n + 1}": f"{{steps[{n}][share]:.1%}} ± {{steps[{n}][error]:.1%}}"
+        for n in range(3)
+    },
+    "tokens/step": "{length:.2f}",
+    "trees": "{trees}",
 }
-OUTPUT: report.Columns[Row] = {
-    "side": column("side", "{}"),
-    "5 rows at once, ms": column("once_ms", "{:.3f}"),
-    "one by one, ms": column("rows_ms", "{:.3f}"),
+OUTPUT: Columns = {
+    "side": "{side}",
+    "5 rows at once, ms": "{once_ms:.3f}",
+    "one by one, ms": "{rows_ms:.3f}",
     "ratio": lambda row: f"{row['once_ms'] / row['rows_ms']:.3f}",
-    "softmax at once, ms": column("softmax_once_ms", "{:.3f}"),
-    "softmax one by one, ms": column("softmax_rows_ms", "{:.3f}"),
+    "softmax at once, ms": "{softmax_once_ms:.3f}",
+    "softmax one by one, ms": "{softmax_rows_ms:.3f}",
 }
-DRAFTING: report.Columns[Row] = {
-    "side": column("side", "{}"),
-    "depth": column("depth", "{}"),
-    "drafting, ms": column("draft", "{:.2f}"),
-    "head's forwards": column("draft_forward", "{:.2f}"),
-    "committed tokens": column("pairs", "{:.2f}"),
-    "levels": column("levels", "{:.2f}"),
+DRAFTING: Columns = {
+    "side": "{side}",
+    "depth": "{depth}",
+    "drafting, ms": "{draft:.2f}",
+    "head's forwards": "{draft_forward:.2f}",
+    "committed tokens": "{pairs:.2f}",
+    "levels": "{levels:.2f}",
 }
-COVERAGE: report.Columns[Row] = {
-    "share of tokens": column("share", "{:.1%}"),
-    "tokens": column("tokens", "{}"),
-    "share of occurrences": column("occurrences", "{:.2%}"),
+COVERAGE: Columns = {
+    "share of tokens": "{share:.1%}",
+    "tokens": "{tokens}",
+    "share of occurrences": "{occurrences:.2%}",
 }
 
 
@@ -81,7 +75,7 @@ def render(content: Content, out: Path) -> None:
     ]
     chains.sort(key=lambda row: row.cell.batch_size)
     table1 = [{**row, "label": labels.get(row["side"])} for row in content["table1"]]
-    parts: dict[str, tuple[Sequence[Any], report.Columns[Any]]] = {
+    parts: dict[str, tuple[Sequence[Any], Columns]] = {
         f"Figures 8 to 11: T = 0, batch {size}": (
             [row for row in rows if row.cell.batch_size == size],
             COLUMNS,
@@ -97,24 +91,21 @@ def render(content: Content, out: Path) -> None:
         "Figure 13a: output layer": (content["output"], OUTPUT),
         "Figure 13b: drafting, ms a step": (content["drafting"], DRAFTING),
     }
-    texts = [
-        f"## {title}\n\n{report.table_of(held, columns)}"
-        for title, (held, columns) in parts.items()
-        if held
-    ]
-    report.write_markdown(out, "Lyanna's evidence", [*texts, NOTE], content)
+    texts = [*report.sections(parts), NOTE]
+    report.write_markdown(out, "Lyanna's evidence", texts, content)
     draw(rows, content, out)
 
 
-def table2(curves: Sequence[Row]) -> tuple[list[Row], report.Columns[Row]]:
+def table2(curves: Sequence[Row]) -> tuple[list[Row], Columns]:
     """Accuracies by step, a column for each head."""
     steps: dict[int, Row] = {}
-    columns = {"step": column("step", "{}")}
+    columns = {"step": "{step}"}
     for point in curves:
         if point["metric"] == ACCURACY:
             at, head = point["step"], point["head"]
-            steps.setdefault(at, {"step": at})[head] = point["value"]
-            columns[head] = column(head, "{:.2%}")
+            row = steps.setdefault(at, {"step": at, "heads": {}})
+            row["heads"][head] = point["value"]
+            columns[head] = f"{{heads[{head}]:.2%}}"
     return [steps[at] for at in sorted(steps)], columns
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.eagle.trainings import Training
-from benchmarks.harness.head_rows import by_key, rows_of
 from benchmarks.harness.plan import StoredCell
+from benchmarks.harness.rows import Entry, by_key, rows_of
 from benchmarks.lyanna import parts
 from benchmarks.lyanna.heads import variant_of
 from vllm_treespec.batch.stats import DRAFT_FORWARD
@@ -41,11 +41,14 @@ CURVES = {
 
 
 def evidence_of(
-    entries: parts.Entries, finished: Sequence[StoredCell]
+    entries: Sequence[Entry], finished: Sequence[StoredCell]
 ) -> dict[str, list[Row]]:
     """Rows of every part that engines measure, and ratios."""
     held = by_key(finished)
-    done = {part: [e for e in es if e.key in held] for part, es in entries.items()}
+    done: dict[str, list[Entry]] = {part: [] for part in parts.PARTS}
+    for entry in entries:
+        if entry.key in held:
+            done[entry.part].append(entry)
     speed, drafting = done[parts.SPEED], done[parts.DRAFTING]
     speeds = {
         (PLAIN if e.side.family == PLAIN else e.kind, e.cell.batch_size): {

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import plot, report
-from benchmarks.harness.report import Content, number
+from benchmarks.harness.report import Columns, Content
+from benchmarks.harness.rows import SPEEDS
 from benchmarks.redrafter.parts import PARTS, WITHOUT, head_of
 from benchmarks.redrafter.rows import Row
 
-Column = Callable[[Row], str]
 # Columns of a row, and the titles of their panels.
 TABLE1_PANELS = {
     "tokens_per_s": "tokens/s",
@@ -36,70 +36,51 @@ SIZE_LINES = {
 ERRORS: dict[str, Any] = {"errorbar": ("pi", 100)}
 
 
-def value(name: str, form: str = "{}") -> Column:
-    """Make a column of numbers that may be missing."""
-    return lambda row: number(row[name], form)
-
-
-def mean(name: str, digits: int = 2) -> Column:
+def mean(name: str, digits: int = 2) -> str:
     """Make a column of means with their errors."""
-    return lambda row: shown(row[name], digits)
+    return f"{{{name}[mean]:.{digits}f}} ± {{{name}[error]:.{digits}f}}"
 
 
-def shown(value: Mapping[str, float] | None, digits: int = 2) -> str:
-    """Write a mean with its error."""
-    if value is None:
-        return "–"
-    return f"{value['mean']:.{digits}f} ± {value['error']:.{digits}f}"
-
-
-def speeds(row: Row) -> str:
-    """Write tokens per second with their range over the rounds."""
-    names = ("tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "rounds")
-    return report.spread(*(row[name] for name in names))
-
-
-TABLE1_COLUMNS: dict[str, Column] = {
-    "side": value("label"),
-    "head parameters": value("parameters", "{:.2f} M"),
-    "T": value("temperature", "{:g}"),
-    "tokens/s": speeds,
-    "tokens/step": mean("tokens_per_step"),
-    "speed-up": value("speedup", "{:.2f}×"),
+SPEED: Columns = {"tokens/s (min–max)": SPEEDS, "tokens/step": mean("tokens_per_step")}
+TABLE1_COLUMNS: Columns = {
+    "side": "{label}",
+    "head parameters": "{parameters:.2f} M",
+    "T": "{temperature:g}",
+    **SPEED,
+    "speed-up": "{speedup:.2f}×",
     "quality": mean("quality", 3),
     "quality − plain greedy's": mean("quality_gain", 3),
-    "rounds": value("rounds"),
+    "rounds": "{rounds}",
 }
-TABLE2_COLUMNS: dict[str, Column] = {
-    "acceptance": value("label"),
-    "T": value("temperature", "{:g}"),
-    "tokens/s": speeds,
-    "tokens/step": mean("tokens_per_step"),
-    "speed-up at this T": value("speedup", "{:.2f}×"),
-    "over plain greedy": value("speedup_over_greedy", "{:.2f}×"),
+TABLE2_COLUMNS: Columns = {
+    "acceptance": "{label}",
+    "T": "{temperature:g}",
+    **SPEED,
+    "speed-up at this T": "{speedup:.2f}×",
+    "over plain greedy": "{speedup_over_greedy:.2f}×",
     "quality": mean("quality", 3),
     "quality gain": mean("quality_gain", 3),
-    "rounds": value("rounds"),
+    "rounds": "{rounds}",
 }
-SIZE_COLUMNS: dict[str, Column] = {
-    "beam width × length": lambda row: "{beam_width} × {length}".format(**row),
-    "without": value("num_candidates"),
-    "with: mean": value("mean", "{:.1f}"),
-    "1st percentile": value("low"),
-    "99th percentile": value("high"),
+SIZE_COLUMNS: Columns = {
+    "beam width × length": "{beam_width} × {length}",
+    "without": "{num_candidates}",
+    "with: mean": "{mean:.1f}",
+    "1st percentile": "{low}",
+    "99th percentile": "{high}",
     "ratio": lambda row: f"{row['num_candidates'] / row['mean']:.2f}",
-    "trees": value("num_trees"),
+    "trees": "{num_trees}",
 }
-FIGURE6_COLUMNS: dict[str, Column] = {
-    "side": value("label"),
-    "batch": value("batch_size"),
+FIGURE6_COLUMNS: Columns = {
+    "side": "{label}",
+    "batch": "{batch_size}",
     "tokens/s per request": lambda r: f"{r['tokens_per_s'] / r['batch_size']:.1f}",
-    "throughput, tokens/s": speeds,
-    "speed-up": value("speedup", "{:.2f}×"),
-    "tokens/step": mean("tokens_per_step"),
-    "draft tokens per tree": value("mean_drafts", "{:.1f}"),
-    "rounds": value("rounds"),
+    **SPEED,
+    "speed-up": "{speedup:.2f}×",
+    "draft tokens per tree": "{mean_drafts:.1f}",
+    "rounds": "{rounds}",
 }
+STRETCH = mean("tokens_per_step")
 
 
 def render(content: Content, out: Path) -> None:
@@ -110,17 +91,20 @@ def render(content: Content, out: Path) -> None:
         count = content["parameters"].get(head_of(row["side"]))
         row["parameters"] = count and count / 1e6
     spans, sizes = content["stretches"], content["compressions"]
-    sections = {
-        "Table 1: Medusa and ReDrafter": report.table_of(table1, TABLE1_COLUMNS),
-        "Table 2: acceptance by temperature": report.table_of(table2, TABLE2_COLUMNS),
-        "Figure 5a: tokens per step": stretch_table(spans),
-        "Figure 5b: compression by tree attention": report.table_of(
-            sizes, SIZE_COLUMNS
-        ),
-        "Figure 6: speed and throughput": report.table_of(figure6, FIGURE6_COLUMNS),
-    }
-    held = zip(sections.items(), (table1, table2, spans, sizes, figure6), strict=True)
-    texts = [f"## {heading}\n\n{text}" for (heading, text), rows in held if rows]
+    texts = report.sections(
+        {
+            "Table 1: Medusa and ReDrafter": (table1, TABLE1_COLUMNS),
+            "Table 2: acceptance by temperature": (table2, TABLE2_COLUMNS),
+        }
+    )
+    if spans:
+        texts += ["## Figure 5a: tokens per step", stretch_table(spans)]
+    texts += report.sections(
+        {
+            "Figure 5b: compression by tree attention": (sizes, SIZE_COLUMNS),
+            "Figure 6: speed and throughput": (figure6, FIGURE6_COLUMNS),
+        }
+    )
     report.write_markdown(out, "ReDrafter's evidence", texts, content)
     draw_tables(table1, table2, out)
     draw_figures(spans, sizes, figure6, out)
@@ -128,13 +112,14 @@ def render(content: Content, out: Path) -> None:
 
 def stretch_table(stretches: Sequence[Row]) -> str:
     """Write tokens per step: beam widths by stretches of the answers."""
-    spans = {s["first"]: f"tokens {s['first']}–{s['last']}" for s in stretches}
-    cells = {(s["beam_width"], s["first"]): s["tokens_per_step"] for s in stretches}
-    lines = [
-        [str(width), *(shown(cells.get((width, first))) for first in spans)]
-        for width in dict.fromkeys(s["beam_width"] for s in stretches)
-    ]
-    return report.table(["beam width", *spans.values()], lines)
+    return report.grid(
+        ["beam width"],
+        {s["first"]: f"tokens {s['first']}–{s['last']}" for s in stretches},
+        {
+            ((str(s["beam_width"]),), s["first"]): report.written(s, STRETCH)
+            for s in stretches
+        },
+    )
 
 
 def ends(value: Any) -> list[float | None]:

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.plan import StoredCell
-from benchmarks.harness.rescoring import name_of
+from benchmarks.harness.rescoring import Scores, name_of
+from benchmarks.harness.rows import standard_error
 from benchmarks.redrafter.parts import TABLES, TRACED, Entry
-from benchmarks.rsd.law import Scores
-from benchmarks.rsd.metrics import standard_error
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell
 
 # How many stretches of equal length figure 5a divides an answer into.

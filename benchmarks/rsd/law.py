@@ -6,14 +6,14 @@ labels are permuted within each prompt; p-values are exact up to the number of d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from benchmarks.harness.plan import StoredCell
-from benchmarks.harness.rescoring import name_of
+from benchmarks.harness.rescoring import Scores, name_of
 from vllm_treespec.tools.sides import PLAIN
 
 NUM_PERMUTATIONS = 4999
@@ -26,7 +26,6 @@ MIN_COUNT = 5
 COMPARED = slice(1, 9)
 # Standard deviations on each side of a 95% interval.
 HALF_WIDTH = float(stats.norm.ppf(0.975))
-Scores = Mapping[str, Sequence[float]]
 Cells = Sequence[StoredCell]
 # By prompt and answer.
 Tokens = Sequence[Sequence[Sequence[int]]]

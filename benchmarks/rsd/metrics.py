@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from benchmarks.harness.plan import StoredCell
+from benchmarks.harness.rows import standard_error
 from benchmarks.rsd.trees import tree_of, trees_of
 from vllm_treespec.tools.sides import PLAIN, Acceptance
 
@@ -21,16 +22,6 @@ def mbsu(block_efficiency: float, depth: int, size_ratio: float) -> float:
     from draft size over target size, as here.
     """
     return block_efficiency / (depth * size_ratio + 1)
-
-
-def standard_error(acceptance: Acceptance) -> float:
-    """Standard error of the acceptance length, steps taken as independent.
-
-    Uses E[a] = sum P(a >= d) and E[a²] = sum (2 d - 1) P(a >= d) over depths d.
-    """
-    shares = [count / acceptance.trees for count in acceptance.at_least]
-    square = sum((2 * d - 1) * share for d, share in enumerate(shares, 1))
-    return float((max(square - sum(shares) ** 2, 0.0) / acceptance.trees) ** 0.5)
 
 
 def rows_of(measured: Sequence[StoredCell], size_ratio: float) -> list[Row]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import plot, report
-from benchmarks.harness.report import Content, number
+from benchmarks.harness.report import Columns, Content
 from benchmarks.rsd.metrics import Row
 from benchmarks.rsd.trees import METHODS
 
@@ -21,37 +21,29 @@ TITLES = {
     "mbsu": "memory-bound speed-up",
     "token_rate_ratio": "token rate / plain",
 }
-TREE_COLUMNS: report.Columns[Row] = {
-    "tree": lambda row: row["name"],
-    "temperature": lambda row: f"{row['temperature']:g}",
-    "L": lambda row: str(row["depth"]),
-    "drafts": lambda row: str(row["num_drafts"]),
-    "tokens": lambda row: str(row["num_tokens"]),
-    "block efficiency": lambda row: (
-        "{block_efficiency:.3f} ± {block_efficiency_error:.3f}".format(**row)
-    ),
-    "MBSU": lambda row: f"{row['mbsu']:.3f}",
-    "tokens/s": lambda row: f"{row['token_rate']:.1f}",
-    "tokens/s ÷ plain": lambda row: number(row["token_rate_ratio"], "{:.3f}"),
-    "rounds": lambda row: str(row["rounds"]),
+TREE_COLUMNS: Columns = {
+    "tree": "{name}",
+    "temperature": "{temperature:g}",
+    "L": "{depth}",
+    "drafts": "{num_drafts}",
+    "tokens": "{num_tokens}",
+    "block efficiency": "{block_efficiency:.3f} ± {block_efficiency_error:.3f}",
+    "MBSU": "{mbsu:.3f}",
+    "tokens/s": "{token_rate:.1f}",
+    "tokens/s ÷ plain": "{token_rate_ratio:.3f}",
+    "rounds": "{rounds}",
 }
-INTERVAL = "{mean:.3f} ({low:.3f} to {high:.3f})"
-LAW_COLUMNS: report.Columns[Row] = {
+INTERVAL = "{%(of)s[mean]:.3f} ({%(of)s[low]:.3f} to {%(of)s[high]:.3f})"
+LAW_COLUMNS: Columns = {
     "first, second": lambda test: (
         ("control: " if test["control"] else "") + "{first}; {second}".format(**test)
     ),
-    "answers": lambda test: "{} {}".format(*test["num_answers"]),
-    "mean of the first": lambda test: INTERVAL.format(**test["first_mean"]),
-    "of the second": lambda test: INTERVAL.format(**test["second_mean"]),
-    "difference": lambda test: INTERVAL.format(**test["difference"]["interval"]),
-    "p": lambda test: f"{test['difference']['p_value']:.4f}",
-    "p of the tokens": lambda test: number(test["token_p_value"], "{:.4f}"),
-}
-TEXT_COLUMNS: report.Columns[Row] = {
-    "answers of": lambda row: "{method}, temperature {temperature:g}".format(**row),
-    "answers": lambda row: str(row["num_answers"]),
-    "BLEU": lambda row: f"{row['bleu']:.2f}",
-    "ROUGE-2": lambda row: f"{row['rouge_2']:.2f}",
+    "answers": "{num_answers[0]} {num_answers[1]}",
+    "mean of the first": INTERVAL % {"of": "first_mean"},
+    "of the second": INTERVAL % {"of": "second_mean"},
+    "difference": INTERVAL % {"of": "difference[interval]"},
+    "p": "{difference[p_value]:.4f}",
+    "p of the tokens": "{token_p_value:.4f}",
 }
 
 
@@ -64,37 +56,41 @@ def render(content: Content, out: Path) -> None:
         if best:
             parts += [f"## {heading}", *best_tables(best)]
             draw(best, X_LABELS[experiment], out / f"{experiment}.png")
-    parts += ["## All trees", report.table_of(rows, TREE_COLUMNS)]
-    parts.append("## Is the output law the target's?")
-    parts.append(report.table_of(content["law"], LAW_COLUMNS))
+    parts += report.sections(
+        {
+            "All trees": (rows, TREE_COLUMNS),
+            "Is the output law the target's?": (content["law"], LAW_COLUMNS),
+        }
+    )
     smallest = smallest_p_value(content["law"])
     if smallest is not None:
         parts.append(
             "Smallest p-value times the number of tests, the control's left out: "
             f"{smallest:.3f}."
         )
-    if content["texts"]:
-        parts += ["## References", report.table_of(content["texts"], TEXT_COLUMNS)]
     report.write_markdown(out, "The RSD paper's experiments", parts, content)
 
 
 def best_tables(best: Sequence[Row]) -> list[str]:
     """One table per temperature and metric: methods by sizes."""
-    sizes = sorted({point["size"] for point in best})
-    tables = []
-    for temperature in sorted({point["temperature"] for point in best}):
-        for metric, title in TITLES.items():
-            values = {
-                (p["method"], p["size"]): (
-                    f"{p['value']:.3f} ({p['tree'].removeprefix(p['method'] + '-')})"
+    sizes = {size: str(size) for size in sorted({point["size"] for point in best})}
+    return [
+        report.grid(
+            [f"{title}, temperature {temperature:g}"],
+            sizes,
+            {
+                ((method,), p["size"]): (
+                    f"{p['value']:.3f} ({p['tree'].removeprefix(method + '-')})"
                 )
+                for method in METHODS
                 for p in best
-                if (p["temperature"], p["metric"]) == (temperature, metric)
-            }
-            lines = [[m, *(values.get((m, s), "–") for s in sizes)] for m in METHODS]
-            heading = f"{title}, temperature {temperature:g}"
-            tables.append(report.table([heading, *map(str, sizes)], lines))
-    return tables
+                if (p["temperature"], p["metric"], p["method"])
+                == (temperature, metric, method)
+            },
+        )
+        for temperature in sorted({point["temperature"] for point in best})
+        for metric, title in TITLES.items()
+    ]
 
 
 def smallest_p_value(law: Sequence[dict[str, Any]]) -> float | None:

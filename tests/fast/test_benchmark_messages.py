@@ -40,7 +40,6 @@ alternate --vary MOST_SURE=0.9,0.95 => is not module:NAME=VALUE
 alternate --vary SURE=high => is no list of numbers
 alternate --vary SUREs=1,2 => there is no number
 workloads --data IN => --draft
-workloads --draft x => --data
 gpu-kernel --nodes '' => --nodes
 gpu-kernel --nodes 0 => --nodes
 gpu-kernel --nodes 1,x => --nodes

@@ -9,24 +9,24 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.eagle import engine as in_engine
+from benchmarks.eagle import plain_step
 from benchmarks.eagle.experiment import evidence
 from benchmarks.eagle.parts import (
     EAGLE_TREES,
-    IN_TURN,
     KINDS,
-    PLAIN_STEP,
     REDRAFTER_TREES,
     all_sides,
     engines_of,
     entries_of,
     trees_by_kind,
 )
+from benchmarks.eagle.plain_step import IN_TURN, PLAIN_STEP
 from benchmarks.eagle.trainings import chain_length, read_trainings
 from benchmarks.harness import head_parts, plot, report
-from benchmarks.harness.head_rows import Entry, rows_of
-from benchmarks.harness.models import Models, identity, models_of
+from benchmarks.harness.experiment import identity
+from benchmarks.harness.models import Models, models_of
 from benchmarks.harness.plan import Plan, base_job, make_plan
+from benchmarks.harness.rows import Entry, rows_of
 from tests.fast.stored_cells import keep, measured, reported
 from tests.fast.test_redrafter_benchmark import head_folders
 from tests.published_heads import PublishedHead
@@ -34,6 +34,7 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.plan import PLAIN_PLAN, RunningRequests, StepPlan
+from vllm_treespec.tools import side_engine
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
 
 TREES = trees_by_kind(EAGLE_TREES, REDRAFTER_TREES)
@@ -301,7 +302,7 @@ def test_a_step_without_trees_stays_plain() -> None:
     assert schedule.plan(requests) == StepPlan(0, [0], lookup=True)
     decoder = SimpleNamespace(method=SimpleNamespace(schedule=schedule))
     runner = SimpleNamespace(decoder=decoder)
-    in_engine.draw_no_trees(SimpleNamespace(model_runner=runner))
+    plain_step.draw_no_trees(SimpleNamespace(model_runner=runner))
     assert schedule.plan(requests) == PLAIN_PLAN
 
 
@@ -332,14 +333,14 @@ def test_answers_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         def add_acceptance(self, result: CellResult, before: list[int]) -> None:
             result.steps = 3
 
-    monkeypatch.setattr(in_engine, "SideEngine", Engine)
+    monkeypatch.setattr(side_engine, "SideEngine", Engine)
     times = {PLAIN_STEP: 2.0, "plain": 1.0}
-    monkeypatch.setattr(in_engine, "tpot_ms", lambda output: times[output.name])
+    monkeypatch.setattr(side_engine, "tpot_ms", lambda output: times[output.name])
     cell = Cell(batch_size=1, temperature=0.0, measure=IN_TURN)
     job = base_job("target", ["a"], 8)
     side = SimpleNamespace(name=PLAIN_STEP, engine={"enforce_eager": True})
     engine: Any = Engine(job.model_copy(update={"side": side}))
-    result = in_engine.in_turn(engine, cell)
+    result = plain_step.in_turn(engine, cell)
     ours = PLAIN_STEP
     assert order == [ours, "plain", "plain", ours, ours, "plain"]
     assert result.details == {"ours_ms": [2.0] * 3, "plain_ms": [1.0] * 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +34,15 @@ from benchmarks.gpu.step import (
     row_of,
 )
 from benchmarks.harness.models import Models
-from benchmarks.harness.plan import Plan, StoredCell, base_job, make_plan, run_plan
-from benchmarks.harness.report import table_of
+from benchmarks.harness.plan import (
+    Plan,
+    StoredCell,
+    base_job,
+    execute,
+    make_plan,
+    run_plan,
+)
+from benchmarks.harness.report import table_of, written
 from tests.fast.stored_cells import measured as measured_cell
 from tests.fast.stored_cells import reported
 from tests.reference import attention
@@ -155,7 +163,8 @@ def run_kernel(plan: Plan) -> None:
     def runner(job: Job, log: Path, on_event: OnEvent) -> None:
         kernel.measure_cells(7, job, log, on_event)
 
-    run_plan(plan, ORIGIN, kernel.contents, kernel.render, False, runner)
+    measure = partial(execute, runner=runner)
+    run_plan(plan, ORIGIN, kernel.contents, kernel.render, measure=measure)
 
 
 def test_kernel_report(tmp_path: Path, no_card: dict[int, dict[str, Any]]) -> None:
@@ -193,7 +202,7 @@ def test_cells_are_kept_and_not_mixed(
 def test_errors_that_are_no_numbers_are_shown(tmp_path: Path) -> None:
     """Red when a NaN of a kernel, stored as None, breaks the table."""
     column = kernel.COLUMNS["bfloat16 error"]
-    assert column({"errors": {"bfloat16": {TREE: None}}}) == "–"
+    assert written({"errors": {"bfloat16": {TREE: None}}}, column) == "–"
 
 
 def plan_of(out: Path, batches: list[int], **more: Any) -> Plan:

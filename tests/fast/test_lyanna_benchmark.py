@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.harness import plot, report
 from benchmarks.harness.plan import Plan, base_job, make_plan
+from benchmarks.harness.rows import Entry
 from benchmarks.lyanna import engine as in_engine
 from benchmarks.lyanna import parts
 from benchmarks.lyanna.coverage import coverage_of
@@ -114,9 +115,7 @@ def test_heads_that_have_no_twin_are_refused(
             full_twin(kind, head, target, tmp_path)
 
 
-def plan_of(
-    heads: dict[str, str], target: str, out: Path
-) -> tuple[parts.Entries, Plan]:
+def plan_of(heads: dict[str, str], target: str, out: Path) -> tuple[list[Entry], Plan]:
     """All entries, and the plan of their engines."""
     folders = dict(heads)
     for kind, head in heads.items():

@@ -3,19 +3,21 @@
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.harness import plot, report
 from benchmarks.harness.models import num_parameters
 from benchmarks.harness.plan import Engine, Plan, base_job, make_plan
 from benchmarks.harness.rescoring import split_scores
-from benchmarks.rsd import experiment, references, toy
+from benchmarks.harness.rows import standard_error
+from benchmarks.rsd import experiment, toy
 from benchmarks.rsd.experiment import engines_of
 from benchmarks.rsd.law import comparisons
-from benchmarks.rsd.metrics import best_of, mbsu, rows_of, standard_error
+from benchmarks.rsd.metrics import best_of, mbsu, rows_of
 from benchmarks.rsd.report import smallest_p_value
 from benchmarks.rsd.trees import (
     LENGTH_TREES,
@@ -185,7 +187,7 @@ def evidence(mine: Plan) -> report.Content:
     finished = mine.finished()
     origin = report.header({"commit": "abc"}, {"spectr": "no luck"}, finished)
     parts = ["lengths", "budgets"]
-    return origin | experiment.evidence(mine, parts, 0.1, [], finished)
+    return origin | experiment.evidence(mine, parts, 0.1, finished)
 
 
 def score(mine: Plan) -> None:
@@ -272,58 +274,23 @@ def test_toy_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "toy.png").stat().st_size > 0
 
 
-def test_references_are_read_or_refused_by_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red when prompts and references can fall out of step."""
-    monkeypatch.setattr(references, "NEEDED", {})
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a", "r": "x"}\n\n{"prompt": "b", "r": "y"}\n')
-    assert references.load_references(path, "r") == ["x", "y"]
-    with pytest.raises(ValueError, match="line 1 holds no text under 'q'"):
-        references.load_references(path, "q")
-    monkeypatch.setattr(references, "NEEDED", {"no_such_module": "no-such-module"})
-    with pytest.raises(ValueError, match="pip install"):
-        references.load_references(path, "r")
+def cli(*arguments: str) -> tuple[int, str]:
+    """Run the command with the shipped draft model in both places."""
+    models = ["--target", shipped_drafter(), "--draft", shipped_drafter()]
+    done = CliRunner().invoke(app, ["rsd", *models, *arguments])
+    return done.exit_code, done.output
 
 
-class FakeTokenizer:
-    """Writes an answer as its numbers."""
-
-    @classmethod
-    def from_pretrained(cls, folder: str) -> "FakeTokenizer":
-        return cls()
-
-    def batch_decode(self, answers: list[list[int]], **options: bool) -> list[str]:
-        return [" ".join(map(str, answer)) for answer in answers]
+def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
+    """Red when --dry-run starts engines or touches the output folder."""
+    code, output = cli("--dry-run", "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert "142 cells to measure in 12 engines" in output
+    assert not (tmp_path / "out").exists()
 
 
-def test_answers_are_scored_against_their_own_references(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red when answers and references fall out of step, or rounds are left out."""
-    seen: list[tuple[str, str]] = []
-
-    class Rouge:
-        def __init__(self, kinds: list[str], use_stemmer: bool) -> None:
-            """As rouge_score.rouge_scorer.RougeScorer."""
-
-        def score(self, reference: str, text: str) -> dict[str, SimpleNamespace]:
-            seen.append((reference, text))
-            return {"rouge2": SimpleNamespace(fmeasure=0.5)}
-
-    def corpus_bleu(texts: list[str], expected: list[list[str]]) -> SimpleNamespace:
-        return SimpleNamespace(score=float(len(texts) == len(expected[0])))
-
-    modules = {
-        "sacrebleu": SimpleNamespace(corpus_bleu=corpus_bleu),
-        "rouge_score.rouge_scorer": SimpleNamespace(RougeScorer=Rouge),
-    }
-    monkeypatch.setattr(references, "import_module", modules.__getitem__)
-    monkeypatch.setattr("transformers.AutoTokenizer", FakeTokenizer)
-    mine = finished_plan(tmp_path)
-    cells, _ = split_scores(mine, mine.finished())
-    first = references.text_scores(cells, ["x", "y"], "target")[0]
-    assert (first["method"], first["num_answers"]) == ("plain", 4)
-    assert (first["rouge_2"], first["bleu"]) == (50.0, 1.0)
-    assert seen[:4] == [("x", "1 2 3"), ("y", "1 2 4")] * 2
+def test_no_trees_no_engines() -> None:
+    """Red when the toy alone starts an engine."""
+    code, output = cli("--dry-run", "--parts", "toy")
+    assert code == 0, output
+    assert "engines" not in output

@@ -421,9 +421,15 @@ def test_reports_hold_all_parts(
     """Red when a table, a picture or the provenance is left out of the results, or
     cannot be made again from results.json."""
     text = written(finished_plan(tmp_path, heads), heads, medusa="no luck")
-    assert "| ReDrafter, greedy | 0.00 M | 0 | 16.0 | 2.00 ± 0.35 | 2.00× |" in text
+    assert (
+        "| ReDrafter, greedy | 0.00 M | 0 | 16.0 (16.0–16.0) | 2.00 ± 0.35 | 2.00× |"
+        in text
+    )
     assert "| 12 × 5 | 60 | 5.5 | 4 | 6 | 10.91 | 4 |" in text
-    assert "| ReDrafter, 8 beams, no tree attention | 16 | 1.0 | 16.0 |" in text
+    assert (
+        "| ReDrafter, 8 beams, no tree attention | 16 | 1.0 | 16.0 (16.0–16.0) |"
+        in text
+    )
     assert "- medusa: no luck" in text
     assert "- commit: abc" in text
     content = report.read_json(tmp_path)

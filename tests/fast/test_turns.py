@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.plan import Engine, Failures, Plan, base_job, make_plan
 from benchmarks.harness.turns import execute_in_turns
-from vllm_treespec.tools.launch import READY, EngineError, OnEvent, launch
+from vllm_treespec.tools.launch import READY, EngineError, Event, launch
 from vllm_treespec.tools.sides import Cell, CellResult, Job, plain_side
 
 CELLS = [Cell(batch_size=size, temperature=0.0) for size in (1, 4)]
@@ -33,31 +33,29 @@ class Engines:
         self.failing = failing
         self.measured: list[tuple[str, str]] = []
         self.started: list[str] = []
-        self.lock = threading.Lock()
+        self.left: list[str] = []
 
-    def __call__(self, job: Job, log: Path, on_event: OnEvent) -> None:
+    def __call__(self, job: Job, log: Path) -> Generator[Event]:
         """Be the process of a side."""
         name = job.side.name
-        assert self.lock.acquire(blocking=False), "two engines start at a time"
-        time.sleep(0.01)
         self.started.append(name)
-        self.lock.release()
-        for cell in job.cells:
-            on_event({"event": READY})
-            assert self.lock.acquire(blocking=False), "two engines measure at a time"
-            self.measured.append((name, cell.name))
-            self.lock.release()
-            if name == self.failing:
-                raise EngineError("no luck")
-            result = CellResult(
-                cell=cell, seconds=1.0, num_tokens=[4], tpot_ms=[], token_ids=[[0] * 4]
-            )
-            on_event({"event": "cell", "result": result.model_dump(mode="json")})
+        try:
+            for cell in job.cells:
+                yield {"event": READY}
+                self.measured.append((name, cell.name))
+                if name == self.failing:
+                    raise EngineError("no luck")
+                result = CellResult(
+                    cell=cell, seconds=1, num_tokens=[4], tpot_ms=[], token_ids=[[0]]
+                )
+                yield {"event": "cell", "result": result.model_dump(mode="json")}
+        finally:
+            self.left.append(name)
 
 
 def run(plan: Plan, engines: Engines, together: int = 9) -> Failures:
     """Run a plan's engines in turn."""
-    return execute_in_turns(plan, lambda _: None, engines, together=together)
+    return execute_in_turns(plan, lambda _: None, together=together, start=engines)
 
 
 def test_engines_take_turns_at_each_cell(tmp_path: Path) -> None:
@@ -98,18 +96,19 @@ def test_what_is_finished_is_not_measured_again(tmp_path: Path) -> None:
     assert not again.started
 
 
-def test_an_interruption_ends_all(tmp_path: Path) -> None:
+def test_an_interruption_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Red when engines go on after Ctrl-C."""
     plan, engines = plan_of(tmp_path, ["a", "b"], rounds=9), Engines()
 
-    def interrupted(job: Job, log: Path, on_event: OnEvent) -> None:
-        if job.side.name == "a":
-            raise KeyboardInterrupt
-        engines(job, log, on_event)
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(Plan, "keep", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        execute_in_turns(plan, lambda _: None, interrupted, together=2)
-    assert len(engines.measured) < 2 * 9
+        run(plan, engines)
+    assert sorted(engines.left) == ["a", "b"]
 
 
 ASKS = """

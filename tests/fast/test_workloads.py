@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from benchmarks import workloads
 from benchmarks.__main__ import app
-from benchmarks.compare import engines_of
+from benchmarks.harness import options
 from benchmarks.harness.models import Models, find_models
-from benchmarks.workload_prompts import READING_TASKS, find_workloads
+from benchmarks.harness.rows import engines_of
+from benchmarks.harness.work_prompts import READING_TASKS, find_workloads
 from tests.fast.stored_cells import measured, rendered
 from vllm_treespec.tools.prompts import PromptError
 from vllm_treespec.tools.rows import summarise, with_speedups
@@ -90,6 +91,9 @@ def test_any_jsonl_with_workloads_is_taken(tmp_path: Path) -> None:
     rows = [{"workload": name, "prompt": f"{name} {n}"} for n in "12" for name in "ab"]
     write(path, rows)
     assert find_workloads(path, ["b"], 2) == {"b": ["b 1", "b 2"]}
+    write(path, [{"prompt": str(n)} for n in range(4)])
+    assert find_workloads(path, [], 2) == {"prompts": ["0", "2"]}
+    assert len(find_workloads(path, [], 9)["prompts"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,9 @@ def test_methods_without_a_draft_model_get_none() -> None:
 
 def usual_sides(models: Models) -> list[Side]:
     """Sides of the usual methods."""
-    return workloads.sides_of(workloads.usual_specs(models), models, 6, [True])
+    return workloads.sides_of(
+        options.usual_specs(models.draft, models.heads), models, 6, [True]
+    )
 
 
 def cells_of(names: list[str], sizes: list[int], temperatures: list[float]) -> Any:
@@ -224,7 +230,7 @@ def test_the_command_plans_another_pair(folder: Path, tmp_path: Path) -> None:
     data = ["--data", str(folder)]
     done = CliRunner().invoke(app, [*common, *data, "--draft", "none"])
     assert done.exit_code == 0, done.output
-    assert f"plain-compiled ngram-6 {SUFFIX_SIDE}\n" in done.output
+    assert f"ngram-6-compiled {SUFFIX_SIDE}-compiled\n" in done.output
     # of 2 workloads, 2 batch sizes, 2 temperatures; half of them for ngram
     assert "28 cells to measure in 4 engines" in done.output
     done = CliRunner().invoke(app, [*common, *data, "--draft", "none", "--waves", "9"])

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
 from benchmarks.harness import plot, provenance, report
 from benchmarks.harness.plan import Plan, base_job, make_plan
-from benchmarks.rsd.trees import PAPER_TREES
+from benchmarks.harness.rows import comparison, engines_of
 from tests.fast.stored_cells import reported
 from vllm_treespec.tools.launch import failure
 from vllm_treespec.tools.prompts import PromptError, load_prompts, spread
@@ -156,22 +155,15 @@ def test_speedup_compares_the_same_rounds() -> None:
     assert [row.speedup for row in rows] == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("budget", PAPER_TREES)
-def test_every_tree_fills_its_budget(budget: int) -> None:
-    sides = tree_sides(compare.tree_specs(str(budget), "all"), "draft", [True])
-    assert {side.budget for side in sides} == {budget}
-    trees = PAPER_TREES[budget]
-    assert len(sides) == 1 + len(trees.rsd_c) + len(trees.rsd_s)
-
-
 def test_sides_have_distinct_names_and_can_be_chosen() -> None:
     modes = [True, False]
-    sides = [*plain_sides(), compare.PLAIN_DEFAULT, *stock_sides(STOCK, 6, modes)]
-    sides += tree_sides(compare.tree_specs("6,10,14,21,30", "all"), "draft", modes)
+    beams = [{"method": "rsd_s", "beam_width": n, "depth": 3} for n in (2, 3)]
+    sides = [*plain_sides(), *stock_sides(STOCK, 6, modes)]
+    sides += tree_sides(beams, "draft", modes)
     assert len({side.name for side in sides}) == len(sides)
     chosen = choose_sides(sides, ["rsd_s-2x3", "plain"])
     names = [side.name for side in chosen]
-    assert names == ["plain-eager", "plain-compiled", "plain-default", "rsd_s-2x3"]
+    assert names == ["plain-eager", "plain-compiled", "rsd_s-2x3"]
     with pytest.raises(ValueError, match="no side 'rsd_x'"):
         choose_sides(sides, ["rsd_x"])
 
@@ -203,7 +195,7 @@ def test_failure_names_the_cause_in_one_line(tmp_path: Path) -> None:
 def plan(out: Path, models: str = "weights", sides: tuple[Side, ...] = SIDES) -> Plan:
     """Make a plan of a plain side and one of ours."""
     job = base_job("target", ["hello"], 4)
-    return make_plan(job, compare.engines_of(sides, [GREEDY], 2), out, models)
+    return make_plan(job, engines_of(sides, [GREEDY], 2), out, models)
 
 
 def keep(mine: Plan, name: str, round_: int, measured: CellResult) -> None:
@@ -223,7 +215,7 @@ def test_finished_cells_are_kept_and_skipped(tmp_path: Path) -> None:
         (1, "sd-6"),
     ]
     cells = [GREEDY, GREEDY.model_copy(update={"temperature": 1.0})]
-    engines = compare.engines_of(SIDES[:1], cells, 1)
+    engines = engines_of(SIDES[:1], cells, 1)
     two = make_plan(base_job("target", ["hello"], 4), engines, tmp_path / "two", "w")
     [(_, first)] = two.todo()
     two.keep(first, 0, result(1.0))
@@ -232,7 +224,7 @@ def test_finished_cells_are_kept_and_skipped(tmp_path: Path) -> None:
     [(_, later)] = two.todo()
     assert (later.cells, later.side) == (first.cells[1:], first.side)
     assert later.seed != first.seed, "a second start repeats its random numbers"
-    content = compare.comparison([GREEDY], mine.finished())
+    content = comparison([GREEDY], mine.finished())
     assert [row["side"] for row in content["rows"]] == ["plain-eager"]
 
 
@@ -242,7 +234,7 @@ def test_results_hold_sides_that_are_not_in_the_plan(tmp_path: Path) -> None:
     for side in SIDES[::-1]:
         keep(mine, side.name, 0, result(1.0))
     later = plan(tmp_path, sides=SIDES[:1])
-    content = compare.comparison([GREEDY], later.finished())
+    content = comparison([GREEDY], later.finished())
     assert [row["side"] for row in content["rows"]] == ["plain-eager", "sd-6"]
 
 
@@ -269,12 +261,14 @@ def test_report_is_made_from_the_results_alone(tmp_path: Path) -> None:
     )
     keep(mine, "plain-eager", 0, result(1.0))
     keep(mine, "sd-6", 0, ours)
-    origin = {"command": "python -m benchmarks compare --x", "commit": "abc"}
+    origin = {"command": "python -m benchmarks workloads --x", "commit": "abc"}
     content = report.header(origin, {"ngram": "no luck"}, mine.finished())
-    content |= compare.comparison([GREEDY], mine.finished())
+    content |= comparison([GREEDY], mine.finished())
     report.write_json(tmp_path, content)
     text = reported(tmp_path)
-    assert "| sd-6 | 6 | 8.0 (8.0–8.0) | 2.00× |" in text
+    line = "| sd-6 | 8.0 (8.0–8.0) | 2.00× | 5.0 | 1.50 | 0.50 | 7.0 |"
+    assert f"|  | 1 | 0 {line}" in text
+    assert "|  | 1 | 0 | sd-6 | 0% | 50% | 0% | 0% | 0% | 50% |" in text
     assert "- ngram: no luck" in text
     assert "- commit: abc" in text
     assert (tmp_path / "results.png").stat().st_size > 0
@@ -298,8 +292,8 @@ def test_stored_results_still_make_their_table(
 def test_provenance_names_command_versions_and_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["x", "compare", "--rounds", "2"])
-    found = provenance.provenance("compare")
-    assert found["command"] == "python -m benchmarks compare --rounds 2"
+    monkeypatch.setattr("sys.argv", ["x", "workloads", "--rounds", "2"])
+    found = provenance.provenance("workloads")
+    assert found["command"] == "python -m benchmarks workloads --rounds 2"
     assert "torch" in found["versions"]
     assert found["machine"]["cores"] >= 1

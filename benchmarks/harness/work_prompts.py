@@ -7,7 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_treespec.tools.prompts import PromptError, load_workloads, read_jsonl
+from vllm_treespec.tools.prompts import (
+    PromptError,
+    load_prompts,
+    load_workloads,
+    read_jsonl,
+    spread,
+)
 
 # Longer prompts take long to read and leave the answer little of the time.
 MAX_WORDS = 300
@@ -40,8 +46,11 @@ def find_workloads(data: Path, names: list[str], count: int) -> dict[str, list[s
 
     ``data`` is a folder with the public data sets' files, whose prompts are always
     shuffled in the same way, or a JSONL file whose rows hold ``workload`` and
-    ``prompt``, in its order. PromptError names what is missing or too short.
+    ``prompt``, in its order; or one of prompts alone, of which as many as there are
+    are taken at even distances. PromptError names what is missing or too short.
     """
+    if data.is_file() and not names and names_no_workload(data):
+        return {"prompts": spread(load_prompts(data), count)}
     if data.is_dir():
         by_name: dict[str, Any] = BUILDERS
     elif data.is_file():
@@ -67,6 +76,12 @@ def find_workloads(data: Path, names: list[str], count: int) -> dict[str, list[s
             )
         prompts[name] = short[:count]
     return prompts
+
+
+def names_no_workload(file: Path) -> bool:
+    """Tell a file of prompts alone by its first row."""
+    _, first = read_jsonl(file)[0]
+    return not (isinstance(first, dict) and "workload" in first)
 
 
 def chat(folder: Path) -> list[str]:
