@@ -67,7 +67,6 @@ def part(engine: FakeEngine, name: str) -> Any:
     return {
         "schedule": decoder.method.schedule,
         "clock": decoder.clock,
-        "decoder": decoder,
         "stats": decoder.stats,
     }[name]
 
@@ -81,7 +80,7 @@ def part(engine: FakeEngine, name: str) -> Any:
         ("schedule", "forget"),
         ("clock", "_result"),
         ("clock", "_goes_on"),
-        ("decoder", "_count"),
+        ("stats", "count_scored"),
     ],
 )
 @pytest.mark.usefixtures("aids_may_fail")

@@ -363,8 +363,8 @@ def test_committed_rows_of_trees() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_plan_reading_is_first_come_first_served(seed: int) -> None:
-    """Red when the budget is shared out otherwise than request after request."""
+def test_who_has_read_nearly_all_reads_first(seed: int) -> None:
+    """Red when the budget goes to longer texts before shorter ones are read."""
     rng = np.random.default_rng(seed)
     num_reqs = int(rng.integers(0, 7))
     reqs = np.sort(rng.choice(20, num_reqs, replace=False))
@@ -373,20 +373,21 @@ def test_plan_reading_is_first_come_first_served(seed: int) -> None:
     may_draft = rng.random(num_reqs) < 0.7
     max_tokens, max_trees = int(rng.integers(1, 25)), int(rng.integers(0, 4))
     plan = plan_reading(reqs, first, end, may_draft, max_tokens, max_trees)
-    left, trees_left = max_tokens, max_trees
+    candidates = np.flatnonzero(may_draft)[:max_trees]
+    wanted = end - first
+    wanted[candidates] += 1
+    left, taken = max_tokens, np.zeros_like(wanted)
+    for place in sorted(range(num_reqs), key=wanted.__getitem__):
+        taken[place] = min(wanted[place], left)
+        left -= taken[place]
     expected: list[tuple[int, int, int]] = []
     drafting: list[int] = []
-    for req, start, stop, may in zip(reqs, first, end, may_draft, strict=True):
-        drafts = bool(may and trees_left)
-        trees_left -= drafts
-        taken = min(stop - start + drafts, left)
-        if taken < stop - start + drafts:
-            drafts = False
-        left -= taken
-        if taken:
-            if drafts:
-                drafting.append(len(expected))
-            expected.append((req, start, start + taken - drafts))
+    for place in np.flatnonzero(taken):
+        drafts = place in candidates and taken[place] == wanted[place]
+        if drafts:
+            drafting.append(len(expected))
+        start = first[place]
+        expected.append((reqs[place], start, start + taken[place] - drafts))
     found = zip(plan.reqs.tolist(), plan.first.tolist(), plan.end.tolist(), strict=True)
     assert list(found) == expected
     assert plan.drafting.tolist() == drafting
