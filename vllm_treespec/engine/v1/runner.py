@@ -236,7 +236,8 @@ class TreeRunnerMixin(V1Runner):
                 sampled=sample_hidden_states,
                 by_layer={FINAL_LAYER: hidden_states, **dict(layers)},
             )
-            self._step_end = sampled_token_ids, hidden
+            # The scheduler cuts its own lists where a request ends.
+            self._step_end = [[*tokens] for tokens in sampled_token_ids], hidden
         return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
