@@ -216,7 +216,7 @@ def test_every_step_is_handed_over() -> None:
 
 
 def test_trees_are_drawn_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red when a step's tokens wait for the next trees, or no trees are drawn."""
+    """Red when a step's tokens wait for the next trees, or are cut before these."""
     runner, drawn = Runner(), list[list[list[int]]]()
     monkeypatch.setattr(
         runner.decoder, "rests", lambda num_emitted: not any(num_emitted)
@@ -230,8 +230,11 @@ def test_trees_are_drawn_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) ->
         )
         assert (drafts, drawn) == ([[], []], [])
         runner.drafts = DraftTokenIds(["a", "b"], drafts)
+        emitted = [[*row] for row in tokens]
+        # The scheduler does this to a request that has ended.
+        tokens[1].clear()
         runner.take_draft_token_ids()
-        assert drawn == ([tokens] if any(tokens) else [])
+        assert drawn == ([emitted] if any(emitted) else [])
         drawn.clear()
 
 
