@@ -76,7 +76,9 @@ class Hybrid(Proposer):
         max_rows = inputs.plan.max_rows
         if max_rows is not None:
             # A path of the model for each request, but for one half of them.
-            of_index = max(max_rows - self.model.depth * len(trees), max_rows // 2)
+            num_reqs = len(trees)
+            of_index = max(max_rows - self.model.depth * num_reqs, max_rows // 2)
+            of_index = max(min(of_index, max_rows - num_reqs), 0)
             trees = suffix.within_rows(trees, replace(inputs.plan, max_rows=of_index))
         grown = self.index.grown(trees)
         # A draft adds one leaf at most.

@@ -69,7 +69,10 @@ def test_all_requests_are_looked_up_together() -> None:
 def test_plan_keeps_its_budget() -> None:
     """Red when a long context is read in one go, or drafts without being read."""
     first, end = ints(0, 0, 0, 0), ints(9, 30, 3, 40)
-    plan = plan_reading(ints(0, 4, 7, 8), first, end, np.ones(4, dtype=bool), 20, 8)
+    behind = np.array([True, True, False, True])
+    plan = plan_reading(
+        ints(0, 4, 7, 8), first, end, np.ones(4, dtype=bool), 20, 8, behind
+    )
     assert (plan.reqs.tolist(), plan.first.tolist()) == ([0, 4, 7], [0, 0, 0])
     # The roots of two take a token of the budget each.
     assert plan.end.tolist() == [9, 6, 3]
@@ -79,7 +82,8 @@ def test_plan_keeps_its_budget() -> None:
 def test_plan_limits_the_number_of_trees() -> None:
     """Red when more requests draft than there are fork blocks for."""
     may_draft = np.array([True, True, False])
-    plan = plan_reading(ints(0, 1, 2), ints(0, 0, 0), ints(3, 3, 3), may_draft, 100, 1)
+    first, end, behind = ints(0, 0, 0), ints(3, 3, 3), np.zeros(3, dtype=bool)
+    plan = plan_reading(ints(0, 1, 2), first, end, may_draft, 100, 1, behind)
     assert plan.end.tolist() == [3, 3, 3]
     assert plan.drafting.tolist() == [0]
 

@@ -421,7 +421,7 @@ def test_models_catch_up_in_parts(can_sync: bool) -> None:
     costs, plain = scheduler.cost.draft_costs(2, False), scheduler.cost.seconds(Work(2))
     assert plan.max_caught_up is not None
     assert 1 <= plan.max_caught_up <= plain.mean / costs.caught_up
-    scheduler.max_slowdown = 1.0001
+    scheduler.maker.max_slowdown = 1.0001
     slow = Offer(scheduler.options[0], 2.0, 9.0)
     tight = scheduler._plan_of(slow, [1, 0], running(range(2)))
     assert (tight.max_caught_up, tight.max_levels, tight.max_rows) == (1, 1, 2)

@@ -363,8 +363,8 @@ def test_committed_rows_of_trees() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_who_has_read_nearly_all_reads_first(seed: int) -> None:
-    """Red when the budget goes to longer texts before shorter ones are read."""
+def test_who_is_not_behind_reads_first(seed: int) -> None:
+    """Red when the budget goes to a prompt before the others have read their step."""
     rng = np.random.default_rng(seed)
     num_reqs = int(rng.integers(0, 7))
     reqs = np.sort(rng.choice(20, num_reqs, replace=False))
@@ -372,12 +372,13 @@ def test_who_has_read_nearly_all_reads_first(seed: int) -> None:
     first = np.minimum(rng.integers(0, 9, num_reqs), end)
     may_draft = rng.random(num_reqs) < 0.7
     max_tokens, max_trees = int(rng.integers(1, 25)), int(rng.integers(0, 4))
-    plan = plan_reading(reqs, first, end, may_draft, max_tokens, max_trees)
+    behind = rng.random(num_reqs) < 0.5
+    plan = plan_reading(reqs, first, end, may_draft, max_tokens, max_trees, behind)
     candidates = np.flatnonzero(may_draft)[:max_trees]
     wanted = end - first
     wanted[candidates] += 1
     left, taken = max_tokens, np.zeros_like(wanted)
-    for place in sorted(range(num_reqs), key=wanted.__getitem__):
+    for place in sorted(range(num_reqs), key=behind.__getitem__):
         taken[place] = min(wanted[place], left)
         left -= taken[place]
     expected: list[tuple[int, int, int]] = []

@@ -268,7 +268,8 @@ def draft_by_index(
     max_rows = plan.max_rows
     if max_rows is not None and beside_model:
         of_model = tree.sizes.draft_depth * len(found)
-        max_rows = max(max_rows - of_model, max_rows // 2)
+        of_index = max(max_rows - of_model, max_rows // 2)
+        max_rows = max(min(of_index, max_rows - len(found)), 0)
     found = within_rows(found, draws, plan.kept[Source.INDEX], max_rows)
     if not beside_model:
         chains = [chain_of(*both) for both in zip(draws, found, strict=True)]

@@ -158,7 +158,9 @@ class Run:
         if drafted.levels:
             read = self._read(step, plan, drawn)
             ready = [i for i in drawn if read[i] == self._behind(step.requests[i])]
-            if ready != drawn:
+            if not ready and plan.lookup:
+                drafted = self._draft(step, replace(plan, model=False), drawn)
+            elif ready != drawn:
                 drawn = ready
                 plan = plan.of_slots([step.requests[i].slot for i in drawn])
                 drafted = self._draft(step, plan, drawn)
@@ -208,9 +210,9 @@ class Run:
         return self.behind.get(request.slot, request.prompt)
 
     def _read(self, step: Step, plan: StepPlan, drawn: Sequence[int]) -> dict[int, int]:
-        """Tokens that models catch up on, by place; who is least behind comes first."""
+        """Tokens that models catch up on, by place; who is not behind comes first."""
         left, read = plan.max_caught_up, dict[int, int]()
-        for i in sorted(drawn, key=lambda i: self._behind(step.requests[i])):
+        for i in sorted(drawn, key=lambda i: self._behind(step.requests[i]) > 0):
             behind = self._behind(step.requests[i])
             read[i] = behind if left is None else min(behind, left)
             left = None if left is None else left - read[i]

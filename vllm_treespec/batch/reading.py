@@ -134,8 +134,9 @@ def plan_reading(
     may_draft: np.ndarray,
     max_tokens: int,
     max_trees: int,
+    is_behind: np.ndarray,
 ) -> ReadingPlan:
-    """Share out the tokens that one step may read; who has read nearly all comes first.
+    """Share out the tokens that one step may read; who is not behind comes first.
 
     A request that the budget does not let catch up reads a part, and drafts later. A
     request that drafts reads its root besides.
@@ -147,11 +148,13 @@ def plan_reading(
         may_draft: bool [n].
         max_tokens: tokens that one step may read.
         max_trees: requests that may draft in one step.
+        is_behind: bool [n], which of them have not read tokens of earlier steps. They
+            read in their order, after the others.
 
     """
     drafts = may_draft & (np.cumsum(may_draft) <= max_trees)
     wanted = end - first + drafts
-    order = np.argsort(wanted, kind="stable")
+    order = np.argsort(is_behind, kind="stable")
     in_order = wanted[order]
     taken = np.empty_like(wanted)
     left = max_tokens - (np.cumsum(in_order) - in_order)

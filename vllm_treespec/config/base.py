@@ -198,7 +198,7 @@ class MethodConfig(BaseModel, ABC):
     def text_source(self) -> TextSource | None:
         """Make what the method drafts from earlier text with, such as a suffix index.
 
-        Its ``begin`` returns ``Continuations``. None: the method has none.
+        Its ``look_up`` returns ``Continuations``. None: the method has none.
         """
         return None
 

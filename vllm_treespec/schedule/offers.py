@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vllm_treespec.schedule.cost import CostModel
+from vllm_treespec.schedule.cost import CostModel, DraftCosts
 from vllm_treespec.schedule.decay import DecayedMean
 from vllm_treespec.schedule.plan import RunningRequests, Work
 from vllm_treespec.schedule.values import ANY_SIZE, OptionValues, TreeOption
@@ -18,6 +18,8 @@ from vllm_treespec.trees.source import Source
 FITTING_ERRORS = 1.0
 # Steps of a request before any has ended.
 PRIOR_LIFE = 64.0
+# What has no cost fits so often: fits into any integer, too.
+MOST_TIMES = 2**31
 # The least part of an offer's time that it may turn out to take.
 LEAST_HOPED = 0.5
 
@@ -136,12 +138,28 @@ class OfferMaker:
 
         """
         sampled = any(requests.sampled)
-        token = self.cost.draft_costs(requests.num_reqs, sampled).caught_up
+        costs = self.cost.draft_costs(requests.num_reqs, sampled)
         made = [
-            self._offer(option, size, requests, plain, token)
+            self._offer(option, size, requests, plain, costs)
             for option in self.values.options
         ]
         return [offer for offer in made if offer is not None]
+
+    def spare(self, plain: float) -> float:
+        """Seconds that a step may take longer than a plain one of these seconds."""
+        return (self.max_slowdown - 1.0) * plain
+
+    def max_levels(self, plain: float, costs: DraftCosts, num_trees: int) -> int:
+        """Levels that fit into spare time beside a row of each tree; at least one.
+
+        Args:
+            plain: seconds of a plain step.
+            costs: of parts of drafting.
+            num_trees: of the step.
+
+        """
+        others = costs.fixed + costs.branches + num_trees * costs.row
+        return times_in(self.spare(plain) - others, costs.level)
 
     def _offer(
         self,
@@ -149,7 +167,7 @@ class OfferMaker:
         size: int,
         requests: RunningRequests,
         plain: Offer,
-        token: float,
+        costs: DraftCosts,
     ) -> Offer | None:
         """The best number of requests for an option; None: a step lacks the time.
 
@@ -158,10 +176,11 @@ class OfferMaker:
             size: the batch size's group.
             requests: that run.
             plain: of a plain step.
-            token: seconds of one that draft models are behind.
+            costs: of parts of drafting.
 
         """
         num_reqs, sampled = requests.num_reqs, any(requests.sampled)
+        token = costs.caught_up
         gains = self._gains(option, size, requests, token / plain.seconds)
         most = self.max_slowdown * plain.seconds
         best: Offer | None = None
@@ -169,6 +188,9 @@ class OfferMaker:
             drawn = gains[:count]
             num_trees = sum(gain.share for gain in drawn)
             work = self.values.work(size, option, num_reqs, num_trees, sampled)
+            if option.prunes:
+                levels = self.max_levels(plain.seconds, costs, count)
+                work = work._replace(levels=min(work.levels, levels))
             seconds, error = self.cost.seconds(work)
             if seconds - FITTING_ERRORS * error > most:
                 continue
@@ -234,6 +256,11 @@ class OfferMaker:
                 )
             )
         return sorted(gains, reverse=True)
+
+
+def times_in(seconds: float, each: float) -> int:
+    """How often something fits into this time, at least once."""
+    return min(max(int(seconds / each), 1), MOST_TIMES) if each else MOST_TIMES
 
 
 def counts_up_to(most: int) -> list[int]:

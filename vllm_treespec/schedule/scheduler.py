@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from vllm_treespec.schedule.batch_sizes import size_group
 from vllm_treespec.schedule.calibration import Calibration
 from vllm_treespec.schedule.cost import CostModel
 from vllm_treespec.schedule.forward_times import ForwardTimes
-from vllm_treespec.schedule.offers import Offer, OfferMaker
+from vllm_treespec.schedule.offers import Offer, OfferMaker, times_in
 from vllm_treespec.schedule.plan import (
     MAX_SLOWDOWN,
     PLAIN_PLAN,
@@ -91,7 +90,6 @@ class AdaptiveScheduler(Schedule):
 
         """
         super().__init__(trees)
-        self.max_slowdown = max_slowdown
         self.share = share
         self.can_sync = can_sync
         self.options = [
@@ -222,7 +220,7 @@ class AdaptiveScheduler(Schedule):
         plan = self.whole_tree(option.index, slots)
         costs = self.cost.draft_costs(num_reqs, now.sampled)
         plain = self.cost.seconds(Work(num_reqs, now.sampled)).mean
-        spare = (self.max_slowdown - 1.0) * plain
+        spare = self.maker.spare(plain)
         if plan.model:
             left = spare
             if not all(requests.num_behind):
@@ -245,7 +243,8 @@ class AdaptiveScheduler(Schedule):
         factors = [self.values.factor(option, slot, self.kinds[slot]) for slot in slots]
         by_request = [survival[self.kinds[slot]] for slot in slots]
         row_cost, level_cost = costs.row * now.rate, costs.level * now.plain_rate
-        max_levels = min(times_in(spare, costs.level), max(option.levels, 1))
+        levels = self.maker.max_levels(plain, costs, len(slots))
+        max_levels = min(levels, max(option.levels, 1))
         if not self.can_sync:
             worth = levels_worth_reading(by_request, factors, row_cost, level_cost)
             max_levels = min(max_levels, worth)
@@ -317,11 +316,6 @@ class AdaptiveScheduler(Schedule):
         self.calibration.forget(slots)
         self.values.forget(slots)
         self.maker.lives.end(slots, self.step)
-
-
-def times_in(seconds: float, each: float) -> int:
-    """How often something fits into this time, at least once."""
-    return max(int(seconds / each), 1) if each else sys.maxsize
 
 
 def levels_worth_reading(

@@ -154,7 +154,8 @@ class CommittedReader:
         if max_caught_up is not None:
             of_step = int(batch.num_emitted[reqs].sum() + may_draft.sum())
             budget = min(budget, of_step + max_caught_up)
-        plan = plan_reading(reqs, first, end, may_draft, budget, max_trees)
+        is_behind = without_own_step(batch, reqs, end - first) > 0
+        plan = plan_reading(reqs, first, end, may_draft, budget, max_trees, is_behind)
         self.marks.mark_read(table[plan.reqs], plan.first, plan.end)
         if len(plan.reqs):
             behind = without_own_step(batch, plan.reqs, plan.end - plan.first)

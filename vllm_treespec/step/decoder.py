@@ -322,6 +322,9 @@ class TreeDecoder:
             models_draft,
             plan.max_caught_up,
         )
+        if models_draft and not len(drafting) and candidates.found is not None:
+            # While all of them catch up the index drafts alone.
+            drafting, models_draft = candidates.reqs, False
         num_caught_up = self.committed_reader.num_caught_up
         return self.drafter.draw(
             plan, end, candidates, drafting, models_draft, num_caught_up

@@ -243,7 +243,8 @@ def tree_side(spec: dict[str, Any], eager: bool) -> Side:
         SpecConfigError: when the spec-config cannot work.
 
     """
-    spec = {"schedule": "fixed", **spec}
+    schedule = "fixed" if spec.get("max_slowdown") is None else "measured"
+    spec = {"schedule": schedule, **spec}
     config = parse_spec_config(spec)
     check_head_files(config)
     (tree, *_) = config.scheduled_trees()
