@@ -14,6 +14,7 @@ from tests.fast.toy_workloads import make_engine
 from tests.tiers import cases
 from vllm_treespec.schedule.base import Schedule
 from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.schedule.plan import RunningRequests, StepPlan
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.sources.suffix_index import SuffixIndex
@@ -108,7 +109,9 @@ def test_others_draft_where_the_first_must_still_be_read(max_trees: int) -> None
     counts = counted_lookups(engine)
     check_greedy(engine, workload(3))
     assert max(counts) == max_trees
-    assert len(counts) > len([index for _, index in engine.drawn if index is not None])
+    num_drawn = len([index for _, index in engine.drawn if index is not None])
+    # Where there is no other, the index drafts for the first one.
+    assert len(counts) == num_drawn if max_trees == 1 else len(counts) > num_drawn
 
 
 def test_a_tree_of_the_index_alone_needs_no_model() -> None:
@@ -192,6 +195,28 @@ def test_results_tell_the_sources_apart() -> None:
     found = sum(sum(result.accepted[Source.INDEX]) for result in results)
     assert found == by_source["index"]
     assert 0 < found < sum(sum(result.num_accepted) for result in results)
+
+
+class SlowReading(ConstantCosts):
+    """Lets a model catch up on one token a step."""
+
+    def _plan(self, requests: RunningRequests) -> StepPlan:
+        """Leave it time for one."""
+        return replace(super()._plan(requests), max_caught_up=1)
+
+
+def test_an_index_drafts_alone_while_a_model_catches_up() -> None:
+    """Red when a long prompt that a model reads keeps an index from drafting."""
+    engine = make_engine("hybrid", ROOMY, make_schedule=SlowReading)
+    prompt = [1, 2, 3] * 8
+    check_greedy(engine, [Request("a", [*prompt], 40)])
+    schedule = engine.decoder.method.schedule
+    assert isinstance(schedule, SlowReading)
+    works = [result.work for result in schedule.results]
+    reading = [work for work in works if work.caught_up]
+    assert max(work.caught_up for work in reading) <= 2, "and a token for its root"
+    assert any(work.rows for work in reading if not work.levels)
+    assert any(work.levels for work in works[len(reading) :]), "it never catches up"
 
 
 def test_requests_that_end_are_forgotten() -> None:

@@ -414,6 +414,17 @@ def test_a_step_takes_no_longer_than_allowed() -> None:
     assert 1.3 < bound <= 2.15, "trees are drawn for fewer requests, not for none"
 
 
+def test_a_model_that_only_reads_is_not_judged() -> None:
+    """Red when a model is said to bring nothing while it catches up on a prompt."""
+    scheduler, plan = plan_with(0)
+    before = scheduler.values.tokens(2, scheduler.options[0], 0, False)
+    requests, nothing = running(range(2)), [0, 0]
+    for _ in range(50):
+        result = result_of(plan, requests, 1.0, nothing, nothing, caught_up=100)
+        scheduler.observe(result)
+    assert scheduler.values.tokens(2, scheduler.options[0], 0, False) == before
+
+
 @pytest.mark.parametrize("can_sync", [True, False])
 def test_models_catch_up_in_parts(can_sync: bool) -> None:
     """Red when a long prompt is read at once, or never."""
