@@ -7,6 +7,7 @@ V2 := .venv-v2
 V2_STAMP := $(V2)/.treespec-setup
 DOCS_STAMP := $(VENV)/.treespec-docs
 PYTEST := $(BIN)/python -m pytest --numprocesses 2
+THOROUGH ?= thorough
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-v2 assets demo test test-fast test-rest test-v2 test-all \
@@ -45,8 +46,8 @@ test-fast: $(STAMP)  ## fast tier only: no vLLM engine, no download after setup
 
 test-rest: $(STAMP)  ## the thorough tests of both tiers, which make test leaves out
 	@$(BIN)/treespec assets
-	@$(PYTEST) tests/fast -m thorough --dist worksteal
-	@$(PYTEST) tests/engine -m thorough
+	@$(PYTEST) tests/fast -m "$(THOROUGH)" --dist worksteal
+	@$(PYTEST) tests/engine -m "$(THOROUGH)"
 
 test-v2: $(V2_STAMP)  ## the GPU's V2 model runner on a CPU, Triton interpreted
 	@echo "V2 tier"

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.engine import processes
 from tests.engine.processes import ENVIRONMENT, call
-from tests.engine.selection import is_quick
+from tests.engine.selection import is_quick, is_rare
 from tests.engine.times import where_the_time_went
 from tests.engine.tiny_models import SIZES, write_pair
 from tests.heads import HEADS, write_head
@@ -130,6 +130,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             if not is_quick(item.path.name, item.name):
                 item.add_marker(pytest.mark.thorough)
+            if is_rare(item.path.name, item.name):
+                item.add_marker(pytest.mark.rare)
     order = {name: position for position, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(FIRST)))
 

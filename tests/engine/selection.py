@@ -53,6 +53,18 @@ QUICK = {
     "test_ray_serve.py": NOTHING,
     "test_batch.py": r"^(?!.*_over_ray)",
 }
+# By file what the names of thorough tests contain that CI leaves out: other tests of
+# the file run the same code of ours. `make test-all` runs them.
+RARE = {
+    "test_greedy.py": (
+        r"\[(sd|rsd_c|spectr|medusa_tree|redrafter-dynamic|hybrid-eagle)\]"
+    ),
+}
+
+
+def is_rare(file: str, test: str) -> bool:
+    """Whether CI leaves a test out, named with its parameters."""
+    return re.search(RARE.get(file, NOTHING), test) is not None
 
 
 def is_quick(file: str, test: str) -> bool:
