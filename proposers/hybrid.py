@@ -34,6 +34,16 @@ def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSize
     )
 
 
+def index_rows(max_rows: int, model_depth: int, num_reqs: int) -> int:
+    """Rows of a step that an index takes at most beside a model.
+
+    A path of the model has places for each request, but in one half of the rows; one
+    draft of the model always has.
+    """
+    of_index = max(max_rows - model_depth * num_reqs, max_rows // 2)
+    return max(min(of_index, max_rows - num_reqs), 0)
+
+
 class Hybrid(Proposer):
     """Drafts a suffix tree and a dynamic tree as one; equal paths are one.
 
@@ -75,10 +85,7 @@ class Hybrid(Proposer):
         trees = self.index.grow(continuations, limits, least)
         max_rows = inputs.plan.max_rows
         if max_rows is not None:
-            # A path of the model for each request, but for one half of them.
-            num_reqs = len(trees)
-            of_index = max(max_rows - self.model.depth * num_reqs, max_rows // 2)
-            of_index = max(min(of_index, max_rows - num_reqs), 0)
+            of_index = index_rows(max_rows, self.model.depth, len(trees))
             trees = suffix.within_rows(trees, replace(inputs.plan, max_rows=of_index))
         grown = self.index.grown(trees)
         # A draft adds one leaf at most.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tests.sim.tape import Draw, Request, depth_of
 from vllm_treespec.proposers.draft_filter import HOPED
+from vllm_treespec.proposers.hybrid import index_rows
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
@@ -267,9 +268,7 @@ def draft_by_index(
     ]
     max_rows = plan.max_rows
     if max_rows is not None and beside_model:
-        of_model = tree.sizes.draft_depth * len(found)
-        of_index = max(max_rows - of_model, max_rows // 2)
-        max_rows = max(min(of_index, max_rows - len(found)), 0)
+        max_rows = index_rows(max_rows, tree.sizes.draft_depth, len(found))
     found = within_rows(found, draws, plan.kept[Source.INDEX], max_rows)
     if not beside_model:
         chains = [chain_of(*both) for both in zip(draws, found, strict=True)]

@@ -183,6 +183,7 @@ class OfferMaker:
         token = costs.caught_up
         gains = self._gains(option, size, requests, token / plain.seconds)
         most = self.max_slowdown * plain.seconds
+        prunes_alone = option.index_only and option.prunes
         best: Offer | None = None
         for count in reversed(counts_up_to(min(len(gains), self.max_trees))):
             drawn = gains[:count]
@@ -208,9 +209,9 @@ class OfferMaker:
                     token * sum(gain.behind for gain in drawn),
                 )
             # An index prunes by itself what is worth no row.
-            if option.index_only and option.prunes:
+            if prunes_alone:
                 break
-        if best is not None and option.index_only and option.prunes:
+        if best is not None and prunes_alone:
             # Where its drafts are worth no row, none is drawn.
             nothing = self.cost.seconds(Work(num_reqs, sampled, lookup=1.0))
             if num_reqs / nothing.mean > best.rate:

@@ -274,17 +274,18 @@ class AdaptiveScheduler(Schedule):
         num_rested = result.num_steps - 1
         now.steps_left -= num_rested
         self._count(now.size, now.sampled, num_rested)
+        if self.forced_index is not None:
+            return
         # While models only catch up, what an index drafts tells nothing of both.
         only_reads = work.caught_up > 0 and not work.levels
-        is_told = self.forced_index is None and not only_reads
-        if result.tree is not None and is_told:
+        if result.tree is not None and not only_reads:
             option = self.options[result.tree]
             self.values.observe(now.size, option, self.kinds, result)
             self.calibration.observe(self.step, self.kinds, result)
             if work.levels:
                 self._observe_levels(option, result)
         is_usual = now.settled or work.caught_up >= MANY_TOKENS
-        if result.seconds is not None and is_usual and self.forced_index is None:
+        if result.seconds is not None and is_usual:
             self.timed.append(work)
             self.timed_seconds += [result.seconds, result.drafting_seconds]
 
