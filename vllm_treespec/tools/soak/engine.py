@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ class SoakEngine:
         runner = self.core.model_executor.driver_worker.worker.model_runner
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         processor = self.engine.output_processor
-        places: dict[str, Iterable[str]] = {
+        places: dict[str, Collection[str]] = {
             "scheduler": scheduler.requests,
             "scheduler's running list": [r.request_id for r in scheduler.running],
             "KV cache manager": [r for m in managers for r in m.req_to_blocks],
@@ -180,7 +180,7 @@ class SoakEngine:
             index = decoder.sources.text
             if isinstance(index, SuffixIndex):
                 running = index.cache.running
-                places["suffix index"] = map(decoder.slots.name, running)
+                places["suffix index"] = [decoder.slots.name(slot) for slot in running]
         return {place: list(ids) for place, ids in places.items() if ids}
 
 
