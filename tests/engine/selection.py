@@ -29,7 +29,7 @@ QUICK = {
     "test_greedy.py": r"\[hybrid\]",
     # those of the engines with a small KV cache are thorough
     "test_support_matrix.py": (
-        r"^(?!.*(preemption|lora|really_used"
+        r"^(?!.*(preemption|lora|small_caches"
         r"|same_answers\[(thinking|logprobs_mode|priority)))"
     ),
     "test_interpreted_kernel.py": (
@@ -57,8 +57,18 @@ QUICK = {
 # the file run the same code of ours. `make test-all` runs them.
 RARE = {
     "test_greedy.py": (
-        r"\[(sd|rsd_c|spectr|medusa_tree|redrafter-dynamic|hybrid-eagle)\]"
+        r"\[(sd|rsd_c|spectr|specinfer|suffix_tree|medusa_tree|lyanna"
+        r"|redrafter-dynamic|hybrid-eagle)\]"
     ),
+    "test_support_matrix.py": r"\[(redrafter|lyanna)\]",
+    "test_model_kinds.py": (
+        r"\[(int4|gptq|awq|window in some layers)|\[(window|sinks|chunks)-full draft"
+    ),
+    "test_kv_groups.py": r"drafts_the_same|mixed_batches\[gemma",
+    "test_images.py": r"equal_plain\[gemma3-(rsd_c|redrafter)",
+    "test_tensor_parallel.py": r"\[(redrafter|lyanna)\]",
+    "test_data_parallel.py": r"\[rsd_s\]",
+    "test_ray_serve.py": "",
 }
 
 

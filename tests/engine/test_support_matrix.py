@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,10 @@ class Engine:
     preemptions: dict[str, int]
 
 
+# by method, None without trees; each runs once
+Engines = Callable[[str | None], Engine]
+
+
 @pytest.fixture(scope="module")
 def encode(tokenize: Callable[[str], list[int]]) -> Callable[[str | int], list[int]]:
     """Return a function from a text, or a number of tokens, to a prompt."""
@@ -122,15 +126,17 @@ def run(
 @pytest.fixture(scope="module")
 def usual(
     run_engine: Callable[..., dict], encode: Callable[[str | int], list[int]]
-) -> dict[str | None, Engine]:
-    """Both engines with plenty of room: without trees (None) and with."""
-    refused = {"refused": refused_job(encode)}
-    return {
-        None: run("usual", None, usual_jobs(encode), encode, run_engine),
-        METHOD: run(
-            "usual", METHOD, {**usual_jobs(encode), **refused}, encode, run_engine
-        ),
-    }
+) -> Engines:
+    """Engines with plenty of room."""
+
+    @cache
+    def of(method: str | None) -> Engine:
+        jobs = usual_jobs(encode)
+        if method:
+            jobs["refused"] = refused_job(encode)
+        return run("usual", method, jobs, encode, run_engine)
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +144,10 @@ def tight(
     run_engine: Callable[..., dict],
     encode: Callable[[str | int], list[int]],
     adapter: str,
-) -> dict[str | None, Engine]:
-    """Engines with a small KV cache: without trees, with a draft model, with a head."""
+) -> Engines:
+    """Engines with a small KV cache."""
     start = partial(run_engine, adapter=adapter, **TIGHT)
-    return {
-        method: run("tight", method, tight_jobs(encode), encode, start)
-        for method in (None, *METHODS)
-    }
+    return cache(lambda m: run("tight", m, tight_jobs(encode), encode, start))
 
 
 def assert_same(check: Same, plain: list[dict], trees: list[dict]) -> None:
@@ -165,7 +168,7 @@ def test_same_answers(row: Row, request: pytest.FixtureRequest) -> None:
     """Turns red when a feature changes its result because trees are on."""
     assert isinstance(row.check, Same)
     engines = request.getfixturevalue(row.check.engine)
-    plain, trees = (engines[m].answers[row.feature] for m in (None, METHOD))
+    plain, trees = (engines(m).answers[row.feature] for m in (None, METHOD))
     assert_same(row.check, plain, trees)
 
 
@@ -183,20 +186,24 @@ def test_requests_draft_what_the_page_says(row: Row) -> None:
     assert may_draft_trees(params) == (row.outcome is Outcome.TREE)
 
 
-def test_trees_were_really_used(usual: dict, tight: dict) -> None:
+def test_trees_were_really_used(usual: Engines) -> None:
     """Turns red when drafting silently stops: then equality proves nothing."""
-    assert usual[METHOD].trees["shared"] > 100
-    assert usual[METHOD].trees["streaming"] > 5
-    assert usual[METHOD].trees["chunked prefill"] > 5
-    assert usual[METHOD].trees["beam search"] == 0
-    for method in METHODS:
-        assert tight[method].trees["preemption"] > 20
-        assert tight[method].trees["lora"] > 20
+    assert usual(METHOD).trees["shared"] > 100
+    assert usual(METHOD).trees["streaming"] > 5
+    assert usual(METHOD).trees["chunked prefill"] > 5
+    assert usual(METHOD).trees["beam search"] == 0
 
 
-def test_requests_ended_for_every_reason(usual: dict) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_trees_were_used_in_small_caches(method: str, tight: Engines) -> None:
+    """Turns red when drafting silently stops beside preemption or an adapter."""
+    assert tight(method).trees["preemption"] > 20
+    assert tight(method).trees["lora"] > 20
+
+
+def test_requests_ended_for_every_reason(usual: Engines) -> None:
     """Turns red when the rows' requests stop testing what they are there for."""
-    answers = usual[METHOD].answers
+    answers = usual(METHOD).answers
     ended, ignored, *_ = answers["end of sequence, ignore_eos"]
     assert (ended["finish_reason"], ignored["finish_reason"]) == ("stop", "length")
     assert len(answers["min_tokens"][0]["token_ids"]) >= 12
@@ -205,15 +212,15 @@ def test_requests_ended_for_every_reason(usual: dict) -> None:
     assert answers["repetition_detection"][0]["finish_reason"] == "repetition"
 
 
-def test_structured_output_is_valid(usual: dict) -> None:
+def test_structured_output_is_valid(usual: Engines) -> None:
     """Turns red when a grammar is left while its requests draft trees, or stop to."""
-    answers = usual[METHOD].answers
-    trees, nodes = (d["grammars"] for d in (usual[METHOD].trees, usual[METHOD].nodes))
+    answers = usual(METHOD).answers
+    trees, nodes = (d["grammars"] for d in (usual(METHOD).trees, usual(METHOD).nodes))
     assert trees > 10
     assert nodes > 2 * (1 + DEPTH) * trees, "chains, or trees cut by their grammar"
     assert (
         answers["grammars"][0]["token_ids"]
-        == usual[None].answers["grammars"][0]["token_ids"]
+        == usual(None).answers["grammars"][0]["token_ids"]
     )
     for answer in answers["grammars"]:
         person = json.loads(answer["text"])
@@ -223,28 +230,28 @@ def test_structured_output_is_valid(usual: dict) -> None:
     assert choice in ("a happy young person", "a happy old person")
 
 
-def test_seeds(usual: dict) -> None:
+def test_seeds(usual: Engines) -> None:
     """Turns red when a seeded answer depends on the batch, or seeds do nothing."""
-    alone = [a["token_ids"] for a in usual[METHOD].answers["seeds alone"]]
-    together = [a["token_ids"] for a in usual[METHOD].answers["seeds together"]]
+    alone = [a["token_ids"] for a in usual(METHOD).answers["seeds alone"]]
+    together = [a["token_ids"] for a in usual(METHOD).answers["seeds together"]]
     assert alone == together
     assert len({tuple(ids) for ids in alone}) == len(SEEDS)
 
 
-def test_several_answers(usual: dict) -> None:
+def test_several_answers(usual: Engines) -> None:
     """Turns red when the answers of one request share random numbers."""
     for method in (None, METHOD):
-        first, neighbour = usual[method].answers["n"]
+        first, neighbour = usual(method).answers["n"]
         found = [first, *first["others"]]
-        single = usual[method].answers["seeds alone"]
+        single = usual(method).answers["seeds alone"]
         assert [a["token_ids"] for a in found] == [a["token_ids"] for a in single[:3]]
-    plain_neighbour = usual[None].answers["n"][1]
+    plain_neighbour = usual(None).answers["n"][1]
     assert neighbour["token_ids"] == plain_neighbour["token_ids"]
 
 
-def test_abort(usual: dict) -> None:
+def test_abort(usual: Engines) -> None:
     """Turns red when aborting a request in mid-answer disturbs the others."""
-    plain, trees = (usual[m].answers["abort"] for m in (None, METHOD))
+    plain, trees = (usual(m).answers["abort"] for m in (None, METHOD))
     for i in (0, 2):
         assert trees[i]["token_ids"] == plain[i]["token_ids"]
         assert trees[i]["finish_reason"] == "length"
@@ -254,53 +261,53 @@ def test_abort(usual: dict) -> None:
         assert trees[i]["token_ids"][:limit] == plain[i]["token_ids"][:limit]
 
 
-def test_prefix_cache(usual: dict) -> None:
+def test_prefix_cache(usual: Engines) -> None:
     """Turns red when cached blocks hold KV of rejected nodes or of forks."""
-    plain, trees = (usual[m].answers["prefix"] for m in (None, METHOD))
+    plain, trees = (usual(m).answers["prefix"] for m in (None, METHOD))
     assert [a["token_ids"] for a in trees] == [a["token_ids"] for a in plain]
     assert trees[1]["num_cached_tokens"] == plain[1]["num_cached_tokens"] >= 160
 
 
-def test_prompts_at_the_limit_are_refused_alike(usual: dict) -> None:
+def test_prompts_at_the_limit_are_refused_alike(usual: Engines) -> None:
     """Turns red when a prompt that leaves no room for a token gets in."""
-    plain, trees = (usual[m].answers["at the limit"] for m in (None, METHOD))
+    plain, trees = (usual(m).answers["at the limit"] for m in (None, METHOD))
     assert plain == trees
     assert all("max" in answer["message"] for answer in trees)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_preemption(method: str, tight: dict) -> None:
+def test_preemption(method: str, tight: Engines) -> None:
     """Turns red when a preempted request resumes with a stale tree or KV."""
-    assert tight[method].preemptions["preemption"] > 0
-    plain, trees = (tight[m].answers["preemption"] for m in (None, method))
+    assert tight(method).preemptions["preemption"] > 0
+    plain, trees = (tight(m).answers["preemption"] for m in (None, method))
     assert [a["token_ids"] for a in trees] == [a["token_ids"] for a in plain]
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
-def test_preemption_of_sampled_requests(method: str, tight: dict) -> None:
+def test_preemption_of_sampled_requests(method: str, tight: Engines) -> None:
     """Turns red when a preempted request resumes with other noise."""
-    assert tight[method].preemptions["sampled preemption"] > 0
+    assert tight(method).preemptions["sampled preemption"] > 0
     trees, plain = (
-        [a["token_ids"] for a in tight[method].answers[name]]
+        [a["token_ids"] for a in tight(method).answers[name]]
         for name in ("sampled preemption", "sampled, no drafts")
     )
     assert trees == plain
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_lora(method: str, tight: dict) -> None:
+def test_lora(method: str, tight: Engines) -> None:
     """Turns red when an adapter reaches wrong rows of a tree, or the draft model."""
     plain, trees = (
-        [a["token_ids"] for a in tight[m].answers["lora"]] for m in (None, method)
+        [a["token_ids"] for a in tight(m).answers["lora"]] for m in (None, method)
     )
     assert trees == plain
     assert plain[:3] != plain[3:], "negative control: the adapter must matter"
 
 
-def test_requests_refused_by_vllm(usual: dict) -> None:
+def test_requests_refused_by_vllm(usual: Engines) -> None:
     """Turns red when vLLM lets a request in that trees do not serve."""
     checks = [r.check for r in ROWS if isinstance(r.check, Request)]
-    for check, answer in zip(checks, usual[METHOD].answers["refused"], strict=True):
+    for check, answer in zip(checks, usual(METHOD).answers["refused"], strict=True):
         assert isinstance(check, Request)
         assert check.says in str(answer["message"])
 
