@@ -1,6 +1,7 @@
 """Proposers: from committed tokens to a draft tree. One file a method."""
 
 from vllm_treespec.proposers.base import DraftModel, Proposer, ProposerInputs
+from vllm_treespec.proposers.dflash import DFlash
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.lyanna import Lyanna
@@ -16,6 +17,7 @@ from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.proposers.suffix import Suffix
 
 __all__ = [
+    "DFlash",
     "DraftModel",
     "DynamicTree",
     "Hybrid",

@@ -70,9 +70,20 @@ class DynamicTree(Proposer):
         depth: int,
         num_drafts: int,
         min_probability: float | None = 0.0,
+        num_parents: int | None = None,
     ) -> None:
-        """Take nodes read a level (and children of each), levels, and draft nodes."""
+        """Take nodes read a level (and children of each), levels, and draft nodes.
+
+        Args:
+            top_k: children of a node.
+            depth: levels.
+            num_drafts: draft nodes.
+            min_probability: joint probability of a node at least.
+            num_parents: nodes of a level that are read; None: ``top_k``.
+
+        """
         self.top_k, self.depth = useful(top_k, depth, num_drafts)
+        self.num_parents = min(num_parents or self.top_k, self.top_k)
         self.num_drafts = num_drafts
         self.min_probability = min_probability
         self.sizes = sizes(top_k, depth, num_drafts)
@@ -126,11 +137,11 @@ class DynamicTree(Proposer):
     def _num_read(self, values: Tensor, inputs: ProposerInputs) -> int:
         """Nodes of a level that are read of each tree: no more than any tree has."""
         if not inputs.can_sync:
-            return self.top_k
+            return self.num_parents
         num_nodes = values.isfinite().sum(1)
         if inputs.num_drafts is not None:
             num_nodes *= inputs.num_drafts > 0
-        return min(max(int(num_nodes.max()), 1), self.top_k)
+        return min(max(int(num_nodes.max()), 1), self.num_parents)
 
 
 def following_noise(

@@ -65,7 +65,7 @@ def test_short_soak_passes(
     settings = run.Settings(
         target=write_windowed(target, tmp_path / "target"),
         spec={**TREE, "model": shipped_drafter()},
-        requests=48,
+        requests=32,
         kv_blocks=16,
     )
     length = settings.max_model_len

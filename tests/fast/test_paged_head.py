@@ -15,7 +15,7 @@ from tests.fast.no_waiting import NoWaiting
 from tests.fast.small_engine import engine_config
 from tests.heads import write_head
 from vllm_treespec.batch.stats import StepStats
-from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.heads import load_eagle_head
 from vllm_treespec.layouts.base import LevelInputs
 from vllm_treespec.layouts.node_masks import NodeMasks
@@ -25,7 +25,7 @@ from vllm_treespec.sources.feature_store import MAX_WAITING
 HIDDEN_SIZE = 64
 
 
-class Recorded(PagedHead):
+class Recorded(PagedEagleHead):
     """Notes what it reads; what it makes of a pair is the pair's feature plus 100."""
 
     masks: NodeMasks

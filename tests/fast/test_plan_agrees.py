@@ -29,7 +29,7 @@ from tests.fast.window_layers import (
 from tests.heads import write_head
 from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.drafter import TreeDrafter
-from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.engine.worker import TreeWorkerMixin
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.layouts.branches import BranchLayout
@@ -73,7 +73,7 @@ class Runner:
         for source in self.drafter.paged:
             if isinstance(source, PagedDraftModel):
                 models.append(source.model_config)
-            if isinstance(source, PagedHead):
+            if isinstance(source, PagedEagleHead):
                 head = source.config
                 layers += [(head.num_kv_heads, head.head_size)] * head.num_layers
         for model in models:

@@ -151,7 +151,7 @@ class MethodConfig(BaseModel, ABC):
 
         For the exception see ``checks.head_joins_groups``.
         """
-        return bool(self.models) or self.head_kind in ("eagle", "lyanna")
+        return bool(self.models) or self.head_kind in ("eagle", "lyanna", "dflash")
 
     @property
     def prunes_by_cost(self) -> bool:

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import Any, TypeVar, get_args
 
 from vllm_treespec.config.base import MethodConfig, SpecConfigError
+from vllm_treespec.config.dflash_tree import DFlashTreeConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.config.hybrid import HybridConfig
@@ -41,6 +42,7 @@ BUILT_IN: tuple[type[MethodConfig], ...] = (
     ReDrafterConfig,
     MedusaTreeConfig,
     EagleTreeConfig,
+    DFlashTreeConfig,
     LyannaConfig,
     HybridConfig,
 )

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.engine.head_source import pack_layers, shared_weights
-from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.heads import LyannaHead, load_lyanna_head
 from vllm_treespec.heads.chain_source import ChainSource
 from vllm_treespec.layouts.base import LevelInputs
@@ -17,7 +17,7 @@ from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, ReusingSource
 
 
-class ChainHead(ReusingSource, PagedHead):
+class ChainHead(ReusingSource, PagedEagleHead):
     """A head that reads pairs as EAGLE's, and then no drafted token.
 
     A chain's later steps lie behind the last pair as a level of one node each. All
@@ -38,7 +38,8 @@ class ChainHead(ReusingSource, PagedHead):
         super().__init__(vllm_config, model, None, prefix, stats)
         self.memory = memory
 
-    def _load_head(self) -> LyannaHead:
+    def load_head(self) -> LyannaHead:
+        """Read the head's files."""
         return load_lyanna_head(self.model)
 
     def begin(self, roots: Roots) -> ChainDraft:
@@ -75,7 +76,7 @@ class ChainHead(ReusingSource, PagedHead):
             self.stats.stage(DRAFT_FORWARD),
             self.forward_context(metadata, len(state), inputs.slots),
         ):
-            return self.head.read(state, None, inputs.positions, self._attend)
+            return self.head.read(state, None, inputs.positions, self.attend)
 
 
 class EngineChainSource(ChainSource):

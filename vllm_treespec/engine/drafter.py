@@ -18,13 +18,15 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.engine.chain_head import ChainHead, EngineChainSource
+from vllm_treespec.engine.dflash_head import PagedDFlashHead
 from vllm_treespec.engine.draft_model import PagedDraftModel
+from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.engine.head_source import EngineHeadSource
 from vllm_treespec.engine.kv_cache import check_groups, own_group_first
-from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.engine.schedule_cache import ScheduleCache, cache_folder, origin_of
 from vllm_treespec.heads import (
+    DFlashHeadConfig,
     EagleHeadConfig,
     LyannaHeadConfig,
     read_head_config,
@@ -194,7 +196,9 @@ class TreeDrafter:
             return EngineChainSource(self.vllm_config, model, memory, stats)
         if isinstance(head, EagleHeadConfig):
             hot = config.hot_tokens if isinstance(config, EagleTreeConfig) else None
-            return PagedHead(self.vllm_config, model, hot, "draft_head", stats)
+            return PagedEagleHead(self.vllm_config, model, hot, "draft_head", stats)
+        if isinstance(head, DFlashHeadConfig):
+            return PagedDFlashHead(self.vllm_config, model, "draft_head", stats)
         return EngineHeadSource(self.vllm_config, model, stats)
 
     def load_model(self, target_model: torch.nn.Module) -> None:

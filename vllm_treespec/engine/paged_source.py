@@ -102,6 +102,7 @@ class PagedSource(ModelSource):
             block_table_tensor=inputs.block_table,
             slot_mapping=inputs.slots,
             positions=inputs.positions,
+            causal=inputs.causal,
         )
         per_layer = {}
         for group in self.groups:

@@ -56,7 +56,7 @@ class ForkSpace:
         return cls(
             first_block=first_block,
             forks_per_tree=forks,
-            blocks_per_fork=(block_size - 1 + limits.sizes.max_depth) // block_size + 1,
+            blocks_per_fork=(block_size - 1 + limits.sizes.fork_rows) // block_size + 1,
             block_size=block_size,
         )
 
@@ -120,7 +120,7 @@ class RootBlocks:
 
 @dataclass(frozen=True)
 class LevelInputs:
-    """One level of all trees as sequences for a draft model's forward."""
+    """One level, or block, of all trees as sequences for a draft model's forward."""
 
     # int64 [num_trees * width]
     positions: Tensor
@@ -130,6 +130,8 @@ class LevelInputs:
     seq_lens: np.ndarray
     # int32 [num_seqs, max_blocks]
     block_table: Tensor
+    # whether a row sees no later row of its sequence
+    causal: bool = True
 
 
 class LevelReader(Protocol):
@@ -141,8 +143,17 @@ class LevelReader(Protocol):
     def next_level(self, parents: Tensor) -> LevelInputs:
         """Prepare to read one more level; see ``DraftModel.extend``."""
 
+    def block(self, width: int, causal: bool) -> LevelInputs:
+        """Prepare to read ``width`` rows of each tree, one position after the other.
+
+        Args:
+            width: rows, the first at the position behind the root's.
+            causal: whether a row sees no later one.
+
+        """
+
     def end_level(self) -> None:
-        """Take note that the level was read."""
+        """Take note that the level, or the block, was read."""
 
 
 class TreeLayout(Protocol):

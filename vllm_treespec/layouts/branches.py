@@ -171,11 +171,29 @@ class BranchLevelReader:
             block_table=self.fork_tables[:, :width].flatten(0, 1),
         )
 
+    def block(self, width: int, causal: bool) -> LevelInputs:
+        """Lay the rows of each tree out in its first fork."""
+        rows = torch.arange(1, width + 1, device=self.trees.device)
+        num_trees = len(self.trees)
+        self._copy_roots(rows[:1] - 1)
+        context = self.roots.positions[:, None]
+        return LevelInputs(
+            positions=(context + rows).flatten(),
+            slots=self.forks.slot(context, rows, self.trees, 0).flatten(),
+            query_start_loc=np.arange(num_trees + 1) * width,
+            seq_lens=self.roots.host_positions + width + 1,
+            block_table=self.fork_tables[:, 0].contiguous(),
+            causal=causal,
+        )
+
+    def _copy_roots(self, fork: Tensor) -> None:
+        targets = self.forks.block(self.trees, fork, 0)
+        sources = self.roots.blocks.repeat_interleave(len(fork))
+        self.copier.copy(sources, targets.flatten())
+
     def _copy_forks(self, parents: Tensor, fork: Tensor) -> None:
         if self.depth == 1:
-            targets = self.forks.block(self.trees, fork, 0)
-            sources = self.roots.blocks.repeat_interleave(len(fork))
-            self.copier.copy(sources, targets.flatten())
+            self._copy_roots(fork)
             return
         if self.width == len(fork) == 1:
             # One node a level goes on in its parent's fork.

@@ -146,18 +146,29 @@ class MaskLevelReader:
     def next_level(self, parents: Tensor) -> LevelInputs:
         """Lay the nodes out behind those read before, and mask them."""
         self.depth += 1
-        num_trees, width = parents.shape
-        first, self.num_read = self.num_read, self.num_read + width
+        first, self.num_read = self.num_read, self.num_read + parents.shape[1]
         nodes = torch.arange(first, self.num_read, device=parents.device)
         self.node_masks = self.node_masks.gather(1, parents) | (1 << nodes)
-        rows = torch.arange(num_trees * width, device=parents.device)
+        return self._rows(nodes, torch.full_like(nodes, self.depth))
+
+    def block(self, width: int, causal: bool) -> LevelInputs:
+        """Lay the rows out behind the root; each sees all of them, or none later."""
+        self.num_read = 1 + width
+        rows = torch.arange(1, self.num_read, device=self.trees.device)
+        last = rows if causal else torch.full_like(rows, width)
+        self.node_masks = ((2 << last) - 1).expand(len(self.trees), -1)
+        return self._rows(rows, rows)
+
+    def _rows(self, nodes: Tensor, depths: Tensor) -> LevelInputs:
+        """Some nodes of every tree, int64 [width], under ``node_masks``."""
+        num_trees, width = len(self.trees), len(nodes)
+        rows = torch.arange(num_trees * width, device=nodes.device)
         masks = self.node_masks.flatten()
         self.masks.set_masks(rows, masks, self.trees, self.roots.positions)
         context = self.roots.positions[:, None]
-        slots = self.forks.slot(context, nodes, self.trees[:, None], 0)
         return LevelInputs(
-            positions=(context + self.depth).repeat(1, width).flatten(),
-            slots=slots.flatten(),
+            positions=(context + depths).flatten(),
+            slots=self.forks.slot(context, nodes, self.trees[:, None], 0).flatten(),
             query_start_loc=np.arange(num_trees + 1) * width,
             seq_lens=self.roots.host_positions + self.num_read,
             block_table=self.fork_tables,

@@ -64,8 +64,7 @@ class FeatureStore:
         features = self.make(torch.cat([states for _, states in self.waiting]))
         self.waiting.clear()
         self.num_waiting = 0
-        _, from_last = np.unique(slots[::-1], return_index=True)
-        rows = len(slots) - 1 - from_last
+        rows = last_of_slots(slots)
         index = torch.from_numpy(np.stack([rows, slots[rows]])).to(features.device)
         self.features.index_copy_(0, index[1], features[index[0]])
 
@@ -73,6 +72,12 @@ class FeatureStore:
         """Features of the tokens in these slots, int64 [n]; [n, size]."""
         self.write()
         return self.features.index_select(0, slots)
+
+
+def last_of_slots(slots: np.ndarray) -> np.ndarray:
+    """Where each slot, of int64 [n], stands last; int64 [num_slots]."""
+    _, from_last = np.unique(slots[::-1], return_index=True)
+    return len(slots) - 1 - from_last
 
 
 def block_bytes(block_size: int, size: int, dtype: torch.dtype) -> int:

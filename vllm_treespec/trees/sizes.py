@@ -44,6 +44,14 @@ class TreeSizes:
     max_siblings: int = 0
     max_parents: int = 0
 
+    @property
+    def fork_rows(self) -> int:
+        """Rows of a tree that lie behind one another in a draft model's fork.
+
+        A head that reads a whole block at once lays it out in one fork.
+        """
+        return max(self.max_depth, self.draft_nodes // self.draft_width)
+
     @classmethod
     def largest(cls, sizes: Sequence[TreeSizes]) -> TreeSizes:
         """Bounds on trees of all these shapes."""

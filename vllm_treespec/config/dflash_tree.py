@@ -1,0 +1,90 @@
+"""DFlash, DSpark, JetSpec: trees from a head that drafts all levels in one forward."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from vllm_treespec.config.base import MAX_DRAFTS, Count
+from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
+from vllm_treespec.heads import DFlashHeadConfig, read_head_config
+from vllm_treespec.proposers import (
+    DFlash,
+    DynamicTree,
+    Proposer,
+    RsdS,
+    StochasticTree,
+    dflash,
+    dynamic_tree,
+    rsd_s,
+    stochastic_tree,
+)
+from vllm_treespec.trees.sizes import TreeSizes
+
+
+class DFlashTreeConfig(GrownTreeConfig):
+    """Trees from a head of DFlash's kind."""
+
+    SHAPE = (*GrownTreeConfig.SHAPE, "num_parents")
+    HEAD = "dflash"
+    NEEDS = "a DFlash, DSpark or JetSpec head"
+
+    method: Literal["dflash_tree"]
+    tree: Literal["dynamic", "stochastic"] = Field(
+        default="dynamic",
+        description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
+        "recursive rejection",
+    )
+    depth: Count = Field(
+        default=7,
+        le=MAX_DRAFTS - 1,
+        description="levels below the root, at most as many as the head drafts",
+    )
+    num_drafts: Count | None = num_drafts_field(16)
+    num_parents: Count | None = Field(
+        default=None,
+        le=MAX_DRAFTS,
+        description="nodes of each level that get children; null: top_k if the head "
+        "conditions on a node's token (DSpark, DFlash2), else 1",
+    )
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """How large its trees become."""
+        if self.num_drafts is None:
+            return dflash.sizes(rsd_s.sizes(self.top_k, self.depth))
+        grown = dynamic_tree if self.tree == "dynamic" else stochastic_tree
+        return dflash.sizes(grown.sizes(self.top_k, self.depth, self.num_drafts))
+
+    def proposer(self) -> Proposer:
+        """Make the proposer; the head's folder says whether it is conditional.
+
+        Raises:
+            HeadError: the head's configuration cannot be read.
+
+        """
+        shape = self.top_k, self.depth
+        if self.num_drafts is None:
+            return DFlash(RsdS(*shape))
+        if self.tree == "stochastic":
+            return DFlash(StochasticTree(*shape, self.num_drafts))
+        num_parents = self.num_parents
+        if num_parents is None:
+            head = read_head_config(self.model)
+            assert isinstance(head, DFlashHeadConfig)
+            num_parents = self.top_k if head.conditional else 1
+        least = self.min_probability or 0.0
+        return DFlash(DynamicTree(*shape, self.num_drafts, least, num_parents))
+
+    @field_validator("num_parents")
+    @classmethod
+    def _drawn_trees_have_all_parents(
+        cls, num_parents: int | None, info: ValidationInfo
+    ) -> int | None:
+        if num_parents is not None and info.data.get("tree") == "stochastic":
+            raise ValueError(
+                "a stochastic tree has children below top_k nodes of each level; "
+                "remove it, or write 'tree' 'dynamic'"
+            )
+        return num_parents

@@ -1,0 +1,113 @@
+"""A one-pass head on vLLM's paged KV cache: one forward drafts all levels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionMetadata
+
+from vllm_treespec.batch.reading import kv_slots, token_places
+from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
+from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.heads import DFlashHead, DFlashHeadConfig, load_dflash_head
+from vllm_treespec.heads.source import TimedDraft
+from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.sources.feature_store import MAX_WAITING, last_of_slots
+
+
+class PagedDFlashHead(PagedHead):
+    """A head of DFlash's kind (arXiv 2602.06036) as a source of drafts.
+
+    Of a committed token its layers have keys and values that are made of the target's
+    features alone, in the token's slot. So nothing is read twice and no request ever is
+    behind. A block, the root and mask tokens behind it, lies in a fork for one forward.
+
+    Hidden states wait until a tree is drawn, or until they are many: of one token keys
+    and values take as long as of a hundred.
+    """
+
+    config: DFlashHeadConfig
+    head: DFlashHead
+    committed: CommittedTokens
+
+    def __init__(
+        self, vllm_config: VllmConfig, model: str, prefix: str, stats: StepStats
+    ) -> None:
+        """Read the configuration of the head ``model``, a folder or a hub id."""
+        super().__init__(vllm_config, model, prefix, stats)
+        self.reads = Reads(features=self.config.layers, own_kv=True)
+        # slots and positions, int64 [2, n], and hidden states [n, -1] of tokens
+        self.waiting: list[tuple[np.ndarray, Tensor]] = []
+        self.num_waiting = 0
+
+    def load_head(self) -> DFlashHead:
+        """Read the head's files."""
+        return load_dflash_head(self.model, self.num_target_layers)
+
+    def warm_up(self) -> None:
+        """Run once without a KV cache: the context of a whole step, and a block."""
+        num_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        width = self.config.target_hidden_size * len(self.reads.features)
+        states = zeros.new_zeros((num_tokens, width), dtype=self.dtype)
+        self.head.context_kv(self.head.features(states), zeros)
+        tokens = self.head.block_tokens(zeros[:1], self.config.num_levels)
+        self._run(None, tokens, torch.zeros_like(tokens), None)
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Take the hidden states of committed tokens; see ``ModelSource.read``."""
+        self.committed = committed
+        reqs, positions = token_places(committed.first, committed.end)
+        slots = kv_slots(committed.host_table, reqs, positions, self.forks.block_size)
+        with self.stats.stage(KEEP_FEATURES):
+            states = [committed.features[layer] for layer in self.reads.features]
+            places = np.stack([slots, positions])
+            self.waiting.append((places, torch.cat(states, dim=-1)))
+            self.num_waiting += len(slots)
+            if self.num_waiting >= MAX_WAITING:
+                self.write()
+
+    def write(self) -> None:
+        """Write keys and values of the tokens that wait, of a slot the later ones."""
+        if not self.num_waiting:
+            return
+        places = np.concatenate([places for places, _ in self.waiting], axis=1)
+        states = torch.cat([states for _, states in self.waiting])
+        self.waiting.clear()
+        self.num_waiting = 0
+        last = last_of_slots(places[0])
+        host = np.stack([last, *places[:, last]])
+        rows, slots, positions = torch.from_numpy(host).to(self.device)
+        features = self.head.features(states[rows])
+        of_layers = self.head.context_kv(features, positions)
+        for layer, (key, value) in zip(self.layers, of_layers, strict=True):
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+
+    def begin(self, roots: Roots) -> TimedDraft:
+        """Read the blocks of a step's trees."""
+        with self.stats.stage(KEEP_FEATURES):
+            self.write()
+        self.level_reader.begin(self.last_tokens(self.committed))
+        depth = min(roots.depth, self.config.num_levels)
+        tokens = self.head.block_tokens(roots.root_token_ids, depth)
+        inputs = self.level_reader.block(tokens.shape[1], self.config.causal)
+        metadata = self.attention_metadata(inputs, tokens.numel())
+        positions = inputs.positions.view_as(tokens)
+        with self.stats.stage(DRAFT_FORWARD):
+            states = self._run(metadata, tokens, positions, inputs.slots)
+            self.level_reader.end_level()
+            draft = self.head.begin(states, roots.root_token_ids)
+        return TimedDraft(draft, self.stats)
+
+    def _run(
+        self,
+        attn_metadata: dict[str, AttentionMetadata] | None,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+    ) -> Tensor:
+        """Run the head; without a KV cache metadata (by layer) and slots are None."""
+        with self.forward_context(attn_metadata, token_ids.numel(), slots):
+            return self.head.read_block(token_ids, positions, self.attend)

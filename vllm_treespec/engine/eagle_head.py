@@ -1,0 +1,157 @@
+"""EAGLE's head on vLLM's paged KV cache, growing trees by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_treespec.batch.reading import kv_slots, token_places
+from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
+from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.heads import EagleHead, EagleHeadConfig, load_eagle_head
+from vllm_treespec.layouts.base import LevelInputs, TreeLayout
+from vllm_treespec.sources.base import CommittedTokens, DraftModel, Reads, Roots
+from vllm_treespec.sources.feature_store import FeatureStore, block_bytes
+
+
+class PagedEagleHead(PagedHead):
+    """EAGLE's head: a source of drafts, and the ``DraftModel`` of a running step.
+
+    It reads pairs: the target's feature of token i and token i + 1, at position i. A
+    pair's KV lies in token i's slot. So all pairs of committed tokens, the root as the
+    last one's second half, lie in blocks that the request has; the drafted nodes of
+    level d follow at d positions behind the last pair.
+
+    The target's features are kept in every step, for pairs are read when trees are
+    drawn. A tree's node is read with what the head made of its parent's pair; once it
+    is committed, its pair is read again with the target's own feature.
+    """
+
+    config: EagleHeadConfig
+    head: EagleHead
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: str,
+        hot_tokens: str | None,
+        prefix: str,
+        stats: StepStats,
+    ) -> None:
+        """Read the configuration of the head ``model``, a folder or a hub id."""
+        super().__init__(vllm_config, model, prefix, stats)
+        self.hot_tokens = hot_tokens
+        layers = self.config.layers
+        self.reads = Reads(features=layers, own_kv=True, catches_up=True)
+
+    def feature_bytes(self, block_size: int) -> int:
+        """Bytes that are kept beside the KV of each block."""
+        return block_bytes(block_size, self.config.feature_size, self.dtype)
+
+    def load_head(self) -> EagleHead:
+        """Read the head's files."""
+        hot_tokens = None if self.hot_tokens is None else Path(self.hot_tokens)
+        return load_eagle_head(self.model, self.num_target_layers, hot_tokens)
+
+    def bind(
+        self,
+        kv_caches: dict[str, Tensor],
+        groups: Sequence[AttentionGroup],
+        layout: TreeLayout,
+    ) -> None:
+        """Connect to the KV cache, and allocate a feature for each of its slots."""
+        super().bind(kv_caches, groups, layout)
+        self.store = FeatureStore(
+            self.forks.first_block * self.forks.block_size,
+            self.config.feature_size,
+            self.dtype,
+            self.device,
+            self.head.features,
+        )
+
+    def warm_up(self) -> None:
+        """Run once without a KV cache, as many tokens as one step may read."""
+        num_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        width = self.config.target_hidden_size * len(self.reads.features)
+        states = zeros.new_zeros((num_tokens, width), dtype=self.dtype)
+        self._run(None, self.head.features(states), zeros, zeros, None)
+
+    def keep(self, slots: np.ndarray, features: dict[int, Tensor]) -> None:
+        """Keep hidden states of committed tokens; see ``ModelSource``."""
+        with self.stats.stage(KEEP_FEATURES):
+            states = [features[layer] for layer in self.reads.features]
+            self.store.keep(slots, torch.cat(states, dim=-1))
+
+    def read(self, committed: CommittedTokens) -> None:
+        """Read the pairs of committed tokens in one forward."""
+        reqs, positions = token_places(committed.first, committed.end)
+        slots = kv_slots(committed.host_table, reqs, positions, self.forks.block_size)
+        places = np.stack([positions, slots])
+        on_device = torch.from_numpy(places).to(self.device)
+        ends = np.cumsum(committed.end - committed.first)
+        token_ids = committed.token_ids[committed.reqs[reqs], positions + 1]
+        outputs = self._forward(
+            self.store.read(on_device[1]),
+            torch.from_numpy(token_ids).long().to(self.device),
+            LevelInputs(
+                positions=on_device[0],
+                slots=on_device[1],
+                query_start_loc=np.concatenate([[0], ends]),
+                seq_lens=committed.end,
+                block_table=committed.block_table,
+            ),
+        )
+        last_pairs = torch.from_numpy(ends[committed.drafting] - 1).to(self.device)
+        # [num_trees, width, hidden_size], of the level read last
+        self.outputs = outputs[last_pairs][:, None]
+        self.level_reader.begin(self.last_tokens(committed))
+
+    def begin(self, roots: Roots) -> DraftModel:
+        """Begin the trees of a step: the roots' pairs were read last."""
+        return self
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots, [num_drafting, draft_vocab_size]."""
+        with self.stats.stage(DRAFT_FORWARD):
+            return self.head.logits(self.outputs[:, 0])
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level; see ``DraftModel.extend``."""
+        level = self.level_reader.next_level(parents)
+        trees = torch.arange(len(parents), device=self.device)[:, None]
+        features = self.outputs[trees, parents].flatten(0, 1)
+        outputs = self._forward(features, token_ids.flatten(), level)
+        self.level_reader.end_level()
+        self.outputs = outputs.unflatten(0, token_ids.shape)
+        with self.stats.stage(DRAFT_FORWARD):
+            return self.head.logits(self.outputs)
+
+    def _forward(
+        self, features: Tensor, token_ids: Tensor, inputs: LevelInputs
+    ) -> Tensor:
+        """One forward over sequences of the cache, [num_tokens, hidden_size]."""
+        metadata = self.attention_metadata(inputs, len(token_ids))
+        with self.stats.stage(DRAFT_FORWARD):
+            return self._run(
+                metadata, features, token_ids, inputs.positions, inputs.slots
+            )
+
+    def _run(
+        self,
+        attn_metadata: dict[str, AttentionMetadata] | None,
+        features: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+    ) -> Tensor:
+        """Run the head; without a KV cache metadata (by layer) and slots are None."""
+        with self.forward_context(attn_metadata, len(token_ids), slots):
+            return self.head.read(features, token_ids, positions, self.attend)
