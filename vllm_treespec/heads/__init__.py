@@ -3,6 +3,8 @@
 from vllm_treespec.heads.base import DraftHead, Head, OutputLayer
 from vllm_treespec.heads.checkpoint import head_folder
 from vllm_treespec.heads.config import (
+    DecoderHeadConfig,
+    DFlashHeadConfig,
     EagleHeadConfig,
     HeadConfig,
     HeadError,
@@ -10,6 +12,7 @@ from vllm_treespec.heads.config import (
     MedusaHeadConfig,
     ReDrafterHeadConfig,
 )
+from vllm_treespec.heads.dflash import DFlashHead
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.files import (
     build_head,
@@ -25,6 +28,9 @@ from vllm_treespec.heads.published_weights import save_published
 from vllm_treespec.heads.redrafter import ReDrafterHead
 
 __all__ = [
+    "DFlashHead",
+    "DFlashHeadConfig",
+    "DecoderHeadConfig",
     "DraftHead",
     "EagleHead",
     "EagleHeadConfig",

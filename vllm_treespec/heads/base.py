@@ -115,6 +115,51 @@ class DraftHead(Head, ABC):
         """
 
 
+class ContextHead(Head):
+    """A head of published form, which keeps a context of its own."""
+
+    def share(self, embedding: Tensor | None, output: Tensor | None) -> None:
+        """Take the target's weights where ours are missing, or equal to them.
+
+        Published heads often hold a copy of the target's embedding; it is dropped.
+        """
+        config, size = self.config, self.config.hidden_size
+        same = {
+            "share_embedding": config.share_embedding
+            or (
+                embedding is not None
+                and self.embedding.weight.equal(embedding[: config.vocab_size])
+            ),
+            "share_output": config.share_output
+            or (
+                output is not None
+                and self.output.weight.equal(self.output_rows(output))
+            ),
+        }
+        if same["share_embedding"]:
+            self.embedding = Weight(0, size, shared=True)
+        if same["share_output"]:
+            self.output = OutputLayer(0, size, shared=True)
+        self.config = config.model_copy(update=same)
+        super().share(embedding, output)
+
+    def restrict(self, hot_token_ids: Tensor) -> None:
+        """Draft these tokens only.
+
+        Args:
+            hot_token_ids: int64, ascending; the head drafted all tokens before.
+
+        """
+        self.hot_token_ids = hot_token_ids
+        own = not self.config.share_output
+        rows = self.output_rows(self.output.weight) if own else None
+        update = {"num_hot_tokens": len(hot_token_ids)}
+        self.config = self.config.model_copy(update=update)
+        if rows is not None:
+            self.output = OutputLayer(0, self.config.hidden_size, shared=False)
+            self.output.weight = nn.Parameter(rows.detach())
+
+
 def unquantised(name: str, weight: Tensor | None) -> Tensor:
     """A weight of the target that a head shares, without its gradient.
 

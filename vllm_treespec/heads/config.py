@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
@@ -69,25 +69,15 @@ class MedusaHeadConfig(BlockHeadConfig):
     )
 
 
-class EagleHeadConfig(HeadConfig):
-    """A head with context: EAGLE-1 (or 2, its weights are the same), or EAGLE-3.
+class DecoderHeadConfig(HeadConfig):
+    """A head of decoder layers, which attends to a context of its own."""
 
-    Folders hold published forms of it (``published.py``), none of our own.
-    """
-
-    method: Literal["eagle"] = "eagle"
-    version: Literal[1, 3] = Field(
-        default=3, description="1: fuses embedding and feature; 3: attends to both"
-    )
     target_layers: tuple[int, ...] | None = Field(
         default=(FINAL_LAYER,),
         description="hidden states before these layers of the target are read; -1: "
         "those behind its final norm; null: three, by its number of layers",
     )
     target_hidden_size: Size = Field(description="of those hidden states")
-    combines: bool = Field(
-        default=False, description="a linear layer makes one feature of the layers"
-    )
     num_layers: Size = Field(default=1, description="decoder layers")
     num_heads: Size = Field(description="attention heads")
     num_kv_heads: Size = Field(description="key-value heads")
@@ -101,24 +91,9 @@ class EagleHeadConfig(HeadConfig):
     max_positions: Size = Field(
         default=4096, description="positions that scaled RoPE was trained on"
     )
-    fuse_bias: bool = Field(default=False, description="bias of EAGLE-1's fc")
     qkv_bias: bool = Field(default=False, description="biases of q, k and v")
+    o_bias: bool = Field(default=False, description="bias of attention's output")
     qk_norm: bool = Field(default=False, description="norms of q and k, as in Qwen3")
-    norm_before_residual: bool = Field(
-        default=False, description="EAGLE-3: the normed feature is the residual"
-    )
-    norm_layers: bool = Field(
-        default=False, description="a norm of each target layer before they combine"
-    )
-    norm_before_combine: bool = Field(
-        default=False, description="one norm of all target layers before they combine"
-    )
-    norm_output: bool = Field(
-        default=False, description="the next feature is the normed output"
-    )
-    norms: tuple[Literal["embedding", "fused", "output"], ...] = Field(
-        default=(), description="further norms of EAGLE-1's variants (HASS)"
-    )
     rank_accuracies: tuple[tuple[Share, ...], ...] = Field(
         default=(),
         description="by level and rank, how often that guess is the target's token",
@@ -129,7 +104,7 @@ class EagleHeadConfig(HeadConfig):
     )
 
     @model_validator(mode="after")
-    def _attention_can_be_computed(self) -> EagleHeadConfig:
+    def _attention_can_be_computed(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} attention heads are no multiple of "
@@ -153,14 +128,7 @@ class EagleHeadConfig(HeadConfig):
         """Number of the target's layers whose hidden states are read."""
         return 3 if self.target_layers is None else len(self.target_layers)
 
-    @property
-    def feature_size(self) -> int:
-        """Width of what is kept of a token."""
-        if self.combines:
-            return self.hidden_size
-        return self.target_hidden_size * self.num_target_layers
-
-    def with_target(self, num_layers: int) -> EagleHeadConfig:
+    def with_target(self, num_layers: int) -> Self:
         """The same for a target of ``num_layers`` layers: ``target_layers`` is known.
 
         Without layers of its own a head reads those of EAGLE-3's authors: 2, the
@@ -183,6 +151,44 @@ class EagleHeadConfig(HeadConfig):
                 f"the target has {num_layers}; use a head trained for this target"
             )
         return self.model_copy(update={"target_layers": layers})
+
+
+class EagleHeadConfig(DecoderHeadConfig):
+    """A head with context: EAGLE-1 (or 2, its weights are the same), or EAGLE-3.
+
+    Folders hold published forms of it (``published.py``), none of our own.
+    """
+
+    method: Literal["eagle"] = "eagle"
+    version: Literal[1, 3] = Field(
+        default=3, description="1: fuses embedding and feature; 3: attends to both"
+    )
+    combines: bool = Field(
+        default=False, description="a linear layer makes one feature of the layers"
+    )
+    fuse_bias: bool = Field(default=False, description="bias of EAGLE-1's fc")
+    norm_before_residual: bool = Field(
+        default=False, description="EAGLE-3: the normed feature is the residual"
+    )
+    norm_layers: bool = Field(
+        default=False, description="a norm of each target layer before they combine"
+    )
+    norm_before_combine: bool = Field(
+        default=False, description="one norm of all target layers before they combine"
+    )
+    norm_output: bool = Field(
+        default=False, description="the next feature is the normed output"
+    )
+    norms: tuple[Literal["embedding", "fused", "output"], ...] = Field(
+        default=(), description="further norms of EAGLE-1's variants (HASS)"
+    )
+
+    @property
+    def feature_size(self) -> int:
+        """Width of what is kept of a token."""
+        if self.combines:
+            return self.hidden_size
+        return self.target_hidden_size * self.num_target_layers
 
 
 class LyannaHeadConfig(EagleHeadConfig):
@@ -221,3 +227,88 @@ class LyannaHeadConfig(EagleHeadConfig):
         if "output" not in self.norms:
             raise ValueError("norms must hold 'output': the state fed back is normed")
         return self
+
+
+class DFlashHeadConfig(DecoderHeadConfig):
+    """A head that drafts a block in one forward: DFlash, JetSpec, DSpark or DFlash2.
+
+    Folders hold published forms of it (``published_dflash.py``), none of our own.
+    """
+
+    method: Literal["dflash"] = "dflash"
+    target_layers: tuple[NonNegativeInt, ...] = Field(
+        min_length=1,
+        description="hidden states before these layers of the target are read; one "
+        "more than the numbers that are published",
+    )
+    qk_norm: bool = Field(default=True, description="norms of q and k, as in Qwen3")
+    block_size: Size = Field(description="rows of the block it was trained on")
+    mask_token_id: NonNegativeInt = Field(description="token of the rows below a root")
+    own_mask: bool = Field(
+        default=False, description="the mask's embedding is a vector of its own"
+    )
+    sample_from_anchor: bool = Field(
+        default=False, description="the root's row predicts the first level"
+    )
+    causal: bool = Field(
+        default=False, description="rows of a block see only earlier rows of it"
+    )
+    markov_rank: NonNegativeInt = Field(
+        default=0, description="of the bias by the parent's token; 0: there is none"
+    )
+    selector_rank: NonNegativeInt = Field(
+        default=0, description="of the scores of edges; 0: there are none"
+    )
+    selector_top_k: NonNegativeInt = Field(
+        default=0, description="candidates of a level between which edges are scored"
+    )
+    conv_kernel_size: NonNegativeInt = Field(
+        default=0, description="rows that convolutions read; 0: there are none"
+    )
+    conv_group_size: NonNegativeInt = Field(
+        default=0, description="channels that share a computed kernel"
+    )
+    input_scale: float = Field(default=1.0, description="of embeddings")
+    output_scale: float = Field(default=1.0, gt=0, description="of logits")
+    output_softcap: float | None = Field(
+        default=None, gt=0, description="bound that tanh keeps logits within"
+    )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.num_levels == 0:
+            raise ValueError(
+                "block_size must be 2 or more: the root's row predicts no token"
+            )
+        if not self.own_mask and self.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} must be below vocab_size "
+                f"{self.vocab_size}"
+            )
+        if self.markov_rank and self.selector_rank:
+            raise ValueError("a head has markov_rank or selector_rank, not both")
+        if (self.selector_rank > 0) != (self.selector_top_k > 0):
+            raise ValueError("selector_rank needs selector_top_k, and the reverse")
+        if self.selector_top_k > self.draft_vocab_size:
+            raise ValueError(
+                f"selector_top_k {self.selector_top_k} must be at most the number of "
+                f"tokens the head can draft, {self.draft_vocab_size}"
+            )
+        if (self.conv_kernel_size > 0) != (self.conv_group_size > 0):
+            raise ValueError("conv_kernel_size needs conv_group_size, and the reverse")
+        if self.conv_group_size and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"conv_group_size {self.conv_group_size} must divide hidden_size "
+                f"{self.hidden_size}"
+            )
+        return self
+
+    @property
+    def num_levels(self) -> int:
+        """Levels that a block predicts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def conditional(self) -> bool:
+        """Whether logits below a node depend on its token."""
+        return self.markov_rank > 0 or self.selector_rank > 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from vllm_treespec.heads.config import EagleHeadConfig
+from vllm_treespec.heads.config import DecoderHeadConfig
 
 # Attention of one layer: number of the layer, queries [n, num_heads, head_size], keys
 # and values [n, num_kv_heads, head_size], to [n, num_heads * head_size]. Serving reads
@@ -41,7 +41,7 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: EagleHeadConfig) -> None:
+    def __init__(self, config: DecoderHeadConfig) -> None:
         """Tabulate as many positions as the head was made for."""
         super().__init__()
         self.config = LlamaConfig(
@@ -78,7 +78,8 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Turn [n, heads, head_size] by ``Rotary.angles``."""
     cos, sin = angles
-    first, second = x.float().chunk(2, dim=-1)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    first, second = x.to(exact).chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(turned, dim=-1).to(x.dtype)
 
@@ -86,7 +87,7 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 class DecoderLayer(nn.Module):
     """Attention and MLP of a Llama layer; the norm before attention is the caller's."""
 
-    def __init__(self, config: EagleHeadConfig, number: int, input_size: int) -> None:
+    def __init__(self, config: DecoderHeadConfig, number: int, input_size: int) -> None:
         """Make a fresh layer.
 
         Args:
@@ -106,7 +107,9 @@ class DecoderLayer(nn.Module):
         self.num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         width = sum(self.num_heads) * config.head_size
         self.qkv_proj = nn.Linear(input_size, width, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_size, size, bias=False)
+        self.o_proj = nn.Linear(
+            config.num_heads * config.head_size, size, bias=config.o_bias
+        )
         self.gate_up_proj = nn.Linear(size, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)
         self.post_attention_norm = RMSNorm(size, config.norm_eps)
@@ -130,6 +133,14 @@ class DecoderLayer(nn.Module):
             [n, hidden_size].
 
         """
+        y = residual + self.attention(x, angles, attend)
+        out: Tensor = y + self.mlp(self.post_attention_norm(y))
+        return out
+
+    def attention(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """Attend, [n, input_size] to [n, hidden_size]."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))
         num_queries, num_keys, _ = self.num_heads
         turning, value = heads.tensor_split([num_queries + num_keys], dim=-2)
@@ -137,8 +148,21 @@ class DecoderLayer(nn.Module):
             query, key = turning.tensor_split([num_queries], dim=-2)
             turning = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
         query, key = rotate(turning, angles).tensor_split([num_queries], dim=-2)
-        attended = attend(self.number, query, key, value)
-        y = residual + self.o_proj(attended)
-        gate, up = self.gate_up_proj(self.post_attention_norm(y)).chunk(2, dim=-1)
-        out: Tensor = y + self.down_proj(nn.functional.silu(gate) * up)
+        out: Tensor = self.o_proj(attend(self.number, query, key, value))
+        return out
+
+    def key_value(
+        self, x: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Key and value alone, each [n, num_kv_heads, head_size]."""
+        first = self.num_heads[0] * self.head_size
+        weight, bias = self.qkv_proj.weight[first:], self.qkv_proj.bias
+        heads = nn.functional.linear(x, weight, None if bias is None else bias[first:])
+        key, value = heads.unflatten(-1, (-1, self.head_size)).chunk(2, dim=-2)
+        return rotate(self.k_norm(key) if self.norms else key, angles), value
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Apply the MLP to [n, hidden_size]."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(nn.functional.silu(gate) * up)
         return out

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vllm_treespec.heads.base import Head, OutputLayer, Weight
+from vllm_treespec.heads.base import ContextHead
 from vllm_treespec.heads.config import EagleHeadConfig
 from vllm_treespec.heads.decoder import Attend, DecoderLayer, RMSNorm, Rotary
 
 
-class EagleHead(Head):
+class EagleHead(ContextHead):
     """The drafters of arXiv 2401.15077 (EAGLE-1, and 2 by its weights) and 2503.01840.
 
     It reads *pairs*: pair i is the target's feature of token i and the embedding of
@@ -65,47 +65,6 @@ class EagleHead(Head):
         )
         self.norm = norm(not first or "output" in config.norms)
         self.rotary = Rotary(config)
-
-    def share(self, embedding: Tensor | None, output: Tensor | None) -> None:
-        """Take the target's weights where ours are missing, or equal to them.
-
-        Published heads often hold a copy of the target's embedding; it is dropped.
-        """
-        config, size = self.config, self.config.hidden_size
-        same = {
-            "share_embedding": config.share_embedding
-            or (
-                embedding is not None
-                and self.embedding.weight.equal(embedding[: config.vocab_size])
-            ),
-            "share_output": config.share_output
-            or (
-                output is not None
-                and self.output.weight.equal(self.output_rows(output))
-            ),
-        }
-        if same["share_embedding"]:
-            self.embedding = Weight(0, size, shared=True)
-        if same["share_output"]:
-            self.output = OutputLayer(0, size, shared=True)
-        self.config = config.model_copy(update=same)
-        super().share(embedding, output)
-
-    def restrict(self, hot_token_ids: Tensor) -> None:
-        """Draft these tokens only.
-
-        Args:
-            hot_token_ids: int64, ascending; the head drafted all tokens before.
-
-        """
-        self.hot_token_ids = hot_token_ids
-        own = not self.config.share_output
-        rows = self.output_rows(self.output.weight) if own else None
-        update = {"num_hot_tokens": len(hot_token_ids)}
-        self.config = self.config.model_copy(update=update)
-        if rows is not None:
-            self.output = OutputLayer(0, self.config.hidden_size, shared=False)
-            self.output.weight = torch.nn.Parameter(rows.detach())
 
     def features(self, states: Tensor) -> Tensor:
         """What is kept of a token, [n, feature_size].

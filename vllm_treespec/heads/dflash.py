@@ -1,0 +1,213 @@
+"""DFlash's head: one forward over a block of masks drafts all levels of a tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm_treespec.heads.base import ContextHead
+from vllm_treespec.heads.config import DFlashHeadConfig
+from vllm_treespec.heads.decoder import Attend, DecoderLayer, RMSNorm, Rotary
+from vllm_treespec.sources.base import DraftModel
+
+
+class DFlashHead(ContextHead):
+    """The drafters of arXiv 2602.06036 (DFlash), 2606.18394 and 2607.05147 (DSpark).
+
+    Its context are keys and values made of the target's hidden states, which no layer
+    reads again. A *block* is the root and masks, at the positions from the root's on;
+    its rows attend to the context and to each other. Letters there: hidden states h,
+    features c, rows x, embedding e::
+
+        c = hidden_norm(fc([h, h, ...]));    context: k_norm(K c), V c, by layer
+        x = layers([e(root), e(mask), ...]); logits of level d = W norm(x[d])
+        DSpark adds W2 W1[token] below a node of that token
+
+    Its keys and values of a block are dropped.
+    """
+
+    config: DFlashHeadConfig
+
+    def __init__(self, config: DFlashHeadConfig) -> None:
+        """Make a fresh head."""
+        super().__init__(config)
+        size, eps = config.hidden_size, config.norm_eps
+        wide = config.target_hidden_size * config.num_target_layers
+        self.combine = nn.Linear(wide, size, bias=False)
+        self.feature_norm = RMSNorm(size, eps)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, number, size) for number in range(config.num_layers)
+        )
+        self.input_norms = nn.ModuleList(
+            RMSNorm(size, eps) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(size, eps)
+        self.mask = nn.Parameter(torch.zeros(size)) if config.own_mask else None
+        self.markov = MarkovBias(config) if config.markov_rank else None
+        self.rotary = Rotary(config)
+
+    def restrict(self, hot_token_ids: Tensor) -> None:
+        """Draft these tokens only; see ``ContextHead``."""
+        super().restrict(hot_token_ids)
+        if self.markov is not None:
+            rows = self.markov.output.weight[hot_token_ids]
+            self.markov.output.weight = nn.Parameter(rows.detach())
+
+    def features(self, states: Tensor) -> Tensor:
+        """What context is made of, [n, hidden_size].
+
+        Args:
+            states: [n, len(target_layers) * target_hidden_size], the target's hidden
+                states before these layers, one beside the other.
+
+        """
+        features: Tensor = self.feature_norm(self.combine(states))
+        return features
+
+    def context_kv(
+        self, features: Tensor, positions: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of committed tokens, by layer.
+
+        Args:
+            features: [n, hidden_size], see ``features``.
+            positions: int64 [n].
+
+        Returns:
+            Of each layer the keys, normed and turned, and the values, each
+            [n, num_kv_heads, head_size].
+
+        """
+        angles = self.rotary.angles(positions)
+        made = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            made.append(layer.key_value(features, angles))
+        return made
+
+    def block_tokens(self, root_token_ids: Tensor, depth: int) -> Tensor:
+        """The tokens of blocks that predict ``depth`` levels.
+
+        Args:
+            root_token_ids: int64 [num_reqs].
+            depth: at most ``config.num_levels``.
+
+        Returns:
+            int64 [num_reqs, rows]: the root, then masks.
+
+        """
+        masks = depth - 1 if self.config.sample_from_anchor else depth
+        return nn.functional.pad(
+            root_token_ids[:, None], (0, masks), value=self.config.mask_token_id
+        )
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings of tokens of the target's vocabulary, and of masks."""
+        config = self.config
+        if self.mask is None:
+            embedded = nn.functional.embedding(token_ids, self.embedding.weight)
+        else:
+            masked = token_ids == config.mask_token_id
+            read = token_ids.masked_fill(masked, 0)
+            embedded = nn.functional.embedding(read, self.embedding.weight)
+            embedded = torch.where(masked[..., None], self.mask, embedded)
+        return embedded * config.input_scale
+
+    def read_block(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Read one block a request.
+
+        Args:
+            token_ids: int64 [num_reqs, rows], see ``block_tokens``.
+            positions: int64 [num_reqs, rows], from the root's on.
+            attend: attention of the rows to the context and the block.
+
+        Returns:
+            [num_reqs, depth, hidden_size], behind the final norm: the rows that
+            predict.
+
+        """
+        angles = self.rotary.angles(positions.flatten())
+        x = self.embed(token_ids).flatten(0, 1)
+        for norm, layer in zip(self.input_norms, self.layers, strict=True):
+            x = layer(norm(x), x, angles, attend)
+        states: Tensor = self.norm(x).unflatten(0, token_ids.shape)
+        return states if self.config.sample_from_anchor else states[:, 1:]
+
+    def base_logits(self, states: Tensor) -> Tensor:
+        """Logits before what a node's token adds, [..., draft_vocab_size]."""
+        logits, config = super().logits(states), self.config
+        if config.output_softcap is not None:
+            logits = (logits / config.output_softcap).tanh() * config.output_softcap
+        return logits * config.output_scale
+
+    def begin(self, states: Tensor, root_token_ids: Tensor) -> DraftModel:
+        """Begin the trees of a step.
+
+        Args:
+            states: [num_reqs, depth, hidden_size], what ``read_block`` returned.
+            root_token_ids: int64 [num_reqs].
+
+        """
+        return BlockDraft(self, states, root_token_ids)
+
+    def logits_below(self, base: Tensor, token_ids: Tensor) -> Tensor:
+        """Logits below nodes.
+
+        Args:
+            base: [num_reqs, draft_vocab_size], of the nodes' children's level.
+            token_ids: int64 [num_reqs, width], the nodes' tokens.
+
+        Returns:
+            [num_reqs, width, draft_vocab_size].
+
+        """
+        base = base[:, None].expand(-1, token_ids.shape[1], -1)
+        if self.markov is None:
+            return base
+        return base + self.markov(token_ids) * self.config.output_scale
+
+
+class MarkovBias(nn.Module):
+    """What a node's token adds to the logits below it (arXiv 2607.05147): W2 W1[t]."""
+
+    def __init__(self, config: DFlashHeadConfig) -> None:
+        """Make a bias of nothing."""
+        super().__init__()
+        rank = config.markov_rank
+        self.embedding = nn.Embedding(config.vocab_size, rank)
+        self.output = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        nn.init.zeros_(self.output.weight)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Map int64 [...] to [..., draft_vocab_size]."""
+        bias: Tensor = self.output(self.embedding(token_ids))
+        return bias
+
+
+class BlockDraft:
+    """The trees that a block grows in one step; a ``DraftModel``."""
+
+    def __init__(
+        self, head: DFlashHead, states: Tensor, root_token_ids: Tensor
+    ) -> None:
+        """Take the states of all levels."""
+        self.head = head
+        self.level_logits = head.base_logits(states)
+        self.root_token_ids = root_token_ids
+        self.level = 0
+        self.vocabulary = head.hot_token_ids
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots, [num_reqs, draft_vocab_size]."""
+        return self.logits(self.root_token_ids[:, None])[:, 0]
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """The next level's logits for every node; its token is all that is read."""
+        self.level += 1
+        return self.logits(token_ids)
+
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """Logits below nodes of the level read last."""
+        return self.head.logits_below(self.level_logits[:, self.level], token_ids)
