@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -298,6 +299,35 @@ def run_engine(
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def log_drafts(shared_folder: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function that runs jobs on an engine and notes all drafts."""
+
+    def start(
+        model: str, spec: dict[str, Any], jobs: list[dict], **options: Any
+    ) -> dict[str, Any]:
+        arguments = {
+            "model": model,
+            **ENGINE,
+            **TINY,
+            "speculative_config": spec,
+            **options,
+        }
+        shared_folder.mkdir(parents=True, exist_ok=True)
+        name = hashlib.sha256(json.dumps([arguments, jobs]).encode()).hexdigest()
+        log = shared_folder / f"drafts-{name[:16]}.log"
+        result: dict[str, Any] = call(
+            "tests.engine.draft_log:run",
+            arguments,
+            jobs,
+            log=log,
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        )
+        return result
+
+    return start
 
 
 @pytest.fixture(scope="session")

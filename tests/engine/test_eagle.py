@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +9,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.engine.conftest import ENGINE, MAX_MODEL_LEN, TINY
+from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.eagle_models import VOCAB_SIZE, write_known_language
-from tests.engine.processes import call
+from tests.engine.head_jobs import ALONE, GREEDY, jobs_of_all_kinds, prompts
 from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import SIZES
 from tests.published_heads import Form, PublishedHead
@@ -24,46 +21,8 @@ FORMS: dict[str, Form] = {
     "eagle3": "eagle3",
     "eagle1": "eagle",
 }
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 BLOCK_SIZE = 32
-# Shorter and longer than a block, and than a chunk of a prompt.
-LENGTHS = (3, 31, 32, 100, 200)
 DEPTH = 3
-
-
-def prompts(vocab_size: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Random prompts of these lengths."""
-    rng = random.Random(1)
-    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
-
-
-@pytest.fixture(scope="module")
-def run(shared_folder: Path) -> Callable[..., dict[str, Any]]:
-    """Return a function that runs jobs on an engine and notes all drafts."""
-
-    def start(
-        model: str, spec: dict[str, Any], jobs: list[dict], **options: Any
-    ) -> dict[str, Any]:
-        arguments = {
-            "model": model,
-            **ENGINE,
-            **TINY,
-            "speculative_config": spec,
-            **options,
-        }
-        shared_folder.mkdir(parents=True, exist_ok=True)
-        name = hashlib.sha256(json.dumps([arguments, jobs]).encode()).hexdigest()
-        log = shared_folder / f"eagle-{name[:16]}.log"
-        result: dict[str, Any] = call(
-            "tests.engine.draft_log:run",
-            arguments,
-            jobs,
-            log=log,
-            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        )
-        return result
-
-    return start
 
 
 @pytest.fixture(scope="module")
@@ -76,27 +35,8 @@ def known_language(shared_folder: Path) -> tuple[str, str]:
         return write_known_language(folder)
 
 
-def jobs_of_all_kinds(vocab_size: int) -> list[dict]:
-    """Jobs in which a pair is read long after its feature was kept.
-
-    One request at a time; two of different lengths, of which the longer one drafts when
-    the other has ended; all again, from the prefix cache.
-    """
-    texts = prompts(vocab_size)
-    lengths = [{**GREEDY, "max_tokens": n} for n in (20, 60)]
-    return [
-        {"prompts": texts, "params": GREEDY, "max_in_flight": 1},
-        {"prompts": texts[:4], "params": lengths * 2, "max_in_flight": 2},
-        {"prompts": texts, "params": GREEDY, "max_in_flight": 1},
-    ]
-
-
-# Trees are drawn while one request runs.
-ALONE = {"schedule": [{"batch_size": 1}]}
-
-
 def test_exact_features_are_always_accepted(
-    run: Callable[..., dict[str, Any]], known_language: tuple[str, str]
+    log_drafts: Callable[..., dict[str, Any]], known_language: tuple[str, str]
 ) -> None:
     """Red when a pair is read with another token's feature, or with a stale one.
 
@@ -108,7 +48,7 @@ def test_exact_features_are_always_accepted(
     static = {**spec, "tree": "static", **ALONE}
     jobs = jobs_of_all_kinds(VOCAB_SIZE)
     sampled = with_and_without_trees(prompts(VOCAB_SIZE), 1, max_tokens=24)
-    found = run(target, static, [*jobs, *sampled])
+    found = log_drafts(target, static, [*jobs, *sampled])
     for lengths in found["lengths"][: len(jobs)]:
         assert lengths.keys() == {DEPTH}
         assert lengths[DEPTH] >= 20
@@ -121,7 +61,7 @@ def test_exact_features_are_always_accepted(
     job = {"prompts": texts, "params": params, "max_in_flight": 4}
     sampled = with_and_without_trees(texts, 4, max_tokens=100)
     fixed = {**spec, "schedule": "fixed"}
-    tight = run(target, fixed, [job, *sampled], num_gpu_blocks_override=16)
+    tight = log_drafts(target, fixed, [job, *sampled], num_gpu_blocks_override=16)
     assert tight["preemptions"] > 0
     assert tight["lengths"][0].keys() == {DEPTH}
     assert_same_text(tight, 1)
@@ -157,7 +97,7 @@ def write_random_head(folder: Path, form: str) -> str:
 
 
 def test_chains_equal_stock_vllm(
-    run: Callable[..., dict[str, Any]], random_head: tuple[str, str, str]
+    log_drafts: Callable[..., dict[str, Any]], random_head: tuple[str, str, str]
 ) -> None:
     """Red when positions, shifts, norms or layers differ from vLLM's own EAGLE."""
     target, head, form = random_head
@@ -166,8 +106,8 @@ def test_chains_equal_stock_vllm(
     method = "eagle" if form == "eagle1" else "eagle3"
     stock = {"method": method, "model": head, "num_speculative_tokens": DEPTH}
     ours = {"method": "eagle_tree", "model": head, "top_k": 1, "depth": DEPTH}
-    (expected,) = run(target, stock, [job])["drafts"]
-    (found,) = run(target, {**ours, "schedule": "fixed"}, [job])["drafts"]
+    (expected,) = log_drafts(target, stock, [job])["drafts"]
+    (found,) = log_drafts(target, {**ours, "schedule": "fixed"}, [job])["drafts"]
     # Each leaves out other drafts that no request has room for.
     both = expected.keys() & found.keys()
     assert len(both) > 0.9 * len(expected)
@@ -176,13 +116,13 @@ def test_chains_equal_stock_vllm(
 
 
 def test_drafts_follow_from_the_text(
-    run: Callable[..., dict[str, Any]], random_head: tuple[str, str, str]
+    log_drafts: Callable[..., dict[str, Any]], random_head: tuple[str, str, str]
 ) -> None:
     """Red when drafts depend on how the text was computed, not on the text alone."""
     target, head, _ = random_head
     spec = {"method": "eagle_tree", "model": head, "top_k": 3, "depth": DEPTH}
     jobs = jobs_of_all_kinds(SIZES["vocab_size"])
-    alone, mixed, cached = run(target, {**spec, **ALONE}, jobs)["drafts"]
+    alone, mixed, cached = log_drafts(target, {**spec, **ALONE}, jobs)["drafts"]
     for drafts in (mixed, cached):
         both = alone.keys() & drafts.keys()
         assert len(both) > 30

@@ -13,6 +13,7 @@ from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.hybrid import HEAD_KINDS, HybridConfig
 from vllm_treespec.config.reading import check_config_sizes
 from vllm_treespec.heads import (
+    DFlashHeadConfig,
     EagleHeadConfig,
     HeadError,
     LyannaHeadConfig,
@@ -20,6 +21,7 @@ from vllm_treespec.heads import (
     head_folder,
     read_head_config,
 )
+from vllm_treespec.heads.config import DecoderHeadConfig
 from vllm_treespec.heads.files import (
     check_head_weights,
     read_heads_hot_tokens,
@@ -354,10 +356,10 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     except HeadError as error:
         raise SpecConfigError(f"speculative_config 'model': {error}") from None
     sizes = {"vocab_size": (head.vocab_size, target.vocab_size)}
-    if isinstance(head, EagleHeadConfig):
+    if isinstance(head, DecoderHeadConfig):
         states = (head.target_hidden_size, target.hidden_size)
         sizes["target_hidden_size"] = states
-    if not isinstance(head, EagleHeadConfig) or (
+    if not isinstance(head, DecoderHeadConfig) or (
         head.share_embedding or head.share_output
     ):
         sizes["hidden_size"] = (head.hidden_size, target.hidden_size)
@@ -375,14 +377,22 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
             f"hidden states ({target.hidden_size}) differ in size yet; remove "
             f"speculative_config"
         )
-    if isinstance(head, EagleHeadConfig):
+    if isinstance(head, DecoderHeadConfig):
         _check_target_layers(config.head, head, target)
+    if (
+        isinstance(head, DFlashHeadConfig)
+        and config.sizes.draft_depth > head.num_levels
+    ):
+        raise SpecConfigError(
+            f"speculative_config 'depth': the head {config.head} drafts "
+            f"{head.num_levels} levels; write 'depth' {head.num_levels} or less"
+        )
 
 
 def layers_read(config: MethodConfig, num_target_layers: int) -> list[int]:
     """Before which layers of the target the method's head reads hidden states."""
     head = None if config.head is None else read_head_config(config.head)
-    if not isinstance(head, EagleHeadConfig):
+    if not isinstance(head, DecoderHeadConfig):
         return []
     return list(head.with_target(num_target_layers).layers)
 
@@ -406,7 +416,7 @@ def head_joins_groups(
     if isinstance(head, LyannaHeadConfig) and not head.context:
         return True
     return (
-        isinstance(head, EagleHeadConfig)
+        isinstance(head, DecoderHeadConfig)
         and head.num_layers == 1
         and (head.num_kv_heads, head.head_size) == kv_heads
         and {"full_attention", "sliding_attention"} <= set(layer_types)
@@ -414,9 +424,9 @@ def head_joins_groups(
 
 
 def _check_target_layers(
-    name: str, head: EagleHeadConfig, target: PretrainedConfig
+    name: str, head: DecoderHeadConfig, target: PretrainedConfig
 ) -> None:
-    """Check the layers that an EAGLE head reads, and warn of another architecture."""
+    """Check the layers that a head reads, and warn of another architecture."""
     try:
         head.with_target(target.num_hidden_layers)
     except HeadError as error:

@@ -8,8 +8,8 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
-from vllm_treespec.engine.head_source import pack_layers, shared_weights
 from vllm_treespec.engine.eagle_head import PagedEagleHead
+from vllm_treespec.engine.head_source import pack_layers, shared_weights
 from vllm_treespec.heads import LyannaHead, load_lyanna_head
 from vllm_treespec.heads.chain_source import ChainSource
 from vllm_treespec.layouts.base import LevelInputs

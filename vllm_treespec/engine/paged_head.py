@@ -1,4 +1,4 @@
-"""A head with KV of its own on vLLM's paged KV cache; it reads the target's features."""
+"""A head over the target's features, with KV of its own in vLLM's paged cache."""
 
 from __future__ import annotations
 

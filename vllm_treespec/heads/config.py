@@ -312,3 +312,12 @@ class DFlashHeadConfig(DecoderHeadConfig):
     def conditional(self) -> bool:
         """Whether logits below a node depend on its token."""
         return self.markov_rank > 0 or self.selector_rank > 0
+
+
+AnyHeadConfig = (
+    ReDrafterHeadConfig
+    | MedusaHeadConfig
+    | EagleHeadConfig
+    | LyannaHeadConfig
+    | DFlashHeadConfig
+)

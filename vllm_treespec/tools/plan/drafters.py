@@ -17,18 +17,16 @@ from vllm_treespec.config.checks import (
 )
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.heads import (
+    DFlashHead,
     EagleHead,
     EagleHeadConfig,
     Head,
-    HeadConfig,
-    LyannaHead,
     LyannaHeadConfig,
-    MedusaHeadConfig,
-    ReDrafterHeadConfig,
-    build_head,
     read_head_config,
 )
+from vllm_treespec.heads.config import AnyHeadConfig, DecoderHeadConfig
 from vllm_treespec.heads.files import read_heads_hot_tokens, read_hot_tokens
+from vllm_treespec.heads.kinds import HEADS
 from vllm_treespec.tools.plan.models import Model, padded, read_model
 
 
@@ -111,7 +109,7 @@ class PlannedHead:
     """
 
     name: str
-    config: HeadConfig
+    config: AnyHeadConfig
     target: Model
     max_model_len: int
 
@@ -123,31 +121,25 @@ class PlannedHead:
     @property
     def feature_size(self) -> int:
         """Numbers that are kept of every token."""
-        return 0 if self.with_context is None else self.with_context.feature_size
+        config = self.with_context
+        return config.feature_size if isinstance(config, EagleHeadConfig) else 0
 
     @property
-    def with_context(self) -> EagleHeadConfig | None:
+    def with_context(self) -> DecoderHeadConfig | None:
         """The configuration of a head that reads every token; None for others."""
         config = self.config
         if isinstance(config, LyannaHeadConfig) and not config.context:
             return None
-        return config if isinstance(config, EagleHeadConfig) else None
+        return config if isinstance(config, DecoderHeadConfig) else None
 
     @cached_property
     def head(self) -> Head:
         """The head without memory."""
-        config = self.config
         with torch.device("meta"):
-            if isinstance(config, EagleHeadConfig):
-                head = (
-                    LyannaHead(config)
-                    if isinstance(config, LyannaHeadConfig)
-                    else EagleHead(config)
-                )
+            head = HEADS[self.config.method](self.config)
+            if isinstance(head, EagleHead | DFlashHead):
                 head.rotary.prepare(self.max_model_len)
-                return head
-            assert isinstance(config, ReDrafterHeadConfig | MedusaHeadConfig)
-            return build_head(config)
+            return head
 
     def weight_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
         """Its own weights, and tables."""
