@@ -32,6 +32,7 @@ GOOD: dict[str, tuple[dict, int]] = {
     ),
     "medusa_tree": ({"num_drafts": 7}, 8),
     "eagle_tree": ({**MODEL, "top_k": 3, "depth": 2, "num_drafts": 10}, 11),
+    "dflash_tree": ({**MODEL, "top_k": 3, "num_drafts": 10}, 11),
     "lyanna": ({**MODEL, "num_drafts": 8, "resample": "merge"}, 13),
     "hybrid": ({**MODEL, "num_drafts": 8, "depth": 6, "model_depth": 2}, 9),
 }
@@ -48,6 +49,7 @@ LEAST: dict[str, dict] = {
     "redrafter": {},
     "medusa_tree": {},
     "eagle_tree": MODEL,
+    "dflash_tree": MODEL,
     "lyanna": MODEL,
     "hybrid": MODEL,
 }
@@ -83,7 +85,7 @@ def test_a_name_and_a_model_are_enough(method: str, tmp_path: Path) -> None:
     arguments = json.loads(done.stdout)
     printed = arguments["additional_config"]["treespec"]
     open_keys = {key for key in METHODS[method].SHAPE if printed[key] is None}
-    assert open_keys <= {"min_probability"}
+    assert open_keys <= {"min_probability", "num_parents"}
     config = parse_spec_config(spec)
     assert parse_spec_config(printed) == config
     fixed = parse_spec_config({**spec, "schedule": "fixed"})

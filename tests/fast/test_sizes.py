@@ -70,6 +70,12 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
             yield from ({**keys, "tree": tree} for tree in ("dynamic", "stochastic"))
             yield {**keys, "tree": "stochastic", "num_drafts": None}
+    elif method == "dflash_tree":
+        for top_k, depth, kept in product(numbers, numbers, (*numbers, 40)):
+            keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
+            yield {**keys, "num_parents": 2}
+            yield {**keys, "tree": "stochastic"}
+            yield {**keys, "tree": "stochastic", "num_drafts": None}
     elif method == "lyanna":
         for top_k, depth, kept in product(numbers, numbers, (*numbers, 20)):
             keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}

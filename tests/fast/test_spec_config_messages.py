@@ -22,6 +22,7 @@ REFUSED = rows("""
     'medusa_tree'
 {"method": "ngram"} => of this kind are 'suffix_tree'
 {"method": "eagle3", "model": "d"} => of this kind are 'eagle_tree'
+{"method": "dspark", "model": "d"} => of this kind are 'dflash_tree'
 {"method": "draft_model", "model": "d"} => of this kind are 'rsd_s'
 {"method": "mtp"} => other methods of vLLM's own are for `vllm serve` alone
 {"method": "sd", "model": DEEP} => 'model' is [[[[[[[...]]]]]]]: Input
@@ -107,6 +108,10 @@ eagle_tree {"schedule": [{"batch_size": 2, "num_drafts": null}]} => 'schedule' h
     entry in which num_drafts is wrong
 eagle_tree {"schedule": [{"batch_size": 2, "tree": "static"}]} => 'tree', which does not
     shape a eagle_tree tree; write top_k, depth, num
+dflash_tree {"depth": 63} => 'depth' is 63
+dflash_tree {"tree": "static"} => 'tree' is 'static': Input should be 'dynamic' or 'stoch
+dflash_tree {"tree": "stochastic", "num_parents": 2} => 'num_parents' is 2: a stochastic
+    tree has children below top_k nodes of each level; remove it, or write 'tree' 'dynam
 lyanna {"top_k": 0} => 'top_k' is 0
 lyanna {"depth": 64} => 'depth' is 64
 lyanna {"num_drafts": 64} => 'num_drafts' is 64

@@ -27,6 +27,8 @@ OF_VLLM = {
     "medusa": "medusa_tree",
     "eagle": "eagle_tree",
     "eagle3": "eagle_tree",
+    "dflash": "dflash_tree",
+    "dspark": "dflash_tree",
     "draft_model": "rsd_s",
 }
 # Of these, names that methods of ours had before.
