@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vllm_treespec.proposers import dynamic_tree, suffix
+from vllm_treespec.proposers import dflash, dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import Continuations
@@ -18,12 +18,16 @@ from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
 
-def sizes(num_drafts: int, depth: int, top_k: int, model_depth: int) -> TreeSizes:
+def sizes(
+    num_drafts: int, depth: int, top_k: int, model_depth: int, one_pass: bool = False
+) -> TreeSizes:
     """Sizes of trees of at most ``num_drafts`` draft tokens of both parts."""
     found = suffix.sizes(num_drafts, depth)
     if not model_depth:
         return replace(found, draft_depth=1, draft_width=1, draft_nodes=1)
     drafted = dynamic_tree.sizes(top_k, model_depth, found.max_leaves)
+    if one_pass:
+        drafted = dflash.sizes(drafted)
     return replace(
         found,
         max_depth=max(found.max_depth, drafted.max_depth),
@@ -59,16 +63,33 @@ class Hybrid(Proposer):
         top_k: int,
         model_depth: int,
         min_probability: float | None = None,
+        num_parents: int | None = None,
+        one_pass: bool = False,
     ) -> None:
-        """Take the draft tokens of the whole tree, and the limits of its parts."""
+        """Take the draft tokens of the whole tree, and the limits of its parts.
+
+        Args:
+            num_drafts: of both parts.
+            depth: levels of the index's part.
+            top_k: of the model's part, see ``DynamicTree``.
+            model_depth: levels of the model's part; 0: there is none.
+            min_probability: of a draft at least.
+            num_parents: of the model's part, see ``DynamicTree``.
+            one_pass: whether one forward of the model drafts all levels.
+
+        """
         self.num_drafts = num_drafts
         self.index = suffix.Suffix(num_drafts, depth, min_probability)
         self.model: dynamic_tree.DynamicTree | None = None
         if model_depth:
             self.model = dynamic_tree.DynamicTree(
-                top_k, model_depth, self.index.sizes.max_leaves, min_probability
+                top_k,
+                model_depth,
+                self.index.sizes.max_leaves,
+                min_probability,
+                num_parents,
             )
-        self.sizes = sizes(num_drafts, depth, top_k, model_depth)
+        self.sizes = sizes(num_drafts, depth, top_k, model_depth, one_pass)
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
         """How likely the index drafts each request's next token."""

@@ -383,9 +383,10 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
         isinstance(head, DFlashHeadConfig)
         and config.sizes.draft_depth > head.num_levels
     ):
+        key = "model_depth" if isinstance(config, HybridConfig) else "depth"
         raise SpecConfigError(
-            f"speculative_config 'depth': the head {config.head} drafts "
-            f"{head.num_levels} levels; write 'depth' {head.num_levels} or less"
+            f"speculative_config '{key}': the head {config.head} drafts "
+            f"{head.num_levels} levels; write '{key}' {head.num_levels} or less"
         )
 
 

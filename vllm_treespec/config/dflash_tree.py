@@ -23,6 +23,22 @@ from vllm_treespec.proposers import (
 from vllm_treespec.trees.sizes import TreeSizes
 
 
+def default_parents(model: str, top_k: int) -> int:
+    """Nodes of a level that get children: one where their tokens tell nothing.
+
+    Args:
+        model: folder or hub id of the head.
+        top_k: of the tree.
+
+    Raises:
+        HeadError: the head's configuration cannot be read.
+
+    """
+    head = read_head_config(model)
+    assert isinstance(head, DFlashHeadConfig)
+    return top_k if head.conditional else 1
+
+
 class DFlashTreeConfig(GrownTreeConfig):
     """Trees from a head of DFlash's kind."""
 
@@ -69,11 +85,7 @@ class DFlashTreeConfig(GrownTreeConfig):
             return DFlash(RsdS(*shape))
         if self.tree == "stochastic":
             return DFlash(StochasticTree(*shape, self.num_drafts))
-        num_parents = self.num_parents
-        if num_parents is None:
-            head = read_head_config(self.model)
-            assert isinstance(head, DFlashHeadConfig)
-            num_parents = self.top_k if head.conditional else 1
+        num_parents = self.num_parents or default_parents(self.model, self.top_k)
         least = self.min_probability or 0.0
         return DFlash(DynamicTree(*shape, self.num_drafts, least, num_parents))
 

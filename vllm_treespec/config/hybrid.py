@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, NonNegativeInt, model_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_files
+from vllm_treespec.config.dflash_tree import default_parents
 from vllm_treespec.config.suffix_tree import IndexConfig
 from vllm_treespec.proposers import Hybrid, hybrid
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
 # What may draft beside the index.
-HeadKind = Literal["redrafter", "eagle", "lyanna"]
+HeadKind = Literal["redrafter", "eagle", "dflash", "lyanna"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 
@@ -78,11 +79,20 @@ class HybridConfig(IndexConfig):
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
-        return hybrid.sizes(self.num_drafts, self.depth, self.top_k, self.model_depth)
+        shape = self.num_drafts, self.depth, self.top_k, self.model_depth
+        return hybrid.sizes(*shape, one_pass=self.drafter == "dflash")
 
     def proposer(self) -> Hybrid:
-        """Make the proposer of its trees."""
-        return Hybrid(**self.shape)
+        """Make the proposer of its trees.
+
+        Raises:
+            HeadError: the configuration of a one-pass head cannot be read.
+
+        """
+        if self.drafter != "dflash":
+            return Hybrid(**self.shape)
+        num_parents = default_parents(self.model, self.top_k)
+        return Hybrid(**self.shape, num_parents=num_parents, one_pass=True)
 
     @property
     def sources(self) -> Source:

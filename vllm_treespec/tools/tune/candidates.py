@@ -27,6 +27,7 @@ TREES: dict[str, list[dict[str, float]]] = {
     "medusa_tree": _trees("medusa_tree", (3,), (5,), (8,), (16,)),
     "redrafter": _trees("redrafter", (4, 1, 4), (5, 2, 5), (8, 3, 8), (16, 4, 16)),
     "eagle_tree": _trees("eagle_tree", *GROWN),
+    "dflash_tree": _trees("dflash_tree", *GROWN),
     "lyanna": _trees("lyanna", *GROWN),
     "hybrid": _trees(
         "hybrid",
