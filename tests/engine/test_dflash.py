@@ -1,4 +1,4 @@
-"""One-pass heads in the engine: their blocks see the right rows in all kinds of steps."""
+"""One-pass heads in the engine: a block sees the right rows in every kind of step."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ eagle_tree {"schedule": [{"batch_size": 2, "num_drafts": null}]} => 'schedule' h
 eagle_tree {"schedule": [{"batch_size": 2, "tree": "static"}]} => 'tree', which does not
     shape a eagle_tree tree; write top_k, depth, num
 dflash_tree {"depth": 63} => 'depth' is 63
-dflash_tree {"tree": "static"} => 'tree' is 'static': Input should be 'dynamic' or 'stoch
+dflash_tree {"tree": "static"} => 'tree' is 'static': Input should be 'dynamic' or
 dflash_tree {"tree": "stochastic", "num_parents": 2} => 'num_parents' is 2: a stochastic
     tree has children below top_k nodes of each level; remove it, or write 'tree' 'dynam
 lyanna {"top_k": 0} => 'top_k' is 0

@@ -277,7 +277,3 @@ def save_head(
     save_file(tensors, path)
     (folder / "config.json").write_text(head.config.model_dump_json(indent=2) + "\n")
     return path.stat().st_size / 1e6
-
-
-def load_dflash_head(model, num_target_layers=None):  # placeholder for the merge
-    raise NotImplementedError
