@@ -16,6 +16,7 @@ from vllm_treespec.heads.dflash import DFlashHead
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.files import (
     build_head,
+    load_dflash_head,
     load_eagle_head,
     load_head,
     load_lyanna_head,
@@ -46,6 +47,7 @@ __all__ = [
     "ReDrafterHeadConfig",
     "build_head",
     "head_folder",
+    "load_dflash_head",
     "load_eagle_head",
     "load_head",
     "load_lyanna_head",
