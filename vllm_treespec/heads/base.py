@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from vllm_treespec.heads.config import HeadConfig, HeadError
+from vllm_treespec.heads.config import DecoderHeadConfig, HeadConfig, HeadError
 from vllm_treespec.sources.base import DraftModel
 
 
@@ -117,6 +117,8 @@ class DraftHead(Head, ABC):
 
 class ContextHead(Head):
     """A head of published form, which keeps a context of its own."""
+
+    config: DecoderHeadConfig
 
     def share(self, embedding: Tensor | None, output: Tensor | None) -> None:
         """Take the target's weights where ours are missing, or equal to them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from reprlib import repr as shortened
@@ -24,8 +24,10 @@ from vllm_treespec.json_files import read_json_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Some DFlash heads hold one vector beside their weights.
+MASK_FILE = "mask_embedding.pt"
 # What is fetched of a head on the hub.
-READ = ("config.json", "*.safetensors", "*.safetensors.index.json")
+READ = ("config.json", "*.safetensors", "*.safetensors.index.json", MASK_FILE)
 
 
 def head_folder(model: str | Path, files: tuple[str, ...] = READ) -> Path:
@@ -81,8 +83,8 @@ def not_a_head(path: Path, reason: str) -> HeadError:
     """The refusal of a ``config.json`` that is no head's."""
     return HeadError(
         f"{path} is not the configuration of a head ({reason}); name a folder made by "
-        f"`treespec train redrafter` (or `medusa`, `eagle`, `lyanna`), or a published "
-        f"EAGLE head"
+        f"`treespec train redrafter` (or `medusa`, `eagle`, `lyanna`, `dflash`), or a "
+        f"published EAGLE or DFlash head"
     )
 
 
@@ -93,12 +95,14 @@ class Checkpoint:
     Attributes:
         files: the file of each tensor.
         headers: of each tensor.
+        loose: tensors that are in no file of weights.
 
     """
 
     folder: Path
     files: dict[str, Path]
     headers: dict[str, TensorHeader]
+    loose: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -128,7 +132,7 @@ class Checkpoint:
         tensors: dict[str, Tensor] = {}
         for path in sorted(set(self.files.values())):
             tensors |= load_file(path)
-        return tensors
+        return tensors | self.loose
 
 
 def listed_files(index: Path) -> list[Path]:

@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from vllm_treespec.heads.base import ContextHead
 from vllm_treespec.heads.config import DFlashHeadConfig
 from vllm_treespec.heads.decoder import Attend, DecoderLayer, RMSNorm, Rotary
+from vllm_treespec.heads.dflash2 import CandidateSelector, LayerConvolutions
 from vllm_treespec.sources.base import DraftModel
 
 
 class DFlashHead(ContextHead):
     """The drafters of arXiv 2602.06036 (DFlash), 2606.18394 and 2607.05147 (DSpark).
+
+    DFlash2 is DFlash with what ``dflash2.py`` holds.
 
     Its context are keys and values made of the target's hidden states, which no layer
     reads again. A *block* is the root and masks, at the positions from the root's on;
@@ -44,6 +47,11 @@ class DFlashHead(ContextHead):
         self.norm = RMSNorm(size, eps)
         self.mask = nn.Parameter(torch.zeros(size)) if config.own_mask else None
         self.markov = MarkovBias(config) if config.markov_rank else None
+        self.selector = CandidateSelector(config) if config.selector_rank else None
+        self.convolutions = nn.ModuleList(
+            LayerConvolutions(config)
+            for _ in range(config.num_layers if config.conv_kernel_size else 0)
+        )
         self.rotary = Rotary(config)
 
     def restrict(self, hot_token_ids: Tensor) -> None:
@@ -130,17 +138,25 @@ class DFlashHead(ContextHead):
         """
         angles = self.rotary.angles(positions.flatten())
         x = self.embed(token_ids).flatten(0, 1)
-        for norm, layer in zip(self.input_norms, self.layers, strict=True):
-            x = layer(norm(x), x, angles, attend)
+        for number, norm in enumerate(self.input_norms):
+            layer = self.layers[number]
+            if not self.convolutions:
+                x = layer(norm(x), x, angles, attend)
+                continue
+            convolutions = self.convolutions[number]
+            assert isinstance(layer, DecoderLayer)
+            assert isinstance(convolutions, LayerConvolutions)
+            rows = token_ids.shape[1]
+            x = convolutions.decode(layer, norm(x), x, angles, attend, rows)
         states: Tensor = self.norm(x).unflatten(0, token_ids.shape)
         return states if self.config.sample_from_anchor else states[:, 1:]
 
-    def base_logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """Logits before what a node's token adds, [..., draft_vocab_size]."""
-        logits, config = super().logits(states), self.config
-        if config.output_softcap is not None:
-            logits = (logits / config.output_softcap).tanh() * config.output_softcap
-        return logits * config.output_scale
+        logits, cap = super().logits(states), self.config.output_softcap
+        if self.config.output_scale != 1:
+            logits = logits * self.config.output_scale
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def begin(self, states: Tensor, root_token_ids: Tensor) -> DraftModel:
         """Begin the trees of a step.
@@ -152,17 +168,21 @@ class DFlashHead(ContextHead):
         """
         return BlockDraft(self, states, root_token_ids)
 
-    def logits_below(self, base: Tensor, token_ids: Tensor) -> Tensor:
+    def logits_below(self, base: Tensor, states: Tensor, token_ids: Tensor) -> Tensor:
         """Logits below nodes.
 
         Args:
-            base: [num_reqs, draft_vocab_size], of the nodes' children's level.
+            base: [num_reqs, draft_vocab_size], ``logits`` of the children's level.
+            states: [num_reqs, hidden_size], of the children's level.
             token_ids: int64 [num_reqs, width], the nodes' tokens.
 
         Returns:
             [num_reqs, width, draft_vocab_size].
 
         """
+        if self.selector is not None:
+            scores: Tensor = self.selector(base, states, token_ids, self.hot_token_ids)
+            return scores
         base = base[:, None].expand(-1, token_ids.shape[1], -1)
         if self.markov is None:
             return base
@@ -194,7 +214,8 @@ class BlockDraft:
     ) -> None:
         """Take the states of all levels."""
         self.head = head
-        self.level_logits = head.base_logits(states)
+        self.states = states
+        self.level_logits = head.logits(states)
         self.root_token_ids = root_token_ids
         self.level = 0
         self.vocabulary = head.hot_token_ids
@@ -210,4 +231,5 @@ class BlockDraft:
 
     def logits(self, token_ids: Tensor) -> Tensor:
         """Logits below nodes of the level read last."""
-        return self.head.logits_below(self.level_logits[:, self.level], token_ids)
+        base, states = self.level_logits[:, self.level], self.states[:, self.level]
+        return self.head.logits_below(base, states, token_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, TypeAdapter
@@ -18,12 +18,15 @@ from vllm_treespec.heads.checkpoint import (
     read_config_file,
 )
 from vllm_treespec.heads.config import (
+    DecoderHeadConfig,
+    DFlashHeadConfig,
     EagleHeadConfig,
     HeadError,
     LyannaHeadConfig,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
 )
+from vllm_treespec.heads.dflash import DFlashHead
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.heads.medusa import MedusaHead
@@ -31,6 +34,12 @@ from vllm_treespec.heads.published import (
     eagle_config,
     first_problem,
     read_published,
+)
+from vllm_treespec.heads.published_dflash import (
+    dflash_checkpoint,
+    dflash_config,
+    is_dflash,
+    read_published_dflash,
 )
 from vllm_treespec.heads.published_weights import check_weights_fit, load_weights
 from vllm_treespec.heads.redrafter import ReDrafterHead
@@ -51,13 +60,13 @@ _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(list[Annotated[int, Field(ge=0)
 
 def read_head_config(
     model: str | Path, num_target_layers: int | None = None
-) -> ReDrafterHeadConfig | MedusaHeadConfig | EagleHeadConfig:
-    """Read the configuration of a head of ours, or of a published EAGLE head.
+) -> ReDrafterHeadConfig | MedusaHeadConfig | EagleHeadConfig | DFlashHeadConfig:
+    """Read the configuration of a head of ours, or of a published EAGLE or DFlash head.
 
     Args:
         model: folder or hub id.
         num_target_layers: of the target; without it, ``target_layers`` of an EAGLE
-            head may stay unknown.
+            head may stay unknown, and are not checked.
 
     Raises:
         HeadError: there is none, or it is not a head's.
@@ -66,13 +75,25 @@ def read_head_config(
     folder = head_folder(model)
     config = read_config_file(folder)
     if "method" not in config:
-        said = read_published(config, folder / "config.json")
-        eagle = eagle_config(said, Checkpoint.read(folder))
-        return eagle.with_target(num_target_layers) if num_target_layers else eagle
+        published = _published_config(config, folder)
+        if num_target_layers is None:
+            return published
+        return published.with_target(num_target_layers)
     try:
         return _ADAPTER.validate_python(config)
     except ValueError as error:
         raise not_a_head(folder / "config.json", first_problem(error)) from None
+
+
+def _published_config(
+    config: dict[str, Any], folder: Path
+) -> EagleHeadConfig | DFlashHeadConfig:
+    """Translate a published ``config.json``."""
+    path = folder / "config.json"
+    if is_dflash(config):
+        said = read_published_dflash(config, path)
+        return dflash_config(said, dflash_checkpoint(folder))
+    return eagle_config(read_published(config, path), Checkpoint.read(folder))
 
 
 def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:
@@ -96,6 +117,8 @@ def check_head_weights(folder: Path) -> None:
             _check_own_weights(LyannaHead(config), folder)
         elif isinstance(config, EagleHeadConfig):
             check_weights_fit(EagleHead(config), Checkpoint.read(folder))
+        elif isinstance(config, DFlashHeadConfig):
+            check_weights_fit(DFlashHead(config), dflash_checkpoint(folder))
         else:
             _check_own_weights(build_head(config), folder)
 
@@ -141,7 +164,7 @@ def load_head(model: str | Path) -> DraftHead:
     """
     folder = head_folder(model)
     config = read_head_config(folder)
-    if isinstance(config, EagleHeadConfig):
+    if isinstance(config, DecoderHeadConfig):
         raise HeadError(
             f"{folder} holds a head of kind {config.method}; name a redrafter or medusa"
             f" head"
@@ -220,7 +243,38 @@ def load_eagle_head(
     return head.eval().requires_grad_(False)
 
 
-def read_heads_hot_tokens(path: Path, config: EagleHeadConfig) -> torch.Tensor:
+def load_dflash_head(
+    model: str | Path,
+    num_target_layers: int | None = None,
+    hot_tokens: Path | None = None,
+) -> DFlashHead:
+    """Load a published DFlash head, in the dtypes of its files.
+
+    Shared weights are missing until ``DFlashHead.share``.
+
+    Args:
+        model: folder or hub id.
+        num_target_layers: of the target, see ``read_head_config``.
+        hot_tokens: a JSON list of token ids, the only ones to draft.
+
+    Raises:
+        HeadError: it is no DFlash head, or its files do not fit together.
+
+    """
+    folder = head_folder(model)
+    config = read_head_config(folder, num_target_layers)
+    if not isinstance(config, DFlashHeadConfig):
+        raise HeadError(f"{folder} holds a {config.method} head; name a DFlash head")
+    head = DFlashHead(config)
+    checkpoint = dflash_checkpoint(folder)
+    check_weights_fit(head, checkpoint)
+    load_weights(head, folder, checkpoint.tensors())
+    if hot_tokens is not None:
+        head.restrict(read_heads_hot_tokens(hot_tokens, config))
+    return head.eval().requires_grad_(False)
+
+
+def read_heads_hot_tokens(path: Path, config: DecoderHeadConfig) -> torch.Tensor:
     """Read which tokens a head is to draft, ascending.
 
     Raises:

@@ -75,8 +75,8 @@ class SpeculatorsSection(BaseModel):
     verifier: Verifier = Verifier()
 
 
-class PublishedConfig(BaseModel):
-    """The keys of a published ``config.json`` that are read, of all forms."""
+class PublishedDecoder(BaseModel):
+    """The keys of a published ``config.json`` that are read, of all kinds and forms."""
 
     model_type: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3"] = "llama"
     hidden_act: Literal["silu"] = "silu"
@@ -95,14 +95,19 @@ class PublishedConfig(BaseModel):
     rope_parameters: dict[str, Any] = {}
     partial_rotary_factor: float = 1.0
     layer_types: tuple[str, ...] = ()
+    speculators_config: SpeculatorsSection = SpeculatorsSection()
+    treespec: OurSection = OurSection()
+
+
+class PublishedConfig(PublishedDecoder):
+    """Those of an EAGLE head."""
+
     norm_before_residual: Flag = False
     norm_before_fc: Flag = False
     fc_norm: Flag = False
     norm_output: Flag = False
     eagle_aux_hidden_state_layer_ids: LayerIds | None = None
     eagle_config: EagleSection = EagleSection()
-    speculators_config: SpeculatorsSection = SpeculatorsSection()
-    treespec: OurSection = OurSection()
 
 
 def plain_key(key: str) -> str:
@@ -133,7 +138,7 @@ def _flattened(config: dict[str, Any], path: Path) -> dict[str, Any]:
     if kind != "eagle3":
         raise HeadError(
             f"{path}: heads of 'speculators_model_type' {kind!r} are not supported; "
-            f"use one of type 'eagle3'"
+            f"use one of type 'eagle3', 'dflash', 'dflash2' or 'dspark'"
         )
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
@@ -161,35 +166,12 @@ def eagle_config(said: PublishedConfig, checkpoint: Checkpoint) -> EagleHeadConf
 
     """
     path = checkpoint.folder / "config.json"
-    for key, shape in checkpoint.shapes.items():
-        if 0 in shape or not shape:
-            raise not_a_head(path, f"'{key}' beside it has the shape {list(shape)}")
-    shapes = {plain_key(key): shape for key, shape in checkpoint.shapes.items()}
+    shapes = plain_shapes(checkpoint)
     if not is_eagle(shapes):
         raise not_a_head(path, "the weights beside it are not those of an EAGLE head")
-    if "sliding_attention" in said.layer_types:
-        raise HeadError(f"{path}: heads with 'sliding_attention' are not supported yet")
-    draft_size = _draft_vocab_size(said, shapes, path)
-    common: dict[str, Any] = {
-        "hidden_size": said.hidden_size,
-        "vocab_size": said.vocab_size,
-        "num_hot_tokens": draft_size if draft_size < said.vocab_size else None,
-        "depth": said.treespec.depth,
-        "rank_accuracies": said.treespec.rank_accuracies,
-        "share_embedding": "embed_tokens.weight" not in shapes,
-        "share_output": "lm_head.weight" not in shapes,
-        "num_layers": _num_layers(shapes),
-        "num_heads": said.num_attention_heads,
-        "num_kv_heads": said.num_key_value_heads or said.num_attention_heads,
-        "head_size": said.head_dim or said.hidden_size // said.num_attention_heads,
-        "intermediate_size": said.intermediate_size,
-        "norm_eps": said.rms_norm_eps,
-        "rope": _rope(said, path),
-        "max_positions": said.max_position_embeddings,
-        "qkv_bias": f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes,
-        "qk_norm": f"{FIRST_LAYER}self_attn.q_norm.weight" in shapes,
-        "verifier": said.speculators_config.verifier.architectures,
-    }
+    common = decoder_fields(said, shapes, path)
+    common["num_layers"] = _num_layers(shapes)
+    common["qk_norm"] = f"{FIRST_LAYER}self_attn.q_norm.weight" in shapes
     if VERSION_3_KEY in shapes:
         common |= {"version": 3, **_eagle_3(said, shapes, path)}
     else:
@@ -198,6 +180,52 @@ def eagle_config(said: PublishedConfig, checkpoint: Checkpoint) -> EagleHeadConf
         return EagleHeadConfig(**common)
     except ValidationError as error:
         raise not_a_head(path, first_problem(error)) from None
+
+
+def plain_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Shapes of a head's tensors, with the first layer under its one name.
+
+    Raises:
+        HeadError: a tensor has no numbers.
+
+    """
+    for key, shape in checkpoint.shapes.items():
+        if 0 in shape or not shape:
+            path = checkpoint.folder / "config.json"
+            raise not_a_head(path, f"'{key}' beside it has the shape {list(shape)}")
+    return {plain_key(key): shape for key, shape in checkpoint.shapes.items()}
+
+
+def decoder_fields(
+    said: PublishedDecoder, shapes: dict[str, tuple[int, ...]], path: Path
+) -> dict[str, Any]:
+    """Fields of ``DecoderHeadConfig`` that all published forms say alike.
+
+    Raises:
+        HeadError: it says something that is not supported.
+
+    """
+    if "sliding_attention" in said.layer_types:
+        raise HeadError(f"{path}: heads with 'sliding_attention' are not supported yet")
+    draft_size = _draft_vocab_size(said, shapes, path)
+    return {
+        "hidden_size": said.hidden_size,
+        "vocab_size": said.vocab_size,
+        "num_hot_tokens": draft_size if draft_size < said.vocab_size else None,
+        "depth": said.treespec.depth,
+        "rank_accuracies": said.treespec.rank_accuracies,
+        "share_embedding": "embed_tokens.weight" not in shapes,
+        "share_output": "lm_head.weight" not in shapes,
+        "num_heads": said.num_attention_heads,
+        "num_kv_heads": said.num_key_value_heads or said.num_attention_heads,
+        "head_size": said.head_dim or said.hidden_size // said.num_attention_heads,
+        "intermediate_size": said.intermediate_size,
+        "norm_eps": said.rms_norm_eps,
+        "rope": _rope(said, path),
+        "max_positions": said.max_position_embeddings,
+        "qkv_bias": f"{FIRST_LAYER}self_attn.q_proj.bias" in shapes,
+        "verifier": said.speculators_config.verifier.architectures,
+    }
 
 
 def _eagle_1(said: PublishedConfig, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +294,9 @@ def _layer_ids(said: PublishedConfig) -> tuple[int, ...] | None:
     return layers
 
 
-def _draft_vocab_size(said: PublishedConfig, shapes: dict[str, Any], path: Path) -> int:
+def _draft_vocab_size(
+    said: PublishedDecoder, shapes: dict[str, Any], path: Path
+) -> int:
     """Check how many tokens the head can draft."""
     size = said.draft_vocab_size or shapes.get("d2t", (said.vocab_size,))[0]
     if size > said.vocab_size:
@@ -295,7 +325,7 @@ def _num_layers(shapes: dict[str, Any]) -> int:
     return max((int(number[1]) for number in numbers if number), default=0) + 1
 
 
-def _rope(said: PublishedConfig, path: Path) -> dict[str, Any]:
+def _rope(said: PublishedDecoder, path: Path) -> dict[str, Any]:
     """Rotary embeddings as transformers' ``rope_parameters``."""
     given = dict(said.rope_parameters or said.rope_scaling)
     old_kind = given.pop("type", None)

@@ -1,77 +1,38 @@
-"""The tensors of published EAGLE heads, read into ``EagleHead`` and written."""
+"""The tensors of published heads, EAGLE's and DFlash's: read, checked, written."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Set
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vllm_treespec.heads.base import ContextHead
 from vllm_treespec.heads.checkpoint import WEIGHTS, Checkpoint
-from vllm_treespec.heads.config import EagleHeadConfig, HeadError
+from vllm_treespec.heads.config import DecoderHeadConfig, HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER, MIDDLE_LAYER, plain_key
+from vllm_treespec.heads.published_names import (
+    NOT_READ,
+    NOT_READ_DFLASH,
+    names_of,
+)
 from vllm_treespec.heads.weights import (
     TensorHeader,
     first_misfit,
     first_not_finite,
     listed,
 )
-from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.heads.written_config import written_config
 
-# Published names by ours, of both versions; several are rows one below the other.
-NAMES = {
-    "embedding.weight": ("embed_tokens.weight",),
-    "output.weight": ("lm_head.weight",),
-    r"layer_norms.(\d+).weight": ("fc_norm.{}.weight",),
-    r"layers.(\d+).qkv_proj.(weight|bias)": (
-        "layers.{}.self_attn.q_proj.{}",
-        "layers.{}.self_attn.k_proj.{}",
-        "layers.{}.self_attn.v_proj.{}",
-    ),
-    r"layers.(\d+).o_proj.weight": ("layers.{}.self_attn.o_proj.weight",),
-    r"layers.(\d+).([qk])_norm.weight": ("layers.{}.self_attn.{}_norm.weight",),
-    r"layers.(\d+).gate_up_proj.weight": (
-        "layers.{}.mlp.gate_proj.weight",
-        "layers.{}.mlp.up_proj.weight",
-    ),
-    r"layers.(\d+).down_proj.weight": ("layers.{}.mlp.down_proj.weight",),
-    r"layers.(\d+).post_attention_norm.weight": (
-        "layers.{}.post_attention_layernorm.weight",
-    ),
-    r"input_norms.(\d+).weight": ("layers.{}.input_layernorm.weight",),
-}
-NAMES_1 = NAMES | {
-    r"fuse.(weight|bias)": ("fc.{}",),
-    "embedding_norm.weight": ("embed_layernorm.weight",),
-    "fused_norm.weight": ("hidden_layernorm.weight",),
-    "norm.weight": ("lm_head_layernorm.weight",),
-}
-NAMES_3 = NAMES | {
-    "combine.weight": ("fc.weight",),
-    "combine_norm.weight": ("input_norm.weight",),
-    "embedding_norm.weight": (f"{FIRST_LAYER}input_layernorm.weight",),
-    "feature_norm.weight": (f"{FIRST_LAYER}hidden_norm.weight",),
-    "norm.weight": ("norm.weight",),
-}
-# Derived from config.json, or read beside the table.
-NOT_READ = re.compile(r"d2t|t2d|.*rotary_emb\.inv_freq")
+# Those whose rows are tokens of the draft vocabulary.
+ROWS = ("output.weight", "markov.output.weight")
 
 
-def published_names(name: str, version: int) -> tuple[str, ...]:
-    """The published names of one of ``EagleHead``'s tensors."""
-    for pattern, names in (NAMES_1 if version == 1 else NAMES_3).items():
-        if match := re.fullmatch(pattern, name):
-            return tuple(published.format(*match.groups()) for published in names)
-    raise KeyError(name)
-
-
-def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
+def check_weights_fit(head: ContextHead, checkpoint: Checkpoint) -> None:
     """Check by their headers that weights are those of a head.
 
     Raises:
@@ -81,16 +42,19 @@ def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
     """
     config, folder = head.config, checkpoint.folder
     wanted: dict[str, TensorHeader] = {}
-    for name, keys in _names(head).items():
+    for name, keys in names_of(head).items():
         own = head.state_dict()[name]
         parts = own.split(_row_counts(config, len(keys)) or len(own))
         wanted |= dict(zip(keys, map(TensorHeader.of, parts), strict=True))
     found = {plain_key(key): key for key in checkpoint.headers}
-    if config.version == 3 and not config.combines:
-        # as vLLM: the combining layer of a head that combines nothing
-        found.pop("fc.weight", None)
+    not_read = NOT_READ_DFLASH
+    if isinstance(head, EagleHead):
+        not_read = NOT_READ
+        if head.config.version == 3 and not head.config.combines:
+            # as vLLM: the combining layer of a head that combines nothing
+            found.pop("fc.weight", None)
     lost = wanted.keys() - found.keys()
-    left = {found[k] for k in found.keys() - wanted.keys() if not NOT_READ.fullmatch(k)}
+    left = {found[k] for k in found.keys() - wanted.keys() if not not_read.fullmatch(k)}
     left |= _spelled_twice(checkpoint.headers.keys())
     if left or lost:
         raise HeadError(
@@ -105,15 +69,6 @@ def check_weights_fit(head: EagleHead, checkpoint: Checkpoint) -> None:
         raise _unfit(folder, problem)
 
 
-def _names(head: EagleHead) -> dict[str, tuple[str, ...]]:
-    """The published names of each of a head's weights."""
-    return {
-        name: published_names(name, head.config.version)
-        for name in head.state_dict()
-        if name != "hot_token_ids"
-    }
-
-
 def _unfit(folder: Path, problem: str) -> HeadError:
     return HeadError(
         f"the weights in {folder} do not fit its config.json: {problem}; correct it, "
@@ -121,7 +76,7 @@ def _unfit(folder: Path, problem: str) -> HeadError:
     )
 
 
-def load_weights(head: EagleHead, folder: Path, published: dict[str, Tensor]) -> None:
+def load_weights(head: ContextHead, folder: Path, published: dict[str, Tensor]) -> None:
     """Take the published tensors of a head that was made for them, in their dtypes.
 
     Args:
@@ -133,7 +88,7 @@ def load_weights(head: EagleHead, folder: Path, published: dict[str, Tensor]) ->
         HeadError: a weight is NaN or infinite, or ids of tokens are not the target's.
 
     """
-    names = _names(head)
+    names = names_of(head)
     used = {key for keys in names.values() for key in keys}
     weights = {k: tensor for k, tensor in published.items() if plain_key(k) in used}
     if name := first_not_finite(weights):
@@ -144,8 +99,9 @@ def load_weights(head: EagleHead, folder: Path, published: dict[str, Tensor]) ->
         ids, order = _target_ids(read, head.config, folder).sort()
         if head.hot_token_ids is not None:
             tensors["hot_token_ids"] = ids
-        if "output.weight" in tensors and not order.equal(torch.arange(len(order))):
-            tensors["output.weight"] = tensors["output.weight"][order]
+        for name in tensors.keys() & set(ROWS):
+            if not order.equal(torch.arange(len(order))):
+                tensors[name] = tensors[name][order]
     head.load_state_dict(tensors, assign=True)
 
 
@@ -163,7 +119,7 @@ def _joined(read: dict[str, Tensor], keys: tuple[str, ...]) -> Tensor:
 
 
 def _target_ids(
-    read: dict[str, Tensor], config: EagleHeadConfig, folder: Path
+    read: dict[str, Tensor], config: DecoderHeadConfig, folder: Path
 ) -> Tensor:
     """The target's id of each row of the output layer, from its offsets ``d2t``."""
     for key in {"d2t", "t2d"} & read.keys():
@@ -188,33 +144,31 @@ def _target_ids(
 
 
 def save_published(
-    head: EagleHead, folder: Path, dtype: torch.dtype = torch.bfloat16
+    head: ContextHead, folder: Path, dtype: torch.dtype = torch.bfloat16
 ) -> float:
-    """Write a head as SafeAILab publishes them; return its weights' size in MB.
+    """Write a head as SafeAILab or DeepSeek publish theirs; return its size in MB.
 
-    Stock vLLM serves what this writes of version 3 (``{"method": "eagle3"}``), and of
-    version 1 without biases and hot tokens (``{"method": "eagle"}``). Weights that are
-    the target's are left out, but for EAGLE-3's rows of a draft vocabulary.
+    Stock vLLM serves what this writes of EAGLE's version 3 (``{"method": "eagle3"}``),
+    of version 1 without biases and hot tokens (``{"method": "eagle"}``), of DFlash
+    heads with ``markov_rank`` (``{"method": "dspark"}``) and of those whose root's row
+    predicts nothing (``{"method": "dflash"}``), all with the mask of the vocabulary.
+    Weights that are the target's are left out, but for rows of a draft vocabulary.
 
     Raises:
         HeadError: the form has no words for such a head.
 
     """
-    layers = head.config.target_layers or ()
-    if layers[:1] == (1,) or (FINAL_LAYER in layers and head.config.combines):
-        raise HeadError(
-            f"no published form says that a head reads the layers {list(layers)}; "
-            f"train one whose first layer is 2 or more"
-        )
+    text = json.dumps(written_config(head.config, dtype), indent=2)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
+    names = names_of(head)
     for name, tensor in _written(head).items():
-        names = published_names(name, head.config.version)
-        sizes = _row_counts(head.config, len(names))
-        for key, part in zip(names, tensor.split(sizes or len(tensor)), strict=True):
+        sizes = _row_counts(head.config, len(names[name]))
+        parts = tensor.split(sizes or len(tensor))
+        for key, part in zip(names[name], parts, strict=True):
             # parts of one tensor must not share memory in a file
             tensors[key] = part.to(dtype).clone()
-    if head.config.version == 3:
+    if isinstance(head, EagleHead) and head.config.version == 3:
         tensors = {
             key.replace(FIRST_LAYER, MIDDLE_LAYER): tensor
             for key, tensor in tensors.items()
@@ -225,24 +179,23 @@ def save_published(
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
         tensors["t2d"][ids] = True
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(published_config(head.config, dtype), indent=2)
     (folder / "config.json").write_text(text + "\n")
     return (folder / WEIGHTS).stat().st_size / 1e6
 
 
-def _written(head: EagleHead) -> dict[str, Tensor]:
+def _written(head: ContextHead) -> dict[str, Tensor]:
     """The tensors that are written, by our names."""
     tensors: dict[str, Tensor] = dict(head.state_dict())
     ids = tensors.pop("hot_token_ids", None)
-    config = head.config
-    if config.share_output and config.version == 3 and ids is not None:
+    rows = not isinstance(head, EagleHead) or head.config.version == 3
+    if head.config.share_output and rows and ids is not None:
         if len(head.output.weight) != len(ids):
             raise HeadError("the head's output layer is missing; call share() first")
         tensors["output.weight"] = head.output.weight
     return tensors
 
 
-def _row_counts(config: EagleHeadConfig, num_parts: int) -> list[int]:
+def _row_counts(config: DecoderHeadConfig, num_parts: int) -> list[int]:
     """Rows of each part of a tensor that is published in parts; [] for one."""
     counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     return {
@@ -250,52 +203,3 @@ def _row_counts(config: EagleHeadConfig, num_parts: int) -> list[int]:
         2: [config.intermediate_size] * 2,
         3: [count * config.head_size for count in counts],
     }[num_parts]
-
-
-def published_config(config: EagleHeadConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The ``config.json`` of a head, in the words of SafeAILab and vLLM."""
-    rope = dict(config.rope)
-    theta = rope.pop("rope_theta")
-    said: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_positions,
-        "rope_theta": theta,
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "treespec": {
-            "depth": config.depth,
-            "rank_accuracies": config.rank_accuracies,
-        },
-    }
-    if config.version == 1:
-        return said | {"bias": config.fuse_bias, "qkv_bias": config.qkv_bias}
-    if config.qk_norm:
-        said["architectures"] = ["Eagle3Qwen3ForCausalLM"]
-        said["model_type"] = "qwen3"
-    else:
-        said["architectures"] = ["LlamaForCausalLMEagle3"]
-    section: dict[str, Any] = {"use_aux_hidden_state": config.combines}
-    if config.combines:
-        section["norm_before_fc"] = config.norm_before_combine
-        if config.target_layers is not None:
-            section["eagle_aux_hidden_state_layer_ids"] = config.target_layers
-    return said | {
-        "target_hidden_size": config.target_hidden_size,
-        "attention_bias": config.qkv_bias,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_output": config.norm_output,
-        "fc_norm": config.norm_layers,
-        "eagle_config": section,
-    }

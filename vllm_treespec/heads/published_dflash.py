@@ -1,0 +1,302 @@
+"""The ``config.json`` of published DFlash heads: which form it is, and what it says.
+
+Sources of the forms: github.com/z-lab/dflash (DFlash, DFlash2),
+github.com/hao-ai-lab/JetSpec, github.com/deepseek-ai/DeepSpec (DSpark),
+github.com/sgl-project/SpecForge and github.com/vllm-project/speculators, as vLLM 0.33
+reads them.
+
+``target_layer_ids`` counts the layer that ends: layer L is ``hidden_states[L + 1]`` of
+transformers, the state before layer L + 1. speculators' ``aux_hidden_state_layer_ids``
+counts the layer that follows, as we do. A block is causal where ``is_causal`` or
+``dflash_config.causal`` (vLLM), or ``dflash_config.causal_head`` (JetSpec), says so;
+speculators' ``sliding_window_non_causal`` is of sliding layers alone. Logits are
+scaled, then capped. DSpark's confidence head is not read.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, ValidationError
+from torch import Tensor
+
+from vllm_treespec.heads.checkpoint import MASK_FILE, Checkpoint, not_a_head
+from vllm_treespec.heads.config import DFlashHeadConfig, HeadError, Size
+from vllm_treespec.heads.published import (
+    FIRST_LAYER,
+    Flag,
+    LayerIds,
+    PublishedDecoder,
+    decoder_fields,
+    first_problem,
+    plain_shapes,
+)
+from vllm_treespec.heads.weights import TensorHeader
+
+SPECULATORS_KINDS = ("dflash", "dflash2", "dspark")
+# Whether the root's row predicts, where the file does not say it.
+ARCHITECTURES = {
+    "DFlashDraftModel": False,
+    "DFlash2DraftModel": False,
+    "DSparkDraftModel": True,
+    "Qwen3DSparkModel": True,
+}
+# Key -> what is supported of it; a head without the key is supported.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "use_swa": (False,),
+    "use_sliding_window": (False,),
+    "attention_sink_bias": (False,),
+    "add_swa_attention_sink_bias": (False,),
+    "attention_value_scale": (1.0,),
+    "is_neox_style": (True,),
+    "use_aux_hidden_state": (True,),
+    "attention_mode": ("gqa",),
+    "markov_head_type": ("vanilla",),
+    "projector_type": ("dflash", "dflash2", "dspark"),
+    "shift_label": (False,),
+}
+# What speculators' form says outside of its ``transformer_layer_config``.
+SPECULATORS_KEYS = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "block_size",
+    "mask_token_id",
+    "aux_hidden_state_layer_ids",
+    "sample_from_anchor",
+    "markov_rank",
+    "markov_head_type",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "projector_type",
+    "shift_label",
+    "quantization_config",
+    "use_aux_hidden_state",
+    "speculators_config",
+    "treespec",
+)
+
+
+class PublishedDFlash(PublishedDecoder):
+    """The keys of a published ``config.json`` that are read, of all forms."""
+
+    model_type: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3"] = "qwen3"
+    architectures: tuple[str, ...] = ("DFlashDraftModel",)
+    num_hidden_layers: Size
+    max_position_embeddings: Size = 32_768
+    rope_theta: float = Field(default=1_000_000.0, gt=0)
+    block_size: Size
+    mask_token_id: NonNegativeInt
+    target_layer_ids: LayerIds | None = None
+    aux_hidden_state_layer_ids: LayerIds | None = None
+    num_target_layers: Size | None = None
+    sample_from_anchor: Flag | None = None
+    is_causal: Flag | None = None
+    causal: Flag | None = None
+    causal_head: Flag | None = None
+    markov_rank: NonNegativeInt = 0
+    selector_rank: NonNegativeInt = 0
+    selector_top_k: NonNegativeInt = 0
+    conv_kernel_size: NonNegativeInt = 0
+    conv_group_size: NonNegativeInt = 0
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+
+
+def is_dflash(config: dict[str, Any]) -> bool:
+    """Whether a published ``config.json`` is a DFlash head's, not an EAGLE head's."""
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        return kind in SPECULATORS_KINDS
+    return "dflash_config" in config or "block_size" in config
+
+
+def read_published_dflash(config: dict[str, Any], path: Path) -> PublishedDFlash:
+    """Read what a published ``config.json`` says, of whichever form.
+
+    Raises:
+        HeadError: it is of a form that is not supported, or of none.
+
+    """
+    # null says as much as leaving a key out
+    flat = {k: v for k, v in _flattened(config, path).items() if v is not None}
+    for key, supported in SUPPORTED.items():
+        if key not in flat or flat[key] in supported:
+            continue
+        if key == "markov_head_type" and not flat.get("markov_rank"):
+            continue
+        known = " or ".join(map(repr, supported)) or "a head without it"
+        raise HeadError(
+            f"{path}: heads with {key!r} {flat[key]!r} are not supported, only "
+            f"{known}; use another head"
+        )
+    try:
+        return PublishedDFlash.model_validate(flat)
+    except ValidationError as error:
+        raise not_a_head(path, first_problem(error)) from None
+
+
+def _flattened(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """All keys side by side; vLLM prefers those of ``dflash_config``, too."""
+    kind = config.get("speculators_model_type")
+    if kind is None:
+        section = config.get("dflash_config") or {}
+        if not isinstance(section, dict):
+            raise not_a_head(path, "'dflash_config' is no JSON object")
+        return config | {k: v for k, v in section.items() if v is not None}
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise not_a_head(path, "'transformer_layer_config' is missing")
+    own = {key: config[key] for key in SPECULATORS_KEYS if key in config}
+    # those in the file are names of training classes, and its layer is the target's
+    dropped = ("architectures", "use_sliding_window", "is_causal")
+    return {k: v for k, v in layer.items() if k not in dropped} | {
+        "sample_from_anchor": False,
+        **own,
+    }
+
+
+def dflash_checkpoint(folder: Path) -> Checkpoint:
+    """The weights of a DFlash head, with the mask's embedding where it has its own.
+
+    Raises:
+        HeadError: a file is missing or broken.
+
+    """
+    checkpoint = Checkpoint.read(folder)
+    path = folder / MASK_FILE
+    if not path.is_file():
+        return checkpoint
+    mask = _read_mask(path)
+    return replace(
+        checkpoint,
+        headers=checkpoint.headers | {"mask_embedding": TensorHeader.of(mask)},
+        loose={"mask_embedding": mask},
+    )
+
+
+def _read_mask(path: Path) -> Tensor:
+    """Read a vector that is alone in a file, or the ``embedding`` of a dict."""
+    try:
+        mask = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split()).split(". ")[0]
+        raise HeadError(
+            f"{path} cannot be read ({reason}); get the head again"
+        ) from None
+    mask = mask.get("embedding") if isinstance(mask, dict) else mask
+    if not isinstance(mask, Tensor):
+        raise HeadError(f"{path} holds no 'embedding'; get the head again")
+    return mask.flatten()
+
+
+def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadConfig:
+    """Translate what a published ``config.json`` says.
+
+    Raises:
+        HeadError: it says something that is not supported, or the weights do not fit.
+
+    """
+    path = checkpoint.folder / "config.json"
+    shapes = plain_shapes(checkpoint)
+    config: dict[str, Any] = {
+        **decoder_fields(said, shapes, path),
+        "num_layers": said.num_hidden_layers,
+        "target_hidden_size": said.target_hidden_size or said.hidden_size,
+        "target_layers": _target_layers(said, path),
+        "o_bias": f"{FIRST_LAYER}self_attn.o_proj.bias" in shapes,
+        "block_size": said.block_size,
+        "mask_token_id": said.mask_token_id,
+        "own_mask": "mask_embedding" in shapes,
+        "sample_from_anchor": _samples_from_anchor(said, path),
+        "causal": _is_causal(said),
+        "markov_rank": said.markov_rank,
+        "selector_rank": said.selector_rank,
+        "selector_top_k": said.selector_top_k,
+        "conv_kernel_size": said.conv_kernel_size,
+        "conv_group_size": said.conv_group_size,
+        "input_scale": said.input_embedding_scale,
+        "output_scale": said.output_multiplier * said.logit_scale,
+        "output_softcap": said.final_logit_softcapping or None,
+    }
+    norm = shapes.get(f"{FIRST_LAYER}self_attn.q_norm.weight")
+    if said.head_dim is None and norm is not None:
+        config["head_size"] = norm[0]
+    if "treespec" not in said.model_fields_set:
+        rows = said.block_size - (not config["sample_from_anchor"])
+        config["depth"] = max(rows, 1)
+    if config["num_hot_tokens"] and said.selector_rank:
+        raise HeadError(
+            f"{path}: a candidate selector drafts the whole vocabulary, and "
+            f"'draft_vocab_size' is {said.draft_vocab_size}; use another head"
+        )
+    _check_combined(config, shapes, path)
+    try:
+        return DFlashHeadConfig(**config)
+    except ValidationError as error:
+        raise not_a_head(path, first_problem(error)) from None
+
+
+def _target_layers(said: PublishedDFlash, path: Path) -> tuple[int, ...]:
+    """The target's layers before which hidden states are read."""
+    if said.aux_hidden_state_layer_ids is not None:
+        return said.aux_hidden_state_layer_ids
+    ids = said.target_layer_ids
+    if ids is None and said.num_target_layers is not None:
+        ids = _spread(said.num_target_layers, said.num_hidden_layers)
+    if not ids:
+        raise not_a_head(path, "'target_layer_ids' is missing")
+    return tuple(layer + 1 for layer in ids)
+
+
+def _spread(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Published numbers of layers where a file names none: the authors' default."""
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return tuple(round(1 + number * step) for number in range(num_layers))
+
+
+def _samples_from_anchor(said: PublishedDFlash, path: Path) -> bool:
+    """Whether the root's row predicts the first level."""
+    known = [name for name in said.architectures if name in ARCHITECTURES]
+    if not known:
+        raise HeadError(
+            f"{path}: heads of the architecture {', '.join(said.architectures)} are "
+            f"not supported; use one of {', '.join(ARCHITECTURES)}"
+        )
+    if said.sample_from_anchor is not None:
+        return said.sample_from_anchor
+    if said.markov_rank and not ARCHITECTURES[known[0]]:
+        raise HeadError(
+            f"{path}: a head of the architecture {known[0]} with 'markov_rank' "
+            f"{said.markov_rank} must say whether the root's row predicts; add "
+            f"'sample_from_anchor'"
+        )
+    return ARCHITECTURES[known[0]]
+
+
+def _is_causal(said: PublishedDFlash) -> bool:
+    given = (said.is_causal, said.causal, said.causal_head)
+    return next((one for one in given if one is not None), False)
+
+
+def _check_combined(
+    config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path
+) -> None:
+    """Check that the combining layer reads as many hidden states as are named."""
+    count, size = len(config["target_layers"]), config["target_hidden_size"]
+    width = shapes.get("fc.weight", (0, count * size))[-1]
+    if width != count * size:
+        raise HeadError(
+            f"{path}: 'fc.weight' reads {width} numbers, which are not {count} hidden "
+            f"states of {size}; correct 'target_layer_ids' or 'target_hidden_size'"
+        )
