@@ -25,11 +25,25 @@ DEPTH = 5
 NUM_LAYERS = 4
 # The target's layers in the words of the published forms: outputs of these.
 LAYER_IDS = (0, 2)
-# Causal or not inside the block, with and without a bias by the parent's token.
+# Blocks of as many levels, causal or not, with and without edges between tokens.
 KINDS: dict[str, dict[str, Any]] = {
-    "dflash": {},
-    "jetspec": {"causal": True},
-    "dspark": {"markov_rank": 16, "sample_from_anchor": True},
+    "dflash": {"form": "dflash", "block_size": 1 + DEPTH, "markov_rank": 0},
+    "jetspec": {
+        "form": "jetspec",
+        "block_size": 1 + DEPTH,
+        "markov_rank": 0,
+        "causal": True,
+    },
+    "dspark": {"form": "dspark", "block_size": DEPTH, "markov_rank": 16},
+    "dflash2": {
+        "form": "dflash2",
+        "block_size": 1 + DEPTH,
+        "markov_rank": 0,
+        "selector_rank": 16,
+        "selector_top_k": 8,
+        "conv_kernel_size": 3,
+        "conv_group_size": 32,
+    },
 }
 
 
@@ -118,7 +132,7 @@ def test_chains_follow_from_the_text(
             total += 1
             wrong += found != reference.chain(json.loads(text))
     # Rounding may decide between two tokens that are all but equally likely.
-    assert wrong <= 0.01 * total
+    assert wrong <= 0.02 * total
 
 
 def test_answers_equal_plain(

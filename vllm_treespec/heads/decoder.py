@@ -155,10 +155,9 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Key and value alone, each [n, num_kv_heads, head_size]."""
-        first = self.num_heads[0] * self.head_size
-        weight, bias = self.qkv_proj.weight[first:], self.qkv_proj.bias
-        heads = nn.functional.linear(x, weight, None if bias is None else bias[first:])
-        key, value = heads.unflatten(-1, (-1, self.head_size)).chunk(2, dim=-2)
+        # with the queries: a packed weight has no rows to choose
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))
+        _, key, value = heads.split(self.num_heads, dim=-2)
         return rotate(self.k_norm(key) if self.norms else key, angles), value
 
     def mlp(self, x: Tensor) -> Tensor:
