@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from filelock import FileLock
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.dense_dflash import DenseDFlash
 from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.head_jobs import ALONE, jobs_of_all_kinds, prompts
 from tests.engine.sampled import assert_same_text, with_and_without_trees
 from tests.engine.tiny_models import SIZES, write_random
 from tests.heads import write_head
-from vllm_treespec.heads import DFlashHead, load_dflash_head
 
 DEPTH = 5
 NUM_LAYERS = 4
@@ -68,51 +65,6 @@ def pair(request: pytest.FixtureRequest, shared_folder: Path) -> tuple[str, str]
     return str(target), str(head)
 
 
-class Reference:
-    """A head's chain after a text, without cache, layouts and engine."""
-
-    def __init__(self, target: str, head: str) -> None:
-        """Load both, in float32."""
-        self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-        self.head: DFlashHead = load_dflash_head(head, NUM_LAYERS).float()
-        weights = self.target.get_input_embeddings(), self.target.lm_head
-        self.head.share(*(layer.weight for layer in weights))
-
-    @torch.inference_mode()
-    def chain(self, text: list[int]) -> list[int]:
-        """The likeliest token of each level, given the one before."""
-        context, root = torch.tensor([text[:-1]]), torch.tensor(text[-1:])
-        states = self.target(context, output_hidden_states=True).hidden_states
-        read = [states[layer][0] for layer in self.head.config.layers]
-        features = self.head.features(torch.cat(read, dim=-1))
-        positions = torch.arange(context.shape[1])
-        kept = self.head.context_kv(features, positions)
-        tokens = self.head.block_tokens(root, DEPTH)
-        rows = tokens.shape[1]
-        seen = torch.ones(rows, len(positions) + rows, dtype=torch.bool)
-        if self.head.config.causal:
-            seen = seen.tril(len(positions))
-
-        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys = torch.cat([kept[number][0], key]).transpose(0, 1)
-            values = torch.cat([kept[number][1], value]).transpose(0, 1)
-            found = scaled_dot_product_attention(
-                query.transpose(0, 1), keys, values, seen, enable_gqa=True
-            )
-            return found.transpose(0, 1).flatten(1)
-
-        places = torch.arange(len(positions), len(positions) + rows)[None]
-        block = self.head.read_block(tokens, places, attend)
-        draft = self.head.begin(block, root)
-        token = draft.root_logits().argmax(dim=-1)
-        found = [token]
-        for _ in range(DEPTH - 1):
-            parents = torch.zeros((1, 1), dtype=torch.int64)
-            token = draft.extend(token[:, None], parents)[:, 0].argmax(dim=-1)
-            found.append(token)
-        return torch.cat(found).tolist()
-
-
 def test_chains_follow_from_the_text(
     log_drafts: Callable[..., dict[str, Any]], pair: tuple[str, str]
 ) -> None:
@@ -124,13 +76,13 @@ def test_chains_follow_from_the_text(
     target, head = pair
     spec = {"method": "dflash_tree", "model": head, "top_k": 1, "depth": DEPTH}
     jobs = jobs_of_all_kinds(SIZES["vocab_size"])
-    reference = Reference(target, head)
+    reference = DenseDFlash(target, head)
     wrong = total = 0
     for drafts in log_drafts(target, {**spec, **ALONE}, jobs)["drafts"]:
         assert len(drafts) > 30
         for text, found in list(drafts.items())[::3]:
             total += 1
-            wrong += found != reference.chain(json.loads(text))
+            wrong += found != reference.chain(json.loads(text), DEPTH)
     # Rounding may decide between two tokens that are all but equally likely.
     assert wrong <= 0.02 * total
 

@@ -29,6 +29,7 @@ RANKED: dict[str, tuple[str, dict[str, Any]]] = {
     "redrafter": ("redrafter", {"beam_width": 3, "length": 3, "num_drafts": 7}),
     "medusa_tree": ("medusa", {"num_drafts": 7}),
     "eagle_tree": ("eagle", {"num_drafts": 7, "depth": 3}),
+    "dflash_tree": ("dflash", {"num_drafts": 7, "depth": 3}),
     "lyanna": ("lyanna", {"num_drafts": 7}),
 }
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
