@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from tests.published_dflash import PublishedDFlash
 from tests.published_heads import PublishedHead
 from vllm_treespec.config import HEAD_METHODS
 from vllm_treespec.heads import (
@@ -51,6 +52,8 @@ def write_head(folder: Path, kind: str, **config: Any) -> str:
     """Write a head of a small target, or of one as ``config`` says; its folder."""
     if kind == "eagle":
         return write_eagle_head(folder, **config)
+    if kind == "dflash":
+        return write_dflash_head(folder, **config)
     if kind == "lyanna":
         save_head(lyanna_head(**config), folder)
         return str(folder)
@@ -80,6 +83,39 @@ def write_eagle_head(
         head_dim=64,
         layer_ids=layer_ids,
         max_positions=512,
+    )
+    return str(head.write(folder))
+
+
+def write_dflash_head(
+    folder: Path,
+    hidden_size: int = 64,
+    vocab_size: int = 32,
+    num_hot_tokens: int | None = None,
+    layer_ids: tuple[int, ...] = (0, 1),
+    **published: Any,
+) -> str:
+    """Write a DSpark head as it is published, or one as ``published`` says.
+
+    ``layer_ids`` are published numbers: of the layers that end.
+    """
+    head = PublishedDFlash(
+        **{
+            "form": "dspark",
+            "hidden_size": hidden_size,
+            "intermediate_size": 2 * hidden_size,
+            "vocab_size": vocab_size,
+            "draft_vocab_size": num_hot_tokens,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 64,
+            "target_layer_ids": layer_ids,
+            "mask_token_id": vocab_size - 1,
+            "markov_rank": 4,
+            "lm_head": True,
+            "max_positions": 512,
+            **published,
+        }
     )
     return str(head.write(folder))
 

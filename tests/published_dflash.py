@@ -1,0 +1,294 @@
+"""Folders as DFlash, JetSpec, DSpark and DFlash2 heads are published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Form = Literal["dflash", "jetspec", "dspark", "specforge", "dflash2", "speculators"]
+ARCHITECTURES = {
+    "dflash": "DFlashDraftModel",
+    "jetspec": "DFlashDraftModel",
+    "dspark": "Qwen3DSparkModel",
+    "specforge": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
+}
+
+
+@dataclass(frozen=True)
+class PublishedDFlash:
+    """What a published head is made of, in its authors' words."""
+
+    form: Form = "dflash"
+    hidden_size: int = 16
+    target_hidden_size: int | None = None
+    intermediate_size: int = 24
+    vocab_size: int = 40
+    draft_vocab_size: int | None = None
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    # not hidden_size / num_heads
+    head_dim: int | None = 6
+    num_layers: int = 2
+    block_size: int = 4
+    mask_token_id: int = 39
+    # None: the file does not name them
+    target_layer_ids: tuple[int, ...] | None = (1, 3, 4)
+    num_target_layers: int = 8
+    causal: bool = False
+    sample_from_anchor: bool | None = None
+    markov_rank: int = 0
+    confidence_head: bool = False
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    attention_bias: bool = False
+    embed_tokens: bool = False
+    lm_head: bool = False
+    mask_embedding: Literal["", "file", "dict", "tensor"] = ""
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    max_positions: int = 128
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 500.0})
+    # keys that config.json has besides, or instead; None: it has no such key
+    keys: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def predicts_from_root(self) -> bool:
+        """Whether the root's row predicts the first level."""
+        if self.sample_from_anchor is None:
+            return self.form in ("dspark", "specforge")
+        return self.sample_from_anchor
+
+    @property
+    def num_levels(self) -> int:
+        """Levels that a block predicts."""
+        return self.block_size - (not self.predicts_from_root)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Numbers of the target's layers behind which hidden states are read."""
+        if self.target_layer_ids is not None:
+            return self.target_layer_ids
+        # DFlash's default for two layers
+        return 1, self.num_target_layers - 3
+
+    @property
+    def head_size(self) -> int:
+        """Of one attention head."""
+        return self.head_dim or 8
+
+    @property
+    def target_size(self) -> int:
+        """Width of the target's hidden states."""
+        return self.target_hidden_size or self.hidden_size
+
+    def hot_tokens(self) -> Tensor | None:
+        """The target's id of each row of lm_head, not ascending; None: all tokens."""
+        if self.draft_vocab_size is None:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        order = torch.randperm(self.vocab_size, generator=generator)
+        return order[: self.draft_vocab_size]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights."""
+        size, rows = self.hidden_size, self.draft_vocab_size or self.vocab_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "fc.weight": (size, len(self.layer_ids) * self.target_size),
+            "hidden_norm.weight": (size,),
+            "norm.weight": (size,),
+        }
+        for number in range(self.num_layers):
+            shapes |= self._layer_shapes(f"layers.{number}.")
+        if self.markov_rank:
+            shapes["markov_head.markov_w1.weight"] = (self.vocab_size, self.markov_rank)
+            shapes["markov_head.markov_w2.weight"] = (rows, self.markov_rank)
+        if self.confidence_head:
+            shapes["confidence_head.proj.weight"] = (1, size + self.markov_rank)
+            shapes["confidence_head.proj.bias"] = (1,)
+        if self.selector_rank:
+            prefix = "candidate_selector"
+            codebook = (self.vocab_size, self.selector_rank)
+            shapes[f"{prefix}.predecessor_codebook"] = codebook
+            shapes[f"{prefix}.successor_codebook"] = codebook
+            shapes[f"{prefix}.hidden_projection.weight"] = (self.selector_rank, size)
+        if self.embed_tokens:
+            shapes["embed_tokens.weight"] = (self.vocab_size, size)
+        if self.lm_head:
+            shapes["lm_head.weight"] = (rows, size)
+        if self.mask_embedding == "tensor":
+            shapes["mask_embedding"] = (size,)
+        return shapes
+
+    def _layer_shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
+        size, inner = self.hidden_size, self.intermediate_size
+        rows = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        rows = {name: count * self.head_size for name, count in rows.items()}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{layer}self_attn.o_proj.weight": (size, rows["q"]),
+            f"{layer}self_attn.q_norm.weight": (self.head_size,),
+            f"{layer}self_attn.k_norm.weight": (self.head_size,),
+            f"{layer}mlp.gate_proj.weight": (inner, size),
+            f"{layer}mlp.up_proj.weight": (inner, size),
+            f"{layer}mlp.down_proj.weight": (size, inner),
+            f"{layer}input_layernorm.weight": (size,),
+            f"{layer}post_attention_layernorm.weight": (size,),
+        }
+        for name, num_rows in rows.items():
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (num_rows, size)
+            if self.attention_bias:
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (num_rows,)
+        if self.attention_bias:
+            shapes[f"{layer}self_attn.o_proj.bias"] = (size,)
+        if self.conv_kernel_size:
+            taps, groups = self.conv_kernel_size, size // self.conv_group_size
+            for part in ("attention", "mlp"):
+                conv = f"{layer}{part}_conv"
+                shapes[f"{conv}.base_kernel"] = (2, taps, size)
+                shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, size)
+        return shapes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Random weights, float32, by their published names."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tensors: dict[str, Tensor] = {}
+        for name, shape in self.shapes().items():
+            noise = torch.randn(shape, generator=generator)
+            plain = any(
+                part in name for part in ("embed", "codebook", "markov", "base")
+            )
+            if len(shape) == 2 and not plain:
+                noise = noise / shape[1] ** 0.5
+            elif not plain:
+                noise = 0.3 * noise + ("norm" in name)
+            tensors[name] = noise
+        ids = self.hot_tokens()
+        if ids is not None:
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            tensors["t2d"] = torch.zeros(self.vocab_size, dtype=torch.bool)
+            tensors["t2d"][ids] = True
+        return tensors
+
+    def mask(self) -> Tensor | None:
+        """The vector that is alone in a file."""
+        if self.mask_embedding not in ("file", "dict"):
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        return torch.randn(self.hidden_size, generator=generator)
+
+    def config(self) -> dict[str, Any]:
+        """The ``config.json``."""
+        layer = {
+            "model_type": "qwen3",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": self.num_layers,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "vocab_size": self.vocab_size,
+            "attention_bias": self.attention_bias,
+            "layer_types": ["full_attention"] * self.num_layers,
+            **self.rope,
+        }
+        read = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": self.target_layer_ids,
+        }
+        own = {
+            "block_size": self.block_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+            "sample_from_anchor": self.sample_from_anchor,
+        }
+        markov = {
+            "markov_rank": self.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": self.confidence_head,
+            "confidence_head_with_markov": self.confidence_head,
+        }
+        second = {
+            "conv_kernel_size": self.conv_kernel_size,
+            "conv_group_size": self.conv_group_size,
+            "selector_rank": self.selector_rank,
+            "selector_top_k": self.selector_top_k,
+        }
+        if self.form == "speculators":
+            config = own | self._speculators(layer, second, markov)
+        else:
+            config = layer | own | {"num_target_layers": self.num_target_layers}
+            config["architectures"] = [ARCHITECTURES[self.form]]
+            if self.form == "dspark":
+                config |= read | markov
+            else:
+                section = {
+                    "dflash": {"causal": self.causal or None},
+                    "jetspec": {"causal_head": self.causal},
+                    "specforge": {"projector_type": "dspark", **markov},
+                    "dflash2": {
+                        "input_embedding_scale": self.input_embedding_scale,
+                        "output_multiplier": self.output_multiplier,
+                        "final_logit_softcapping": self.final_logit_softcapping,
+                        "block_size": config.pop("block_size"),
+                        **second,
+                    },
+                }.get(self.form, {})
+                if self.form != "dflash2":
+                    config["block_size"] = self.block_size
+                config["dflash_config"] = read | section
+            if self.form in ("dspark", "specforge", "dflash2") and self.causal:
+                config["is_causal"] = True
+        config = config | self.keys
+        return {key: value for key, value in config.items() if value is not None}
+
+    def _speculators(
+        self, layer: dict[str, Any], second: dict[str, Any], markov: dict[str, Any]
+    ) -> dict[str, Any]:
+        kind = "dspark" if self.markov_rank else "dflash"
+        if self.selector_rank:
+            kind = "dflash2"
+        more = {"dspark": markov, "dflash2": second}.get(kind, {})
+        return {
+            "speculators_model_type": kind,
+            "architectures": [f"{kind}Speculator"],
+            "transformer_layer_config": layer | {"architectures": ["TargetModel"]},
+            "mask_token_id": self.mask_token_id,
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in self.layer_ids],
+            "sliding_window_non_causal": False,
+            "speculators_config": {
+                "algorithm": kind,
+                "verifier": {"architectures": ["LlamaForCausalLM"]},
+            },
+            **more,
+        }
+
+    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+        """Write the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self.tensors().items()
+        }
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(self.config()))
+        mask = self.mask()
+        if mask is not None:
+            held = {"embedding": mask[None], "mask_token_id": self.mask_token_id}
+            torch.save(
+                held if self.mask_embedding == "dict" else mask,
+                folder / "mask_embedding.pt",
+            )
+        return folder
