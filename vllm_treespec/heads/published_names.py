@@ -69,17 +69,18 @@ NOT_READ_DFLASH = re.compile(
 
 def names_of(head: ContextHead) -> dict[str, tuple[str, ...]]:
     """The published names of each of a head's weights."""
-    table = NAMES_DFLASH
-    if isinstance(head, EagleHead):
-        table = NAMES_1 if head.config.version == 1 else NAMES_3
     return {
-        name: _published(name, table)
+        name: published_names(head, name)
         for name in head.state_dict()
         if name != "hot_token_ids"
     }
 
 
-def _published(name: str, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def published_names(head: ContextHead, name: str) -> tuple[str, ...]:
+    """The published names of one of a head's tensors."""
+    table = NAMES_DFLASH
+    if isinstance(head, EagleHead):
+        table = NAMES_1 if head.config.version == 1 else NAMES_3
     for pattern, names in table.items():
         if match := re.fullmatch(pattern, name):
             return tuple(published.format(*match.groups()) for published in names)

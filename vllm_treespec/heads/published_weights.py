@@ -19,6 +19,7 @@ from vllm_treespec.heads.published_names import (
     NOT_READ,
     NOT_READ_DFLASH,
     names_of,
+    published_names,
 )
 from vllm_treespec.heads.weights import (
     TensorHeader,
@@ -161,11 +162,10 @@ def save_published(
     text = json.dumps(written_config(head.config, dtype), indent=2)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
-    names = names_of(head)
     for name, tensor in _written(head).items():
-        sizes = _row_counts(head.config, len(names[name]))
-        parts = tensor.split(sizes or len(tensor))
-        for key, part in zip(names[name], parts, strict=True):
+        names = published_names(head, name)
+        parts = tensor.split(_row_counts(head.config, len(names)) or len(tensor))
+        for key, part in zip(names, parts, strict=True):
             # parts of one tensor must not share memory in a file
             tensors[key] = part.to(dtype).clone()
     if isinstance(head, EagleHead) and head.config.version == 3:

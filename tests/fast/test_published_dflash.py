@@ -1,0 +1,358 @@
+"""Published DFlash heads: what files say, what is refused, what is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.fast.test_dflash_head import HEADS, NUM_LAYERS, states_of
+from tests.heads import write_head
+from tests.published_dflash import PublishedDFlash
+from vllm_treespec.heads import (
+    DFlashHead,
+    DFlashHeadConfig,
+    HeadError,
+    load_dflash_head,
+    load_eagle_head,
+    load_head,
+    read_head_config,
+    save_published,
+)
+from vllm_treespec.heads.files import check_head_weights
+
+DSPARK = HEADS["dspark"]
+WEIGHTS = "model.safetensors"
+
+
+def read(published: PublishedDFlash, folder: Path) -> DFlashHeadConfig:
+    """The configuration of a head."""
+    config = read_head_config(published.write(folder), NUM_LAYERS)
+    assert isinstance(config, DFlashHeadConfig)
+    return config
+
+
+def message(published: PublishedDFlash, folder: Path) -> str:
+    """What loading a head is refused with."""
+    with pytest.raises(HeadError) as refused:
+        load_dflash_head(published.write(folder), NUM_LAYERS)
+    return str(refused.value).replace(str(folder), "HEAD")
+
+
+def edit_weights(folder: Path, **changes: Any) -> None:
+    """Replace tensors of a folder; None: remove."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / WEIGHTS)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Replace keys of a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_what_a_config_says(tmp_path: Path) -> None:
+    """Red when a form's key is read as another, or a default is another."""
+    config = read(HEADS["speculators dspark"], tmp_path)
+    assert config.layers == (2, 4, 5)
+    assert config.num_hot_tokens == 9
+    assert (config.num_levels, config.depth, config.conditional) == (4, 4, True)
+    assert (config.sample_from_anchor, config.causal) == (True, False)
+    assert config.verifier == ("LlamaForCausalLM",)
+    assert config.share_embedding
+    assert not config.share_output
+    config = read(HEADS["dflash"], tmp_path)
+    assert (config.num_levels, config.depth, config.conditional) == (3, 3, False)
+    assert config.share_output
+    assert config.rope["rope_theta"] == 500.0
+    config = read(PublishedDFlash(rope={}), tmp_path)
+    assert config.rope["rope_theta"] == 1e6
+    assert read(HEADS["jetspec"], tmp_path).causal
+    config = read(HEADS["dflash2, three taps, scales"], tmp_path)
+    assert (config.block_size, config.output_softcap) == (4, 2.0)
+    assert (config.input_scale, config.output_scale) == (1.5, 0.7)
+    ours = {"treespec": {"depth": 2, "rank_accuracies": [[0.5]]}}
+    config = read(PublishedDFlash(keys=ours), tmp_path)
+    assert (config.depth, config.rank_accuracies) == (2, ((0.5,),))
+
+
+@pytest.mark.parametrize(("num_layers", "layers"), [(1, (6,)), (3, (2, 5, 8))])
+def test_layers_that_no_key_names(
+    num_layers: int, layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Red when they are other layers than DFlash's authors take, of ten."""
+    published = PublishedDFlash(
+        num_layers=num_layers,
+        num_target_layers=10,
+        # for the width of fc
+        target_layer_ids=tuple(range(num_layers)),
+    )
+    folder = published.write(tmp_path)
+    edit_config(folder, dflash_config={"mask_token_id": 39})
+    config = read_head_config(folder, 10)
+    assert isinstance(config, DFlashHeadConfig)
+    assert config.layers == layers
+
+
+REFUSED: dict[str, tuple[PublishedDFlash, str]] = {
+    "sliding layers": (
+        PublishedDFlash(keys={"layer_types": ["sliding_attention", "full_attention"]}),
+        "heads with 'sliding_attention' are not supported yet",
+    ),
+    "sliding layers by a switch": (
+        PublishedDFlash(keys={"use_swa": True}),
+        "heads with 'use_swa' True are not supported, only False; use another head",
+    ),
+    "quantised": (
+        PublishedDFlash(keys={"quantization_config": {"quant_method": "fp8"}}),
+        "heads with 'quantization_config' {'quant_method': 'fp8'} are not supported, "
+        "only a head without it",
+    ),
+    "rope": (
+        PublishedDFlash(
+            rope={"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}
+        ),
+        "rotary embeddings of type 'longrope'",
+    ),
+    "architecture": (
+        PublishedDFlash(keys={"architectures": ["DSpineDraftModel"]}),
+        "heads of the architecture DSpineDraftModel are not supported; use one of "
+        "DFlashDraftModel,",
+    ),
+    "model_type": (
+        PublishedDFlash(keys={"model_type": "deepseek_v4"}),
+        "model_type: Input should be",
+    ),
+    "kind of speculators": (
+        PublishedDFlash("speculators", keys={"speculators_model_type": "peagle"}),
+        "'peagle' are not supported; use one of type 'eagle3', 'dflash', 'dflash2' or "
+        "'dspark'",
+    ),
+    "projector": (
+        PublishedDFlash("speculators", keys={"projector_type": "domino"}),
+        "heads with 'projector_type' 'domino' are not supported",
+    ),
+    "markov head": (
+        PublishedDFlash("dspark", markov_rank=2, keys={"markov_head_type": "rnn"}),
+        "heads with 'markov_head_type' 'rnn' are not supported, only 'vanilla'",
+    ),
+    "root's row unknown": (
+        PublishedDFlash(markov_rank=2, keys={"markov_rank": 2}),
+        "must say whether the root's row predicts; add 'sample_from_anchor'",
+    ),
+    "no layers": (
+        PublishedDFlash(target_layer_ids=None, keys={"num_target_layers": None}),
+        "('target_layer_ids' is missing)",
+    ),
+    "no mask": (
+        PublishedDFlash("dspark", markov_rank=2, keys={"mask_token_id": None}),
+        "(mask_token_id: Field required)",
+    ),
+    "mask outside of the vocabulary": (
+        PublishedDFlash(mask_token_id=40),
+        "mask_token_id 40 must be below vocab_size 40",
+    ),
+    "width of fc": (
+        PublishedDFlash(keys={"target_hidden_size": 15}),
+        "'fc.weight' reads 48 numbers, which are not 3 hidden states of 15; correct "
+        "'target_layer_ids' or 'target_hidden_size'",
+    ),
+    "one row that predicts nothing": (
+        PublishedDFlash(block_size=1),
+        "block_size must be 2 or more",
+    ),
+    "selector with a draft vocabulary": (
+        PublishedDFlash(
+            "dflash2", selector_rank=2, selector_top_k=3, draft_vocab_size=9
+        ),
+        "a candidate selector drafts the whole vocabulary, and 'draft_vocab_size' is 9",
+    ),
+    "groups of channels": (
+        PublishedDFlash(
+            "dflash2",
+            conv_kernel_size=2,
+            conv_group_size=4,
+            keys={"dflash_config": None, "conv_group_size": 5, "conv_kernel_size": 2}
+            | {"mask_token_id": 1, "target_layer_ids": [1, 3, 4], "block_size": 4},
+        ),
+        "conv_group_size 5 must divide hidden_size 16",
+    ),
+    "layers that the target has not": (
+        PublishedDFlash(target_layer_ids=(1, 3, 8)),
+        "reads hidden states before the layers [2, 4, 9], and the target has 8",
+    ),
+    "vocabulary": (
+        PublishedDFlash(keys={"draft_vocab_size": 9}),
+        "the weights have no 'd2t'; get the whole head",
+    ),
+}
+
+
+@pytest.mark.parametrize(("published", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_supported_is_refused(
+    published: PublishedDFlash, said: str, tmp_path: Path
+) -> None:
+    """Red when such a head is loaded, or the message does not name key and remedy."""
+    assert said in message(published, tmp_path)
+
+
+def test_missing_and_left_over_tensors_are_listed(tmp_path: Path) -> None:
+    """Red when a tensor is passed over, or the message does not list it."""
+    folder = DSPARK.write(tmp_path)
+    changes = {"hidden_norm.weight": None, "layers.1.mlp.up_proj.weight": None}
+    edit_weights(folder, **changes, **{"layers.2.mlp.x": torch.zeros(2)})
+    for check in (load_dflash_head, check_head_weights):
+        with pytest.raises(HeadError) as refused:
+            check(folder)
+        assert (
+            "missing hidden_norm.weight, layers.1.mlp.up_proj.weight, "
+            "not known layers.2.mlp.x; get the whole head"
+        ) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        (
+            "markov_head.markov_w2.weight",
+            torch.zeros(40, 4),
+            "markov_head.markov_w2.weight has the shape [40, 4], and config.json says "
+            "[40, 3]; correct it, or get the head again",
+        ),
+        ("norm.weight", torch.full((16,), torch.nan), "norm.weight holds NaN"),
+        ("norm.weight", torch.zeros(16, dtype=torch.int64), "weights are floating"),
+        ("fc.weight", torch.zeros(16, 0), "'fc.weight' beside it has the shape"),
+    ],
+)
+def test_weights_that_cannot_be_read(
+    name: str, tensor: torch.Tensor, said: str, tmp_path: Path
+) -> None:
+    """Red when such a tensor is loaded, or the message does not name it."""
+    folder = DSPARK.write(tmp_path)
+    edit_weights(folder, **{name: tensor})
+    with pytest.raises(HeadError) as refused:
+        load_dflash_head(folder)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ([0, 40], "leads to tokens 0 to 41, and the vocabulary has 40"),
+        ([3, 2], "names a token twice"),
+    ],
+)
+def test_wrong_draft_vocabularies_are_refused(
+    offsets: list[int], said: str, tmp_path: Path
+) -> None:
+    """Red when a draft vocabulary leads out of the target's, or names one twice."""
+    published = PublishedDFlash("speculators", draft_vocab_size=2)
+    folder = published.write(tmp_path)
+    edit_weights(folder, d2t=torch.tensor(offsets), t2d=None)
+    with pytest.raises(HeadError) as refused:
+        load_dflash_head(folder)
+    assert said in str(refused.value)
+
+
+def test_masks_that_cannot_be_read(tmp_path: Path) -> None:
+    """Red when a broken vector is passed over, or code in the file is run."""
+    folder = HEADS["dflash, mask in a file"].write(tmp_path)
+    path = folder / "mask_embedding.pt"
+    torch.save(torch.zeros(15), path)
+    with pytest.raises(HeadError, match=r"mask_embedding has the shape \[15\]"):
+        load_dflash_head(folder)
+    torch.save({"row": torch.zeros(16)}, path)
+    with pytest.raises(HeadError, match="holds no 'embedding'; get the head again"):
+        load_dflash_head(folder)
+    torch.save(Path, path)
+    with pytest.raises(HeadError, match="cannot be read"):
+        load_dflash_head(folder)
+    path.write_bytes(b"")
+    with pytest.raises(HeadError, match="cannot be read"):
+        load_dflash_head(folder)
+
+
+def test_what_serving_has_no_use_for_is_left(tmp_path: Path) -> None:
+    """Red when speculators' copies of the target's weights make a head unknown."""
+    folder = HEADS["speculators dflash"].write(tmp_path)
+    more = {"verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": None}
+    more["verifier_lm_head.weight"] = torch.ones(40, 16)
+    edit_weights(folder, **more, **{"rotary_emb.inv_freq": torch.ones(3)})
+    load_dflash_head(folder)
+
+
+def test_other_kinds_of_heads_are_refused(tmp_path: Path) -> None:
+    """Red when a loader takes a head of another kind."""
+    dflash = write_head(tmp_path / "dflash", "dflash")
+    eagle = write_head(tmp_path / "eagle", "eagle")
+    with pytest.raises(HeadError, match="holds a eagle head; name a DFlash head"):
+        load_dflash_head(eagle)
+    with pytest.raises(HeadError, match="holds a dflash head; name an EAGLE head"):
+        load_eagle_head(dflash)
+    with pytest.raises(HeadError, match="name a redrafter or medusa head"):
+        load_head(dflash)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_written_as_they_were_read(name: str, tmp_path: Path) -> None:
+    """Red when a written head says, or computes, something else."""
+    published = HEADS[name]
+    head = load_dflash_head(published.write(tmp_path / "a"), NUM_LAYERS)
+    head.share(*torch.zeros(2, 43, 16))
+    size = save_published(head, tmp_path / "b", torch.float32)
+    assert size > 0
+    check_head_weights(tmp_path / "b")
+    again = load_dflash_head(tmp_path / "b", NUM_LAYERS)
+    loose = {"verifier", "share_embedding", "share_output"}
+    assert again.config.model_dump(exclude=loose) == head.config.model_dump(
+        exclude=loose
+    )
+    again.share(*torch.zeros(2, 43, 16))
+    for found, wanted in zip(
+        computed(again, published), computed(head, published), strict=True
+    ):
+        assert found.equal(wanted)
+
+
+def computed(head: DFlashHead, published: PublishedDFlash) -> tuple[torch.Tensor, ...]:
+    """States, and logits of two levels."""
+    states = states_of(head.double(), published, 2)
+    draft = head.begin(states, torch.tensor([1, 2, 3]))
+    tokens = torch.tensor([[4], [5], [6]])
+    return states, draft.root_logits(), draft.extend(tokens, torch.zeros_like(tokens))
+
+
+def test_written_configs_are_dsparks(tmp_path: Path) -> None:
+    """Red when vLLM's `dspark` would not find a key that it reads."""
+    head = load_dflash_head(DSPARK.write(tmp_path / "a"), NUM_LAYERS)
+    save_published(head, tmp_path / "b")
+    said = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert said["architectures"] == ["Qwen3DSparkModel"]
+    assert said["target_layer_ids"] == [1, 3, 4]
+    assert (said["block_size"], said["markov_rank"], said["mask_token_id"]) == (
+        4,
+        3,
+        39,
+    )
+    assert said["markov_head_type"] == "vanilla"
+    assert not said["enable_confidence_head"]
+    assert set(load_file(tmp_path / "b" / WEIGHTS)) == {
+        name for name in DSPARK.shapes() if "confidence" not in name
+    }
+
+
+def test_heads_that_no_form_has_words_for(tmp_path: Path) -> None:
+    """Red when a head is written that its file describes wrongly."""
+    published = PublishedDFlash(attention_bias=True)
+    head = load_dflash_head(published.write(tmp_path / "a"), NUM_LAYERS)
+    head.config = head.config.model_copy(update={"target_layers": (0, 4, 5)})
+    with pytest.raises(HeadError, match="whose first layer is 1 or more"):
+        save_published(head, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
