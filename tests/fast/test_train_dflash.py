@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.fast.tiny_training import (
     STEPS,
+    TARGET_SIZES,
     VOCAB,
     bigram_cache,
     shake,
@@ -23,6 +24,7 @@ from tests.fast.tiny_training import (
 from vllm_treespec.heads import DFlashHead
 from vllm_treespec.train.batches import ContextDataset
 from vllm_treespec.train.blocks import read_blocks
+from vllm_treespec.train.dflash import DFlash
 from vllm_treespec.train.teacher import TeacherCache
 
 ALL: dict[str, Any] = {"anchor_share": 1.0}
@@ -163,6 +165,15 @@ def test_anchors_are_drawn(target: PreTrainedModel, cache: TeacherCache) -> None
     drafter.options = replace(drafter.options, anchor_share=0.001)
     levels, _, _ = drafter.guesses(inputs)
     assert 1 <= len(levels) <= STEPS
+
+
+def test_what_no_head_can_be_made_for_is_refused(target: PreTrainedModel) -> None:
+    """Red when a missing token, or a small target, is a traceback."""
+    with pytest.raises(ValueError, match="--mask-token 97 is no token .* 0 to 96"):
+        DFlash.config_for(target, 8, mask_token=VOCAB)
+    six = LlamaConfig(**{**TARGET_SIZES, "num_hidden_layers": 6})
+    with pytest.raises(ValueError, match="this one has 6: train eagle"):
+        DFlash.config_for(LlamaForCausalLM(six), 8)
 
 
 @pytest.mark.thorough

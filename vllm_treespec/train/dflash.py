@@ -60,8 +60,12 @@ class DFlash(HeadDrafter):
         known = target_sizes(target)
         if intermediate_size:
             known["intermediate_size"] = intermediate_size
-        if mask_token is None:
-            mask_token = known["vocab_size"] - 1
+        last = known["vocab_size"] - 1
+        if mask_token is not None and mask_token > last:
+            raise ValueError(
+                f"--mask-token {mask_token} is no token of the target; pass one from 0"
+                f" to {last}"
+            )
         num_layers = target.config.get_text_config().num_hidden_layers
         return DFlashHeadConfig(
             **known,
@@ -69,7 +73,7 @@ class DFlash(HeadDrafter):
             sample_from_anchor=True,
             block_size=block_size,
             depth=block_size,
-            mask_token_id=mask_token,
+            mask_token_id=last if mask_token is None else mask_token,
             **sizes,
         )
 
