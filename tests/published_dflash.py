@@ -234,7 +234,7 @@ class PublishedDFlash:
             if self.form == "dspark":
                 config |= read | markov
             else:
-                section = {
+                sections: dict[str, dict[str, Any]] = {
                     "dflash": {"causal": self.causal or None},
                     "jetspec": {"causal_head": self.causal},
                     "specforge": {"projector_type": "dspark", **markov},
@@ -245,10 +245,10 @@ class PublishedDFlash:
                         "block_size": config.pop("block_size"),
                         **second,
                     },
-                }.get(self.form, {})
+                }
                 if self.form != "dflash2":
                     config["block_size"] = self.block_size
-                config["dflash_config"] = read | section
+                config["dflash_config"] = read | sections[self.form]
             if self.form in ("dspark", "specforge", "dflash2") and self.causal:
                 config["is_causal"] = True
         config = config | self.keys

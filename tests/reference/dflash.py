@@ -7,6 +7,7 @@ DFlash2, the layout of github.com/z-lab/dflash. Nothing of the package is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from tests.published_dflash import PublishedDFlash
 
 EPS = 1e-5
+Part = Callable[[list[Tensor]], list[Tensor]]
 
 
 class ReferenceDFlash:
@@ -122,7 +124,7 @@ class ReferenceDFlash:
         scale = 1 / math.sqrt(sum(float(value) ** 2 for value in x) / len(x) + EPS)
         return x * scale * self.weights[f"{name}.weight"]
 
-    def around(self, name, rows, part):  # type: ignore[no-untyped-def]
+    def around(self, name: str, rows: list[Tensor], part: Part) -> list[Tensor]:
         """A part of a layer between two convolutions, if the head has them."""
         if not self.head.conv_kernel_size:
             return part(rows)
