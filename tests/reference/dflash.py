@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,14 +69,14 @@ class ReferenceDFlash:
             attended = self.around(
                 f"{prefix}.attention_conv",
                 x,
-                lambda x, layer=layer: self.attention(layer, x, start),
+                partial(self.attention, layer, start=start),
             )
             rows = [row + one for row, one in zip(rows, attended, strict=True)]
             x = [self.norm(f"{prefix}.post_attention_layernorm", row) for row in rows]
             made = self.around(
                 f"{prefix}.mlp_conv",
                 x,
-                lambda x, layer=layer: [self.mlp(layer, row) for row in x],
+                partial(self.mlp, layer),
             )
             rows = [row + one for row, one in zip(rows, made, strict=True)]
         states = [self.norm("norm", row) for row in rows]
@@ -207,7 +208,11 @@ class ReferenceDFlash:
             turned[i + half] = x[i + half] * cos + x[i] * sin
         return turned
 
-    def mlp(self, layer: int, x: Tensor) -> Tensor:
+    def mlp(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
+        """Each row's MLP."""
+        return [self.mlp_of_row(layer, row) for row in rows]
+
+    def mlp_of_row(self, layer: int, x: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x))."""
         prefix = f"layers.{layer}.mlp"
         gate, up = (
