@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,18 +66,11 @@ class ReferenceDFlash:
         for layer in range(self.head.num_layers):
             prefix = f"layers.{layer}"
             x = [self.norm(f"{prefix}.input_layernorm", row) for row in rows]
-            attended = self.around(
-                f"{prefix}.attention_conv",
-                x,
-                lambda x, layer=layer: self.attention(layer, x, start),
-            )
+            attention = partial(self.attention, layer, start=start)
+            attended = self.around(f"{prefix}.attention_conv", x, attention)
             rows = [row + one for row, one in zip(rows, attended, strict=True)]
             x = [self.norm(f"{prefix}.post_attention_layernorm", row) for row in rows]
-            made = self.around(
-                f"{prefix}.mlp_conv",
-                x,
-                lambda x, layer=layer: [self.mlp(layer, row) for row in x],
-            )
+            made = self.around(f"{prefix}.mlp_conv", x, partial(self.mlps, layer))
             rows = [row + one for row, one in zip(rows, made, strict=True)]
         states = [self.norm("norm", row) for row in rows]
         self.states = states if self.head.predicts_from_root else states[1:]
@@ -206,6 +200,10 @@ class ReferenceDFlash:
             turned[i] = x[i] * cos - x[i + half] * sin
             turned[i + half] = x[i + half] * cos + x[i] * sin
         return turned
+
+    def mlps(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
+        """The MLP, row by row."""
+        return [self.mlp(layer, row) for row in rows]
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x))."""

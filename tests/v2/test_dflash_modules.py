@@ -63,7 +63,7 @@ CLASSES = {
 class Recorder(nn.Module):
     """Stands for vLLM's attention of one layer: keeps its context, reads blocks."""
 
-    def __init__(self, layer: nn.Module, number: int, causal: bool) -> None:
+    def __init__(self, layer: Any, number: int, causal: bool) -> None:
         """Take the place of ``layer``."""
         super().__init__()
         self.shape = (-1, layer.num_kv_heads, layer.head_size)
