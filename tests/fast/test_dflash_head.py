@@ -28,11 +28,9 @@ HEADS = {
     "dflash, linear RoPE": PublishedDFlash(
         rope={"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 3.0}}
     ),
-    "dflash, mask in a file": PublishedDFlash(mask_embedding="file"),
-    "dflash, mask in a dict": PublishedDFlash(mask_embedding="dict"),
-    "dflash, mask beside the weights": PublishedDFlash(mask_embedding="tensor"),
+    "dflash, mask of its own": PublishedDFlash(mask_embedding=True),
     "dflash, mask outside of the vocabulary": PublishedDFlash(
-        mask_token_id=77, mask_embedding="file"
+        mask_token_id=77, mask_embedding=True
     ),
     "jetspec": PublishedDFlash("jetspec", causal=True),
     "jetspec, not causal": PublishedDFlash("jetspec"),

@@ -32,10 +32,7 @@ class ReferenceDFlash:
         hot = head.hot_tokens()
         self.ids = list(range(head.vocab_size)) if hot is None else hot.tolist()
         self.output = self.weights.get("lm_head.weight", output.double()[self.ids])
-        mask = head.mask()
         self.mask = self.weights.get("mask_embedding")
-        if mask is not None:
-            self.mask = mask.double()
         # layer -> one [num_kv_heads, head_size] a token
         layers = range(head.num_layers)
         self.keys: list[list[Tensor]] = [[] for _ in layers]
@@ -66,18 +63,11 @@ class ReferenceDFlash:
         for layer in range(self.head.num_layers):
             prefix = f"layers.{layer}"
             x = [self.norm(f"{prefix}.input_layernorm", row) for row in rows]
-            attended = self.around(
-                f"{prefix}.attention_conv",
-                x,
-                partial(self.attention, layer, start=start),
-            )
+            attention = partial(self.attention, layer, start=start)
+            attended = self.around(f"{prefix}.attention_conv", x, attention)
             rows = [row + one for row, one in zip(rows, attended, strict=True)]
             x = [self.norm(f"{prefix}.post_attention_layernorm", row) for row in rows]
-            made = self.around(
-                f"{prefix}.mlp_conv",
-                x,
-                partial(self.mlp, layer),
-            )
+            made = self.around(f"{prefix}.mlp_conv", x, partial(self.mlps, layer))
             rows = [row + one for row, one in zip(rows, made, strict=True)]
         states = [self.norm("norm", row) for row in rows]
         self.states = states if self.head.predicts_from_root else states[1:]
@@ -208,11 +198,11 @@ class ReferenceDFlash:
             turned[i + half] = x[i + half] * cos + x[i] * sin
         return turned
 
-    def mlp(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
-        """Each row's MLP."""
-        return [self.mlp_of_row(layer, row) for row in rows]
+    def mlps(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
+        """The MLP, row by row."""
+        return [self.mlp(layer, row) for row in rows]
 
-    def mlp_of_row(self, layer: int, x: Tensor) -> Tensor:
+    def mlp(self, layer: int, x: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x))."""
         prefix = f"layers.{layer}.mlp"
         gate, up = (
