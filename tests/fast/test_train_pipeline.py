@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 
 from tests.fast.tiny_training import (
     HIDDEN,
+    LAYERS,
     TARGET_SIZES,
     VOCAB,
     some_rows,
@@ -36,7 +37,12 @@ from vllm_treespec.config.checks import (
     check_hot_tokens,
     check_weights,
 )
-from vllm_treespec.heads import load_eagle_head, load_head, load_lyanna_head
+from vllm_treespec.heads import (
+    load_dflash_head,
+    load_eagle_head,
+    load_head,
+    load_lyanna_head,
+)
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.kinds import KINDS
 from vllm_treespec.train.options import OPTIONS
@@ -50,6 +56,8 @@ GIVEN = {
     "medusa": "--depth 3 --blocks 1 --batch-positions 64 --epochs 6 --lr 0.01",
     "eagle": PAIRS,
     "lyanna": f"{PAIRS} --no-context --token-info all --token-info-rank 8",
+    "dflash": "--max-steps 12 --batch-tokens 64 --block-size 3 --anchor-share 0.5"
+    " --lr 0.01",
 }
 NOISY = "--layers one --feature-noise 0.1 --feature-weight 1"
 
@@ -167,12 +175,25 @@ def check_lyanna(folder: Path) -> None:
     assert {key: getattr(config, key) for key in variant} == variant
 
 
+def check_dflash(folder: Path) -> None:
+    """A one-pass head is what DSpark's readers read."""
+    head = load_dflash_head(folder, LAYERS)
+    config, record = head.config, json.loads((folder / "training.json").read_text())
+    assert record["teacher"]["layers"] == list(config.layers) == [2, 3, 4]
+    assert (config.num_levels, config.depth, config.num_layers) == (3, 3, 2)
+    assert config.mask_token_id in (VOCAB - 1, 5)
+    assert (config.markov_rank, config.causal) in ((64, False), (0, True))
+    assert [len(level) for level in config.rank_accuracies] == [10, 10, 10]
+    assert "embedding.weight" not in head.state_dict()
+
+
 USED: dict[str, Callable[[Path], None]] = {
     "draft": check_draft,
     "redrafter": check_plain_head,
     "medusa": check_medusa,
     "eagle": check_eagle,
     "lyanna": check_lyanna,
+    "dflash": check_dflash,
 }
 
 
@@ -180,7 +201,8 @@ def check_use(kind: str, commands: Commands) -> None:
     """The folder is one that a spec-config may name, and `evaluate` may measure."""
     whole, figures = commands.folder / "whole", commands.folder / "figures.json"
     method = HEAD_METHODS.get(kind, "sd")
-    config = parse_spec_config({"method": method, "model": str(whole)})
+    depth = {"depth": 3} if kind == "dflash" else {}
+    config = parse_spec_config({"method": method, "model": str(whole), **depth})
     check_weights(config)
     check_head_files(config)
     check_hot_tokens(config, VOCAB)
@@ -202,6 +224,7 @@ QUICK = [
     ("medusa", "qwen", ""),
     ("eagle", "llama", ""),
     ("lyanna", "llama", ""),
+    ("dflash", "llama", ""),
 ]
 THOROUGH = [
     ("redrafter", "qwen", ""),
@@ -210,6 +233,7 @@ THOROUGH = [
     ("medusa", "opt", ""),
     ("eagle", "llama", NOISY),
     ("lyanna", "llama", "--hot-tokens 0 --feature-weight 0.1 --feature-noise 0.1"),
+    ("dflash", "llama", "--causal --markov-rank 0 --hot-tokens 0 --mask-token 5"),
 ]
 
 
@@ -249,7 +273,7 @@ def test_from_text_to_a_drafter_in_use(
     # What was learned, and how.
     record = json.loads((whole / "training.json").read_text())
     assert record["result"]["steps"] == num_steps
-    if kind in ("draft", "redrafter", "medusa"):
+    if kind in ("draft", "redrafter", "medusa", "dflash"):
         assert record["result"]["kl"] < 0.9 * record["evaluations"][0]["eval_kl"]
     curves = whole / ("work" if kind == "draft" else "") / "curves.png"
     assert curves.stat().st_size > 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from vllm_treespec.heads import EagleHead
+from vllm_treespec.heads.base import Head
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import ContextDataset
 from vllm_treespec.train.distill import datasets, run_training
@@ -39,8 +40,8 @@ TARGET_SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
+AnyHead = TypeVar("AnyHead", bound=Head)
 TEACHER = TeacherOptions(top_k=16, layers=(2, 3, 4, FINAL_LAYER))
-SIZES = {"num_hot_tokens": 60, "depth": STEPS}
 
 
 def tiny_target() -> PreTrainedModel:
@@ -97,8 +98,11 @@ def started(
     """A drafter of a kind of head as training starts it, with hot tokens."""
     made = KINDS[kind]
     small = {"epochs": 4, "eval_share": 0.2, "save_steps": 1000}
-    batch = "batch_tokens" if kind in ("eagle", "lyanna") else "batch_positions"
-    config = made.drafter.config_for(target, **{**SIZES, **sizes})
+    whole = kind in ("eagle", "lyanna", "dflash")
+    batch = "batch_tokens" if whole else "batch_positions"
+    levels = "block_size" if kind == "dflash" else "depth"
+    given = {"num_hot_tokens": 60, levels: STEPS, **sizes}
+    config = made.drafter.config_for(target, **given)
     torch.manual_seed(3)
     drafter = made.drafter(
         made.options(**{**small, batch: 64, **(options or {})}), config
@@ -126,7 +130,7 @@ def trained(drafter: Drafter, cache: TeacherCache, folder: Path) -> dict[str, An
     return run_training(drafter, *datasets(drafter, cache), folder)
 
 
-def shake(head: EagleHead) -> EagleHead:
+def shake(head: AnyHead) -> AnyHead:
     """Give a head weights that all do something."""
     for weight in head.parameters():
         torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.1)

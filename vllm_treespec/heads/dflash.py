@@ -158,6 +158,17 @@ class DFlashHead(ContextHead):
             logits = logits * self.config.output_scale
         return logits if cap is None else (logits / cap).tanh() * cap
 
+    def output_inputs_after(self, states: Tensor, token_ids: Tensor) -> Tensor:
+        """States, and beside them W1 of the tokens before, for training."""
+        if self.markov is None:
+            return states
+        codes = self.markov.embedding(token_ids)
+        return torch.cat([states, codes.to(states.dtype)], dim=-1)
+
+    def output_columns(self) -> Tensor | None:
+        """W2, for training."""
+        return None if self.markov is None else self.markov.output.weight
+
     def begin(self, states: Tensor, root_token_ids: Tensor) -> DraftModel:
         """Begin the trees of a step.
 

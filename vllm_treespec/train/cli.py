@@ -79,7 +79,8 @@ def evaluate(
 ) -> None:
     """Measure a head, by level: is its guess the target's likeliest token?
 
-    The levels of an EAGLE or Lyanna head follow its own drafts, of the text's tokens.
+    The levels of an EAGLE or Lyanna head follow its own drafts, of the text's tokens;
+    those of a one-pass head are of blocks at a share of the text's positions.
     """
     check_paths(text)
     from vllm_treespec.train.pipeline import evaluate_head

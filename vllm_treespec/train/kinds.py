@@ -6,6 +6,8 @@ from typing import Any
 
 from vllm_treespec.train.options import (
     BlockShape,
+    DFlashOptions,
+    DFlashShape,
     DistillOptions,
     DraftOptions,
     DraftRunOptions,
@@ -83,6 +85,13 @@ KINDS = {
         Kind("eagle", "an EAGLE head", EagleShape, PairOptions, "pair_heads:Eagle"),
         Kind(
             "lyanna", "a Lyanna head", LyannaShape, LyannaOptions, "pair_heads:Lyanna"
+        ),
+        Kind(
+            "dflash",
+            "a one-pass (DSpark) head",
+            DFlashShape,
+            DFlashOptions,
+            "dflash:DFlash",
         ),
     )
 }

@@ -39,6 +39,12 @@ OPTIONS = {
     "steps": Option(min=1, help="Levels trained, unrolled; 1 = EAGLE-1's training."),
     "step_decay": Option(help="Weight of a level, times that of the one before."),
     "feature_weight": Option(help="Of a loss on states; EAGLE: with --layers one."),
+    "anchor_share": Option(
+        min=0.001, max=1.0, help="Share of the positions at which a block is read."
+    ),
+    "level_share": Option(
+        min=0.001, max=1.0, help="Share of a level's guesses, of the level above, kept."
+    ),
     "feature_noise": Option(help="Uniform noise on the target's states, up to this."),
     # shapes
     "hidden_size": Option(help="A multiple of --heads."),
@@ -66,6 +72,12 @@ OPTIONS = {
     "context": Option(help="Attend to the text before, not to the chain alone."),
     "token_info_rank": Option(min=0, help="Of the token info; 0: none."),
     "token_info": Option(help="Tokens that give it: the hot ones, or all."),
+    "block_size": Option(min=1, help="Tokens that one forward drafts."),
+    "markov_rank": Option(min=0, help="Of the bias by the token before; 0: none."),
+    "mask_token": Option(
+        min=0, help="Its embedding stands for tokens to draft (default: the last one)."
+    ),
+    "causal": Option(help="Rows of a block see only earlier ones."),
 }
 
 
@@ -314,3 +326,33 @@ class LyannaOptions(PairOptions):
     """How a Lyanna head is trained."""
 
     token_info_lr: float = 1e-2
+
+
+@dataclass(frozen=True)
+class DFlashShape(Shape):
+    """Sizes of a one-pass head; the rest follows the target."""
+
+    num_layers: int = 2
+    intermediate_size: int = 0
+    block_size: int = 8
+    markov_rank: int = 64
+    mask_token: int | None = None
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class DFlashOptions(DistillOptions):
+    """How a one-pass head is trained.
+
+    Attributes:
+        anchor_share: of the supervised positions, drawn in every step.
+        level_share: each level is trained on this share of the blocks on which the
+            level above is.
+    """
+
+    epochs: float = 3
+    lr: float = 1e-3
+    batch_tokens: int = 4096
+    anchor_share: float = 0.125
+    level_share: float = 0.8
+    evaluations: int = 5

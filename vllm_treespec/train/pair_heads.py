@@ -26,7 +26,7 @@ from vllm_treespec.train.teacher import TargetStatistics, TeacherCache
 from vllm_treespec.train.unrolled import unrolled
 
 # Standard deviation of fresh weights, as in Llama.
-_WEIGHT_STD = 0.02
+WEIGHT_STD = 0.02
 # What training.json says of a Lyanna head; its ablations differ in these.
 VARIANTS = {"first_token", "context", "token_info_rank", "token_info"}
 
@@ -215,7 +215,7 @@ def layers_to_read(number: str, num_layers: int) -> tuple[int, ...]:
     if num_layers < 7:
         raise ValueError(
             f"three different layers need a target of at least 7, this one has"
-            f" {num_layers}: pass --layers one"
+            f" {num_layers}: train eagle, and pass --layers one"
         )
     return (2, num_layers // 2, num_layers - 3)
 
@@ -230,9 +230,9 @@ def target_sizes(target: PreTrainedModel) -> dict[str, Any]:
     needed = ("hidden_size", "num_attention_heads", "intermediate_size")
     if missing := [key for key in (*needed, "rms_norm_eps") if key not in known]:
         raise ValueError(
-            f"the target's config has no {', '.join(missing)}: EAGLE and Lyanna heads"
-            " are made for targets with layers of Llama's kind; pass one, or train"
-            " redrafter"
+            f"the target's config has no {', '.join(missing)}: EAGLE, Lyanna and"
+            " one-pass heads are made for targets with layers of Llama's kind; pass"
+            " one, or train redrafter"
         )
     size, num_heads, inner = (known[key] for key in needed)
     rope = known.get("rope_parameters") or {}
@@ -260,7 +260,7 @@ def initialise(head: EagleHead, target: PreTrainedModel) -> None:
     """
     for module in head.modules():
         if isinstance(module, nn.Linear):
-            module.weight.normal_(std=_WEIGHT_STD)
+            module.weight.normal_(std=WEIGHT_STD)
     for layer in head.layers:
         layer.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
         layer.down_proj.weight.zero_()  # type: ignore[union-attr, operator]

@@ -56,6 +56,25 @@ def unrolled(
         yield kept, out, before
 
 
+def slots_by_row(row: Tensor, num_rows: int, size: int) -> tuple[Tensor, int]:
+    """Lay entries of rows out in blocks of one row each, equally many for each row.
+
+    Args:
+        row: int64 [n], of each entry, ascending.
+        num_rows: rows.
+        size: entries of a block.
+
+    Returns:
+        int64 [n], the entries' slots in all blocks, one block behind the other; and
+        the number of blocks of a row.
+    """
+    counts = torch.bincount(row, minlength=num_rows)
+    blocks = -(-int(counts.max()) // size)
+    first = counts.cumsum(0) - counts
+    numbers = torch.arange(len(row), device=row.device)
+    return row * blocks * size + numbers - first[row], blocks
+
+
 class _Attention:
     """Attention of all steps of one batch; an ``Attend``.
 
@@ -70,13 +89,8 @@ class _Attention:
     ) -> None:
         self.num_rows = num_rows
         self.pairs, self.context = pairs, context
-        device, row = pairs.device, pairs // longest
-        counts = torch.bincount(row, minlength=num_rows)
-        self.blocks = -(-int(counts.max()) // _BLOCK)
-        width = self.blocks * _BLOCK
-        first = counts.cumsum(0) - counts
-        numbers = torch.arange(len(pairs), device=device)
-        self.slots = row * width + numbers - first[row]
+        self.slots, self.blocks = slots_by_row(pairs // longest, num_rows, _BLOCK)
+        width, device = self.blocks * _BLOCK, pairs.device
         own = torch.eye(_BLOCK, dtype=torch.bool, device=device)
         # masks are [number of blocks, 1 for all heads, queries, keys]
         self.own = self.mask = own.expand(num_rows * self.blocks, 1, -1, -1)
