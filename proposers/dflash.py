@@ -13,8 +13,9 @@ from vllm_treespec.trees.sizes import TreeSizes
 
 
 def sizes(tree: TreeSizes) -> TreeSizes:
-    """Sizes of trees over a block: the head reads the root and a row a level."""
-    return replace(tree, draft_width=1, draft_nodes=1 + tree.max_depth)
+    """Sizes of trees over a block: one forward reads the root and a row a level."""
+    rows = 1 + tree.max_depth
+    return replace(tree, draft_forwards=1, draft_width=1, draft_nodes=rows)
 
 
 class DFlash(Proposer):
@@ -32,5 +33,7 @@ class DFlash(Proposer):
         self.sizes = sizes(tree.sizes)
 
     def propose(self, inputs: ProposerInputs) -> Draft:
-        """Draft one tree per request."""
-        return self.tree.propose(inputs)
+        """Draft one tree per request; levels after the first cost no forward."""
+        plan = replace(inputs.plan, level_cost=0.0, max_levels=None)
+        draft = self.tree.propose(replace(inputs, plan=plan))
+        return replace(draft, levels=1)

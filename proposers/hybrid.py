@@ -32,6 +32,7 @@ def sizes(
         found,
         max_depth=max(found.max_depth, drafted.max_depth),
         draft_depth=drafted.max_depth,
+        draft_forwards=drafted.draft_forwards,
         draft_width=drafted.draft_width,
         draft_nodes=drafted.draft_nodes,
         max_parents=num_drafts,
@@ -80,15 +81,18 @@ class Hybrid(Proposer):
         """
         self.num_drafts = num_drafts
         self.index = suffix.Suffix(num_drafts, depth, min_probability)
-        self.model: dynamic_tree.DynamicTree | None = None
+        # levels that are drafted whatever is read; 0: as many as are read
+        self.whole_depth = model_depth if one_pass else 0
+        self.model: dynamic_tree.DynamicTree | dflash.DFlash | None = None
         if model_depth:
-            self.model = dynamic_tree.DynamicTree(
+            tree = dynamic_tree.DynamicTree(
                 top_k,
                 model_depth,
                 self.index.sizes.max_leaves,
                 min_probability,
                 num_parents,
             )
+            self.model = dflash.DFlash(tree) if one_pass else tree
         self.sizes = sizes(num_drafts, depth, top_k, model_depth, one_pass)
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
@@ -106,7 +110,8 @@ class Hybrid(Proposer):
         trees = self.index.grow(continuations, limits, least)
         max_rows = inputs.plan.max_rows
         if max_rows is not None:
-            of_index = index_rows(max_rows, self.model.depth, len(trees))
+            depth = self.model.sizes.max_depth
+            of_index = index_rows(max_rows, depth, len(trees))
             trees = suffix.within_rows(trees, replace(inputs.plan, max_rows=of_index))
         grown = self.index.grown(trees)
         # A draft adds one leaf at most.
@@ -124,7 +129,7 @@ class Hybrid(Proposer):
             grown.draft(roots),
             drafted,
             (Source.INDEX, Source.MODEL),
-            drafted.levels,
+            max(drafted.levels, self.whole_depth),
             1 + self.num_drafts,
         )
 
@@ -138,5 +143,6 @@ class Hybrid(Proposer):
         if not plan.prunes:
             halves = self.num_drafts // 2, self.sizes.max_leaves // 2
             return max(halves[0], 1), max(halves[1], 1)
-        places = self.num_drafts - self.model.depth, self.sizes.max_leaves - 1
+        depth = self.model.sizes.max_depth
+        places = self.num_drafts - depth, self.sizes.max_leaves - 1
         return max(places[0], 1), max(places[1], 1)

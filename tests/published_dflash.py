@@ -52,7 +52,7 @@ class PublishedDFlash:
     attention_bias: bool = False
     embed_tokens: bool = False
     lm_head: bool = False
-    mask_embedding: Literal["", "file", "dict", "tensor"] = ""
+    mask_embedding: bool = False
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
@@ -126,7 +126,7 @@ class PublishedDFlash:
             shapes["embed_tokens.weight"] = (self.vocab_size, size)
         if self.lm_head:
             shapes["lm_head.weight"] = (rows, size)
-        if self.mask_embedding == "tensor":
+        if self.mask_embedding:
             shapes["mask_embedding"] = (size,)
         return shapes
 
@@ -179,16 +179,27 @@ class PublishedDFlash:
             tensors["t2d"][ids] = True
         return tensors
 
-    def mask(self) -> Tensor | None:
-        """The vector that is alone in a file."""
-        if self.mask_embedding not in ("file", "dict"):
-            return None
-        generator = torch.Generator().manual_seed(self.seed + 2)
-        return torch.randn(self.hidden_size, generator=generator)
-
     def config(self) -> dict[str, Any]:
         """The ``config.json``."""
-        layer = {
+        own = {
+            "block_size": self.block_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "target_hidden_size": self.target_hidden_size,
+            "sample_from_anchor": self.sample_from_anchor,
+        }
+        if self.form == "speculators":
+            config = own | self._speculators()
+        else:
+            config = self._layer() | own | self._plain()
+        if self.form == "dflash2":
+            del config["block_size"]
+        if self.form in ("dspark", "specforge", "dflash2") and self.causal:
+            config["is_causal"] = True
+        config = config | self.keys
+        return {key: value for key, value in config.items() if value is not None}
+
+    def _layer(self) -> dict[str, Any]:
+        return {
             "model_type": "qwen3",
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -204,67 +215,60 @@ class PublishedDFlash:
             "layer_types": ["full_attention"] * self.num_layers,
             **self.rope,
         }
-        read = {
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": self.target_layer_ids,
-        }
-        own = {
-            "block_size": self.block_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "target_hidden_size": self.target_hidden_size,
-            "sample_from_anchor": self.sample_from_anchor,
-        }
-        markov = {
+
+    def _markov(self) -> dict[str, Any]:
+        return {
             "markov_rank": self.markov_rank,
             "markov_head_type": "vanilla",
             "enable_confidence_head": self.confidence_head,
             "confidence_head_with_markov": self.confidence_head,
         }
-        second = {
+
+    def _second(self) -> dict[str, Any]:
+        return {
             "conv_kernel_size": self.conv_kernel_size,
             "conv_group_size": self.conv_group_size,
             "selector_rank": self.selector_rank,
             "selector_top_k": self.selector_top_k,
         }
-        if self.form == "speculators":
-            config = own | self._speculators(layer, second, markov)
-        else:
-            config = layer | own | {"num_target_layers": self.num_target_layers}
-            config["architectures"] = [ARCHITECTURES[self.form]]
-            if self.form == "dspark":
-                config |= read | markov
-            else:
-                section = {
-                    "dflash": {"causal": self.causal or None},
-                    "jetspec": {"causal_head": self.causal},
-                    "specforge": {"projector_type": "dspark", **markov},
-                    "dflash2": {
-                        "input_embedding_scale": self.input_embedding_scale,
-                        "output_multiplier": self.output_multiplier,
-                        "final_logit_softcapping": self.final_logit_softcapping,
-                        "block_size": config.pop("block_size"),
-                        **second,
-                    },
-                }.get(self.form, {})
-                if self.form != "dflash2":
-                    config["block_size"] = self.block_size
-                config["dflash_config"] = read | section
-            if self.form in ("dspark", "specforge", "dflash2") and self.causal:
-                config["is_causal"] = True
-        config = config | self.keys
-        return {key: value for key, value in config.items() if value is not None}
 
-    def _speculators(
-        self, layer: dict[str, Any], second: dict[str, Any], markov: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _plain(self) -> dict[str, Any]:
+        """What other forms than speculators' say beside the layer."""
+        said = {
+            "architectures": [ARCHITECTURES[self.form]],
+            "num_target_layers": self.num_target_layers,
+        }
+        read = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": self.target_layer_ids,
+        }
+        if self.form == "dspark":
+            return said | read | self._markov()
+        sections: dict[str, dict[str, Any]] = {
+            "dflash": {"causal": self.causal or None},
+            "jetspec": {"causal_head": self.causal},
+            "specforge": {"projector_type": "dspark", **self._markov()},
+            "dflash2": {
+                "input_embedding_scale": self.input_embedding_scale,
+                "output_multiplier": self.output_multiplier,
+                "final_logit_softcapping": self.final_logit_softcapping,
+                "block_size": self.block_size,
+                **self._second(),
+            },
+        }
+        return said | {"dflash_config": read | sections[self.form]}
+
+    def _speculators(self) -> dict[str, Any]:
+        """What speculators' form says, but for what plain forms say alike."""
         kind = "dspark" if self.markov_rank else "dflash"
         if self.selector_rank:
             kind = "dflash2"
-        more = {"dspark": markov, "dflash2": second}.get(kind, {})
+        more = {"dspark": self._markov(), "dflash2": self._second()}.get(kind, {})
         return {
             "speculators_model_type": kind,
             "architectures": [f"{kind}Speculator"],
-            "transformer_layer_config": layer | {"architectures": ["TargetModel"]},
+            "transformer_layer_config": self._layer()
+            | {"architectures": ["TargetModel"]},
             "mask_token_id": self.mask_token_id,
             "aux_hidden_state_layer_ids": [layer + 1 for layer in self.layer_ids],
             "sliding_window_non_causal": False,
@@ -284,11 +288,4 @@ class PublishedDFlash:
         }
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(self.config()))
-        mask = self.mask()
-        if mask is not None:
-            held = {"embedding": mask[None], "mask_token_id": self.mask_token_id}
-            torch.save(
-                held if self.mask_embedding == "dict" else mask,
-                folder / "mask_embedding.pt",
-            )
         return folder

@@ -70,6 +70,7 @@ SPECS: dict[str, dict[str, object]] = {
         "tree": "stochastic",
         "num_drafts": 10,
     },
+    "dflash_tree": {"method": "dflash_tree", "num_drafts": 10, "depth": 4},
     "lyanna": {
         "method": "lyanna",
         "num_drafts": 10,
@@ -253,8 +254,9 @@ def tiny(shared_folder: Path) -> dict[str, str]:
             sizes = {name: SIZES[name] for name in ("hidden_size", "vocab_size")}
             write_head(folder / "redrafter", "redrafter", **sizes)
             write_head(folder / "eagle_tree", "eagle", **sizes)
+            write_head(folder / "dflash_tree", "dflash", **sizes)
             write_head(folder / "lyanna", "lyanna", **sizes)
-    names = ("target", "draft", "redrafter", "eagle_tree", "lyanna")
+    names = ("target", "draft", "redrafter", "eagle_tree", "dflash_tree", "lyanna")
     return {name: str(folder / name) for name in names}
 
 

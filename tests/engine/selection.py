@@ -10,7 +10,7 @@ One test for each way of laying trees out, source of drafts and rule:
 | branches | index | coupled draw | methods[suffix_tree] |
 | branches | index and draft model | coupled draw | greedy[hybrid], schedule[hybrid] |
 | branches | head | coupled draw | schedule[redrafter], methods[medusa_tree] |
-| branches | head with context | coupled draw | eagle, lyanna, schedule |
+| branches | head with context | coupled draw | eagle, dflash, lyanna, schedule |
 | branches | head with context | recursive rejection | sampling_law[eagle-stochastic] |
 | masks | draft model | recursive rejection | interpreted_kernel[rsd_s] |
 | masks | head with context | coupled draw | interpreted_kernel[eagle_tree] |
@@ -35,6 +35,7 @@ QUICK = {
     "test_interpreted_kernel.py": (
         r"cpu_path\[(rsd_s|eagle_tree)\]|windows_and_sinks\[write_gemma\]"
     ),
+    "test_dflash.py": r"\[dspark\]",
     "test_tensor_parallel.py": r"\[eagle_tree\]",
     "test_data_parallel.py": NOTHING,
     "test_kv_groups.py": (
@@ -57,7 +58,7 @@ QUICK = {
 # the file run the same code of ours. `make test-all` runs them.
 RARE = {
     "test_greedy.py": (
-        r"\[(sd|rsd_c|spectr|specinfer|suffix_tree|medusa_tree|lyanna"
+        r"\[(sd|rsd_c|spectr|specinfer|suffix_tree|medusa_tree|dflash_tree|lyanna"
         r"|redrafter-dynamic|hybrid-eagle)\]"
     ),
     "test_support_matrix.py": r"\[(redrafter|lyanna)\]",
@@ -66,8 +67,9 @@ RARE = {
     ),
     "test_kv_groups.py": r"drafts_the_same|mixed_batches\[gemma",
     "test_images.py": r"equal_plain\[gemma3-(rsd_c|redrafter)",
-    "test_tensor_parallel.py": r"\[(redrafter|lyanna)\]",
+    "test_tensor_parallel.py": r"\[(redrafter|dflash_tree|lyanna)\]",
     "test_data_parallel.py": r"\[rsd_s\]",
+    "test_dflash.py": r"\[jetspec\]",
     "test_ray_serve.py": "",
 }
 

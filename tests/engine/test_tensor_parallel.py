@@ -18,8 +18,8 @@ from tests.heads import HEADS, write_head
 # No multiple of what vLLM pads to, so that the last rank's part has padding.
 VOCAB_SIZE = 100
 PLAIN, RSD_S, REDRAFTER = "plain", "rsd_s", "redrafter"
-EAGLE, LYANNA = "eagle_tree", "lyanna"
-METHODS = (RSD_S, REDRAFTER, EAGLE, LYANNA)
+EAGLE, DFLASH, LYANNA = "eagle_tree", "dflash_tree", "lyanna"
+METHODS = (RSD_S, REDRAFTER, EAGLE, DFLASH, LYANNA)
 # RSD-S whose trees are chosen by what rank 0 measures.
 MEASURED = "measured"
 # ReDrafter's trees, and none, on a target whose layers lie in several KV cache groups.
@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "schedule": "fixed",
     },
     EAGLE: {"top_k": 15, "depth": 2, "num_drafts": 15, "schedule": "fixed"},
+    DFLASH: {"top_k": 15, "depth": 2, "num_drafts": 15, "schedule": "fixed"},
     LYANNA: {"top_k": 15, "num_drafts": 15, "resample": "merge", "schedule": "fixed"},
     MEASURED: {"beam_width": 3, "depth": 3, "schedule": "measured"},
 }
@@ -147,7 +148,7 @@ def write_models(folder: Path) -> None:
     Path(draft).rename(folder / RSD_S)
     write_layered(folder / "layered", 8, windowed=2, vocab_size=VOCAB_SIZE)
     sizes = {"hidden_size": SIZES["hidden_size"], "vocab_size": VOCAB_SIZE}
-    for method in (REDRAFTER, EAGLE, LYANNA):
+    for method in (REDRAFTER, EAGLE, DFLASH, LYANNA):
         write_head(folder / method, HEADS[method], **sizes)
 
 

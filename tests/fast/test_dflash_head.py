@@ -28,11 +28,9 @@ HEADS = {
     "dflash, linear RoPE": PublishedDFlash(
         rope={"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 3.0}}
     ),
-    "dflash, mask in a file": PublishedDFlash(mask_embedding="file"),
-    "dflash, mask in a dict": PublishedDFlash(mask_embedding="dict"),
-    "dflash, mask beside the weights": PublishedDFlash(mask_embedding="tensor"),
+    "dflash, mask of its own": PublishedDFlash(mask_embedding=True),
     "dflash, mask outside of the vocabulary": PublishedDFlash(
-        mask_token_id=77, mask_embedding="file"
+        mask_token_id=77, mask_embedding=True
     ),
     "jetspec": PublishedDFlash("jetspec", causal=True),
     "jetspec, not causal": PublishedDFlash("jetspec"),
@@ -280,7 +278,7 @@ def test_a_wrong_parents_bias_is_noticed(name: str, tmp_path: Path) -> None:
 
 def test_a_root_of_the_masks_token_is_read_as_the_mask(tmp_path: Path) -> None:
     """Red when a mask with a vector of its own is told from the token by its row."""
-    head = loaded(HEADS["dflash, mask in a file"], tmp_path)
+    head = loaded(HEADS["dflash, mask of its own"], tmp_path)
     embedded = head.embed(head.block_tokens(torch.tensor([39]), 2))
     assert embedded[0, 0].equal(embedded[0, 1])
 

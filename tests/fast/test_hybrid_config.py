@@ -9,7 +9,7 @@ import pytest
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.hybrid import HEAD_KINDS
-from vllm_treespec.proposers import Hybrid
+from vllm_treespec.proposers import DynamicTree, Hybrid
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.tools.sides import with_model
 from vllm_treespec.trees.source import Source
@@ -28,7 +28,7 @@ def test_keys_reach_both_parts() -> None:
     assert isinstance(proposer, Hybrid)
     assert (proposer.num_drafts, proposer.index.sizes.max_depth) == (10, 9)
     assert proposer.index.min_probability == 0.3
-    assert proposer.model is not None
+    assert isinstance(proposer.model, DynamicTree)
     assert (proposer.model.top_k, proposer.model.depth) == (3, 2)
     assert isinstance(index, SuffixIndex)
     assert (index.depth, index.max_match, index.cache.max_tokens) == (9, 7, 0)

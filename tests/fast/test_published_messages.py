@@ -52,7 +52,6 @@ CONFIGURATIONS = rows("""
 speculators {"speculators_model_type": "eagle"} => heads of 'speculators_model_type'
     'eagle' are not supported; use one of type 'eagle3'
 speculators {"speculators_model_type": "peagle"} => 'peagle' are not
-speculators {"speculators_model_type": "dflash"} => 'dflash' are not
 speculators {"transformer_layer_config": null} => 'transformer_layer_config' is missing
 speculators {"transformer_layer_config": {"model_type": "gemma2"}} => model_type: Input
     should be 'llama'
@@ -199,7 +198,8 @@ def test_heads_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
     assert load_eagle_head("authors/their-head").config.num_hot_tokens == 12
     files = ("config.json", "*.safetensors", "*.safetensors.index.json")
-    assert fetched == [("authors/their-head", *files)]
+    patterns = (*files, checkpoint.MASK_FILE)
+    assert fetched == [("authors/their-head", *patterns)]
     says = "there is no folder no/network, and the hub gave no head of that name (no "
     assert says in refusal("no/network")
     monkeypatch.undo()

@@ -7,6 +7,8 @@ DFlash2, the layout of github.com/z-lab/dflash. Nothing of the package is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from tests.published_dflash import PublishedDFlash
 
 EPS = 1e-5
+Part = Callable[[list[Tensor]], list[Tensor]]
 
 
 class ReferenceDFlash:
@@ -29,10 +32,7 @@ class ReferenceDFlash:
         hot = head.hot_tokens()
         self.ids = list(range(head.vocab_size)) if hot is None else hot.tolist()
         self.output = self.weights.get("lm_head.weight", output.double()[self.ids])
-        mask = head.mask()
         self.mask = self.weights.get("mask_embedding")
-        if mask is not None:
-            self.mask = mask.double()
         # layer -> one [num_kv_heads, head_size] a token
         layers = range(head.num_layers)
         self.keys: list[list[Tensor]] = [[] for _ in layers]
@@ -63,18 +63,11 @@ class ReferenceDFlash:
         for layer in range(self.head.num_layers):
             prefix = f"layers.{layer}"
             x = [self.norm(f"{prefix}.input_layernorm", row) for row in rows]
-            attended = self.around(
-                f"{prefix}.attention_conv",
-                x,
-                lambda x, layer=layer: self.attention(layer, x, start),
-            )
+            attention = partial(self.attention, layer, start=start)
+            attended = self.around(f"{prefix}.attention_conv", x, attention)
             rows = [row + one for row, one in zip(rows, attended, strict=True)]
             x = [self.norm(f"{prefix}.post_attention_layernorm", row) for row in rows]
-            made = self.around(
-                f"{prefix}.mlp_conv",
-                x,
-                lambda x, layer=layer: [self.mlp(layer, row) for row in x],
-            )
+            made = self.around(f"{prefix}.mlp_conv", x, partial(self.mlps, layer))
             rows = [row + one for row, one in zip(rows, made, strict=True)]
         states = [self.norm("norm", row) for row in rows]
         self.states = states if self.head.predicts_from_root else states[1:]
@@ -122,7 +115,7 @@ class ReferenceDFlash:
         scale = 1 / math.sqrt(sum(float(value) ** 2 for value in x) / len(x) + EPS)
         return x * scale * self.weights[f"{name}.weight"]
 
-    def around(self, name, rows, part):  # type: ignore[no-untyped-def]
+    def around(self, name: str, rows: list[Tensor], part: Part) -> list[Tensor]:
         """A part of a layer between two convolutions, if the head has them."""
         if not self.head.conv_kernel_size:
             return part(rows)
@@ -204,6 +197,10 @@ class ReferenceDFlash:
             turned[i] = x[i] * cos - x[i + half] * sin
             turned[i + half] = x[i + half] * cos + x[i] * sin
         return turned
+
+    def mlps(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
+        """The MLP, row by row."""
+        return [self.mlp(layer, row) for row in rows]
 
     def mlp(self, layer: int, x: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x))."""

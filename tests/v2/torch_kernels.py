@@ -1,4 +1,4 @@
-"""Torch forms of stock kernels: two do not interpret, one is CUDA's."""
+"""Torch forms of stock kernels: two do not interpret, two are CUDA's."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def install() -> None:
     states.apply_top_k_top_p = sampler.apply_top_k_top_p = top_k_top_p
     StructuredOutputsWorker.apply_grammar_bitmask = apply_grammar_bitmask
     _custom_ops.rms_norm = rms_norm
+    _custom_ops.rotary_embedding = rotary_embedding
     triton_attn.MIN_LAUNCH_GRID_SIZE_2D = 0
 
 
@@ -38,8 +39,28 @@ def top_k_top_p(
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> None:
-    """Write the norm of ``x`` to ``out``."""
-    out.copy_(torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon))
+    """Write the norm of ``x`` to ``out``; weights may differ by its first axis."""
+    size = weight.shape[-1]
+    rows = weight if weight.dim() == 1 else weight.view(-1, *[1] * (x.dim() - 2), size)
+    out.copy_(torch.nn.functional.rms_norm(x, (size,), eps=epsilon) * rows)
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+) -> None:
+    """Turn [n, heads * head_size] in place, the halves of each head as pairs."""
+    assert is_neox
+    assert key is None
+    heads = query.view(len(query), -1, head_size)
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+    first, second = heads.clone().chunk(2, dim=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    heads.copy_(torch.cat(turned, dim=-1))
 
 
 def apply_grammar_bitmask(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from reprlib import repr as shortened
@@ -24,7 +24,7 @@ from vllm_treespec.json_files import read_json_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Some DFlash heads hold one vector beside their weights.
+# Some DFlash heads pickle one vector beside their weights: fetched to say so.
 MASK_FILE = "mask_embedding.pt"
 # What is fetched of a head on the hub.
 READ = ("config.json", "*.safetensors", "*.safetensors.index.json", MASK_FILE)
@@ -95,14 +95,12 @@ class Checkpoint:
     Attributes:
         files: the file of each tensor.
         headers: of each tensor.
-        loose: tensors that are in no file of weights.
 
     """
 
     folder: Path
     files: dict[str, Path]
     headers: dict[str, TensorHeader]
-    loose: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -132,7 +130,7 @@ class Checkpoint:
         tensors: dict[str, Tensor] = {}
         for path in sorted(set(self.files.values())):
             tensors |= load_file(path)
-        return tensors | self.loose
+        return tensors
 
 
 def listed_files(index: Path) -> list[Path]:

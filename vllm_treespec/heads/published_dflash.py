@@ -15,16 +15,17 @@ scaled, then capped. DSpark's confidence head is not read.
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import Field, NonNegativeInt, ValidationError
-from torch import Tensor
 
-from vllm_treespec.heads.checkpoint import MASK_FILE, Checkpoint, not_a_head
+from vllm_treespec.heads.checkpoint import (
+    MASK_FILE,
+    WEIGHTS,
+    Checkpoint,
+    not_a_head,
+)
 from vllm_treespec.heads.config import DFlashHeadConfig, HeadError, Size
 from vllm_treespec.heads.published import (
     FIRST_LAYER,
@@ -35,7 +36,6 @@ from vllm_treespec.heads.published import (
     first_problem,
     plain_shapes,
 )
-from vllm_treespec.heads.weights import TensorHeader
 
 SPECULATORS_KINDS = ("dflash", "dflash2", "dspark")
 # Whether the root's row predicts, where the file does not say it.
@@ -165,37 +165,20 @@ def _flattened(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def dflash_checkpoint(folder: Path) -> Checkpoint:
-    """The weights of a DFlash head, with the mask's embedding where it has its own.
+    """The weights of a DFlash head.
 
     Raises:
-        HeadError: a file is missing or broken.
+        HeadError: a file is missing or broken, or the mask's embedding is pickled.
 
     """
     checkpoint = Checkpoint.read(folder)
     path = folder / MASK_FILE
-    if not path.is_file():
-        return checkpoint
-    mask = _read_mask(path)
-    return replace(
-        checkpoint,
-        headers=checkpoint.headers | {"mask_embedding": TensorHeader.of(mask)},
-        loose={"mask_embedding": mask},
-    )
-
-
-def _read_mask(path: Path) -> Tensor:
-    """Read a vector that is alone in a file, or the ``embedding`` of a dict."""
-    try:
-        mask = torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split()).split(". ")[0]
+    if path.is_file() and "mask_embedding" not in checkpoint.headers:
         raise HeadError(
-            f"{path} cannot be read ({reason}); get the head again"
-        ) from None
-    mask = mask.get("embedding") if isinstance(mask, dict) else mask
-    if not isinstance(mask, Tensor):
-        raise HeadError(f"{path} holds no 'embedding'; get the head again")
-    return mask.flatten()
+            f"{path} is not read, for weights come from safetensors alone; write it "
+            f"into {WEIGHTS} as the tensor 'mask_embedding'"
+        )
+    return checkpoint
 
 
 def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadConfig:

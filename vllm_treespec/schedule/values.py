@@ -66,7 +66,7 @@ class TreeOption:
             sum(rate**level for level in range(1, depth + 1)),
             sources,
             tree.prunes_by_cost,
-            sizes.draft_depth if has_model else 0,
+            sizes.draft_forwards if has_model else 0,
             sizes.max_leaves > 1,
         )
 

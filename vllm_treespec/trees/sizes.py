@@ -17,6 +17,8 @@ class TreeSizes:
         max_leaves: leaves of the most branching tree.
         draft_depth: levels that a draft model or a head drafts; left out:
             ``max_depth``.
+        draft_forwards: forwards of a draft model or a head that draft a tree; left
+            out: ``draft_depth``.
         draft_width: most nodes that one forward of a draft model reads; left out:
             ``max_width``.
         draft_nodes: most nodes that a draft model reads in all levels; left out: all
@@ -37,6 +39,7 @@ class TreeSizes:
     max_width: int
     max_leaves: int
     draft_depth: int = 0
+    draft_forwards: int = 0
     draft_width: int = 0
     draft_nodes: int = 0
     num_uniforms: int = 0
@@ -66,6 +69,8 @@ class TreeSizes:
         """Put the bounds in place that were left out, which 0 stands for."""
         parents = min(self.max_nodes, 1 + (self.max_depth - 1) * self.max_width)
         object.__setattr__(self, "draft_depth", self.draft_depth or self.max_depth)
+        forwards = self.draft_forwards or self.draft_depth
+        object.__setattr__(self, "draft_forwards", forwards)
         object.__setattr__(self, "draft_width", self.draft_width or self.max_width)
         object.__setattr__(self, "draft_nodes", self.draft_nodes or self.max_nodes - 1)
         object.__setattr__(self, "max_draws", self.max_draws or self.max_nodes - 1)
