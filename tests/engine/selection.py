@@ -35,7 +35,7 @@ QUICK = {
     "test_interpreted_kernel.py": (
         r"cpu_path\[(rsd_s|eagle_tree)\]|windows_and_sinks\[write_gemma\]"
     ),
-    "test_dflash.py": r"\[dspark\]",
+    "test_dflash.py": r"\[dspark(-alone)?\]",
     "test_tensor_parallel.py": r"\[eagle_tree\]",
     "test_data_parallel.py": NOTHING,
     "test_kv_groups.py": (
@@ -69,7 +69,7 @@ RARE = {
     "test_images.py": r"equal_plain\[gemma3-(rsd_c|redrafter)",
     "test_tensor_parallel.py": r"\[(redrafter|dflash_tree|lyanna)\]",
     "test_data_parallel.py": r"\[rsd_s\]",
-    "test_dflash.py": r"\[jetspec\]",
+    "test_dflash.py": r"\[(jetspec|(dflash|dflash2)-beside)",
     "test_ray_serve.py": "",
 }
 

@@ -87,16 +87,29 @@ def test_chains_follow_from_the_text(
     assert wrong <= 0.02 * total
 
 
+SPECS: dict[str, dict[str, Any]] = {
+    "alone": {"method": "dflash_tree", "depth": DEPTH, "num_parents": 3},
+    "beside an index": {
+        "method": "hybrid",
+        "drafter": "dflash",
+        "num_drafts": 12,
+        "depth": 6,
+        "model_depth": DEPTH,
+        "min_probability": 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_answers_equal_plain(
-    log_drafts: Callable[..., dict[str, Any]], pair: tuple[str, str]
+    spec: str, log_drafts: Callable[..., dict[str, Any]], pair: tuple[str, str]
 ) -> None:
     """Red when trees of a preempted or sampled request change its text."""
     target, head = pair
-    spec = {"method": "dflash_tree", "model": head, "depth": DEPTH, "num_parents": 3}
     texts = prompts(SIZES["vocab_size"], (90,) * 4)
     greedy = with_and_without_trees(texts, 4, max_tokens=60, temperature=0.0)
     sampled = with_and_without_trees(texts, 4, max_tokens=60)
-    fixed = {**spec, "schedule": "fixed"}
+    fixed = {**SPECS[spec], "model": head, "schedule": "fixed"}
     jobs = [*greedy, *sampled]
     found = log_drafts(target, fixed, jobs, num_gpu_blocks_override=16)
     assert found["preemptions"] > 0
