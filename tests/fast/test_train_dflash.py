@@ -169,7 +169,7 @@ def test_anchors_are_drawn(target: PreTrainedModel, cache: TeacherCache) -> None
 
 def test_what_no_head_can_be_made_for_is_refused(target: PreTrainedModel) -> None:
     """Red when a missing token, or a small target, is a traceback."""
-    with pytest.raises(ValueError, match="--mask-token 97 is no token .* 0 to 96"):
+    with pytest.raises(ValueError, match=r"--mask-token 97 is no token .* 0 to 96"):
         DFlash.config_for(target, 8, mask_token=VOCAB)
     six = LlamaConfig(**{**TARGET_SIZES, "num_hidden_layers": 6})
     with pytest.raises(ValueError, match="this one has 6: train eagle"):
