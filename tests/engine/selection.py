@@ -63,7 +63,8 @@ RARE = {
     ),
     "test_support_matrix.py": r"\[(redrafter|lyanna)\]",
     "test_model_kinds.py": (
-        r"\[(int8|int4|gptq|awq|window in some layers)|\[(window|sinks|chunks)-full draft"
+        r"\[(int8|int4|gptq|awq|window in some layers)"
+        r"|\[(window|sinks|chunks)-full draft"
     ),
     "test_kv_groups.py": r"drafts_the_same|mixed_batches\[gemma|-lyanna\]",
     "test_interpreted_kernel.py": r"\[(spectr|lyanna)\]",
