@@ -81,8 +81,6 @@ class Hybrid(Proposer):
         """
         self.num_drafts = num_drafts
         self.index = suffix.Suffix(num_drafts, depth, min_probability)
-        # levels that are drafted whatever is read; 0: as many as are read
-        self.whole_depth = model_depth if one_pass else 0
         self.model: dynamic_tree.DynamicTree | dflash.DFlash | None = None
         if model_depth:
             tree = dynamic_tree.DynamicTree(
@@ -93,6 +91,8 @@ class Hybrid(Proposer):
                 num_parents,
             )
             self.model = dflash.DFlash(tree) if one_pass else tree
+            # levels that are drafted whatever is read; 0: as many as are read
+            self.whole_depth = tree.depth if one_pass else 0
         self.sizes = sizes(num_drafts, depth, top_k, model_depth, one_pass)
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:

@@ -143,11 +143,11 @@ def test_the_last_feature_of_a_slot_stays(head: Recorded) -> None:
     expected = head.head.features(torch.stack([first[0], second[1]]))
     found = head.store.read(torch.from_numpy(slots))
     torch.testing.assert_close(found, expected)
-    assert not head.store.waiting
+    assert not head.store.waiting.num_tokens
 
 
 def test_few_hidden_states_wait(head: Recorded) -> None:
     """Red when steps without trees fill the memory with hidden states."""
     for step in range(2 * MAX_WAITING):
         head.store.keep(np.array([step % 7]), torch.randn(1, 2 * HIDDEN_SIZE))
-        assert len(head.store.waiting) < MAX_WAITING
+        assert head.store.waiting.num_tokens < MAX_WAITING

@@ -29,6 +29,7 @@ from vllm_treespec.heads.files import (
 )
 from vllm_treespec.heads.names import no_such_model
 from vllm_treespec.heads.published import is_eagle
+from vllm_treespec.heads.published_dflash import is_dflash
 from vllm_treespec.heads.weights import listed, tensor_headers, weights_problem
 from vllm_treespec.json_files import read_json_object
 
@@ -104,12 +105,12 @@ def check_files(model: str, config: MethodConfig) -> None:
         raise SpecConfigError(
             f"speculative_config 'model': {problem}; copy or save the draft model again"
         )
-    if kind := kind_of_head({}, files):
+    said = read_json_object(folder / "config.json")
+    if kind := kind_of_head(said, files):
         raise _no_draft_model(folder, kind, config)
     # older formats say how weights are quantised in a file of their own
     keys = {"quantization_config", "compression_config"}
-    said = read_json_object(folder / "config.json").keys()
-    if keys & said or any(folder.glob("*quant*.json")):
+    if keys & said.keys() or any(folder.glob("*quant*.json")):
         return
     whole = [
         name
@@ -136,7 +137,10 @@ def kind_of_head(config: dict[str, Any], files: Iterable[Path] = ()) -> str | No
     kind = config.get("method")
     if isinstance(kind, str) and kind in HEAD_METHODS:
         return kind
-    names = (name for file in files for name in tensor_headers(file))
+    names = [name for file in files for name in tensor_headers(file)]
+    says_so = {"dflash_config", "speculators_model_type"} & config.keys()
+    if is_dflash(config) and (says_so or "fc.weight" in names):
+        return "dflash"
     return "eagle" if "speculators_model_type" in config or is_eagle(names) else None
 
 
@@ -379,15 +383,15 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
         )
     if isinstance(head, DecoderHeadConfig):
         _check_target_layers(config.head, head, target)
-    if (
-        isinstance(head, DFlashHeadConfig)
-        and config.sizes.draft_depth > head.num_levels
-    ):
-        key = "model_depth" if isinstance(config, HybridConfig) else "depth"
-        raise SpecConfigError(
-            f"speculative_config '{key}': the head {config.head} drafts "
-            f"{head.num_levels} levels; write '{key}' {head.num_levels} or less"
-        )
+    if isinstance(head, DFlashHeadConfig):
+        depth = max(tree.sizes.draft_depth for tree in config.scheduled_trees())
+        if depth > head.num_levels:
+            key = "model_depth" if isinstance(config, HybridConfig) else "depth"
+            raise SpecConfigError(
+                f"speculative_config '{key}' is {depth}, and the head {config.head} "
+                f"drafts {head.num_levels} levels; write '{key}' {head.num_levels} or "
+                f"less, in 'schedule' too"
+            )
 
 
 def layers_read(config: MethodConfig, num_target_layers: int) -> list[int]:
@@ -416,8 +420,9 @@ def head_joins_groups(
     head = read_head_config(config.head)
     if isinstance(head, LyannaHeadConfig) and not head.context:
         return True
+    # One-pass heads write later than the scheduler gives blocks away; see their source.
     return (
-        isinstance(head, DecoderHeadConfig)
+        isinstance(head, EagleHeadConfig)
         and head.num_layers == 1
         and (head.num_kv_heads, head.head_size) == kv_heads
         and {"full_attention", "sliding_attention"} <= set(layer_types)

@@ -52,6 +52,7 @@ class DFlashTreeConfig(GrownTreeConfig):
         description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
         "recursive rejection",
     )
+    top_k: Count = Field(default=4, le=MAX_DRAFTS, description="children per node")
     depth: Count = Field(
         default=7,
         le=MAX_DRAFTS - 1,
@@ -91,9 +92,12 @@ class DFlashTreeConfig(GrownTreeConfig):
 
     @field_validator("num_parents")
     @classmethod
-    def _drawn_trees_have_all_parents(
+    def _parents_are_children(
         cls, num_parents: int | None, info: ValidationInfo
     ) -> int | None:
+        most = info.data.get("top_k", MAX_DRAFTS)
+        if num_parents is not None and num_parents > most:
+            raise ValueError(f"at most 'top_k' {most} nodes are read; lower it")
         if num_parents is not None and info.data.get("tree") == "stochastic":
             raise ValueError(
                 "a stochastic tree has children below top_k nodes of each level; "

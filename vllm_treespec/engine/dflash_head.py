@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import DFlashHead, DFlashHeadConfig, load_dflash_head
 from vllm_treespec.heads.source import TimedDraft
 from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
-from vllm_treespec.sources.feature_store import MAX_WAITING, last_of_slots
+from vllm_treespec.sources.feature_store import WaitingStates
 
 
 class PagedDFlashHead(PagedHead):
@@ -24,8 +26,9 @@ class PagedDFlashHead(PagedHead):
     features alone, in the token's slot. So nothing is read twice and no request ever is
     behind. A block, the root and mask tokens behind it, lies in a fork for one forward.
 
-    Hidden states wait until a tree is drawn, or until they are many: of one token keys
-    and values take as long as of a hundred.
+    Hidden states wait until a tree is drawn, or until they are many. A slot may have
+    another owner by then, whose states wait behind them. That holds as long as all
+    layers are in one KV cache group (``checks.head_joins_groups``).
     """
 
     config: DFlashHeadConfig
@@ -38,9 +41,8 @@ class PagedDFlashHead(PagedHead):
         """Read the configuration of the head ``model``, a folder or a hub id."""
         super().__init__(vllm_config, model, prefix, stats)
         self.reads = Reads(features=self.config.layers, own_kv=True)
-        # slots and positions, int64 [2, n], and hidden states [n, -1] of tokens
-        self.waiting: list[tuple[np.ndarray, Tensor]] = []
-        self.num_waiting = 0
+        # by slots and positions, int64 [2, n]
+        self.waiting = WaitingStates()
 
     def load_head(self) -> DFlashHead:
         """Read the head's files."""
@@ -48,40 +50,29 @@ class PagedDFlashHead(PagedHead):
 
     def warm_up(self) -> None:
         """Run once without a KV cache: the context of a whole step, and a block."""
-        num_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        width = self.config.target_hidden_size * len(self.reads.features)
-        states = zeros.new_zeros((num_tokens, width), dtype=self.dtype)
-        self.head.context_kv(self.head.features(states), zeros)
+        zeros, features = self.features_of_a_step()
+        self.head.context_kv(features, zeros)
         tokens = self.head.block_tokens(zeros[:1], self.config.num_levels)
         self._run(None, tokens, torch.zeros_like(tokens), None)
 
     def read(self, committed: CommittedTokens) -> None:
         """Take the hidden states of committed tokens; see ``ModelSource.read``."""
-        self.committed = committed
+        # Its features would keep the engine's hidden states through the next forward.
+        self.committed = replace(committed, features={})
         reqs, positions = token_places(committed.first, committed.end)
         slots = kv_slots(committed.host_table, reqs, positions, self.forks.block_size)
         with self.stats.stage(KEEP_FEATURES):
             states = [committed.features[layer] for layer in self.reads.features]
-            places = np.stack([slots, positions])
-            self.waiting.append((places, torch.cat(states, dim=-1)))
-            self.num_waiting += len(slots)
-            if self.num_waiting >= MAX_WAITING:
+            self.waiting.add(np.stack([slots, positions]), torch.cat(states, dim=-1))
+            if self.waiting.is_full:
                 self.write()
 
     def write(self) -> None:
-        """Write keys and values of the tokens that wait, of a slot the later ones."""
-        if not self.num_waiting:
+        """Write keys and values of the tokens that wait."""
+        if not self.waiting.num_tokens:
             return
-        places = np.concatenate([places for places, _ in self.waiting], axis=1)
-        states = torch.cat([states for _, states in self.waiting])
-        self.waiting.clear()
-        self.num_waiting = 0
-        last = last_of_slots(places[0])
-        host = np.stack([last, *places[:, last]])
-        rows, slots, positions = torch.from_numpy(host).to(self.device)
-        features = self.head.features(states[rows])
-        of_layers = self.head.context_kv(features, positions)
+        (slots, positions), states = self.waiting.take()
+        of_layers = self.head.context_kv(self.head.features(states), positions)
         for layer, (key, value) in zip(self.layers, of_layers, strict=True):
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 

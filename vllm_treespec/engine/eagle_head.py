@@ -51,6 +51,11 @@ class PagedEagleHead(PagedHead):
         layers = self.config.layers
         self.reads = Reads(features=layers, own_kv=True, catches_up=True)
 
+    @property
+    def vocabulary(self) -> Tensor | None:
+        """Token of every column of the logits; see ``DraftModel``."""
+        return self.head.hot_token_ids
+
     def feature_bytes(self, block_size: int) -> int:
         """Bytes that are kept beside the KV of each block."""
         return block_bytes(block_size, self.config.feature_size, self.dtype)
@@ -78,11 +83,8 @@ class PagedEagleHead(PagedHead):
 
     def warm_up(self) -> None:
         """Run once without a KV cache, as many tokens as one step may read."""
-        num_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        width = self.config.target_hidden_size * len(self.reads.features)
-        states = zeros.new_zeros((num_tokens, width), dtype=self.dtype)
-        self._run(None, self.head.features(states), zeros, zeros, None)
+        zeros, features = self.features_of_a_step()
+        self._run(None, features, zeros, zeros, None)
 
     def keep(self, slots: np.ndarray, features: dict[int, Tensor]) -> None:
         """Keep hidden states of committed tokens; see ``ModelSource``."""

@@ -50,11 +50,6 @@ class PagedHead(PagedSource):
         """Query heads, all of them on each rank, and the size of a head."""
         return self.config.num_heads, self.config.head_size
 
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """Token of every column of the logits; see ``DraftModel``."""
-        return self.head.hot_token_ids
-
     @abstractmethod
     def load_head(self) -> EagleHead | DFlashHead:
         """Read the head's files."""
@@ -100,6 +95,14 @@ class PagedHead(PagedSource):
             cache_config=self.with_window(self.vllm_config.cache_config, None),
             prefix=f"{self.prefix}.layers.{number}.attn",
         )
+
+    def features_of_a_step(self) -> tuple[Tensor, Tensor]:
+        """As many zeros as a step has tokens, int64, and features of zeros."""
+        num_tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        width = self.config.target_hidden_size * len(self.reads.features)
+        states = zeros.new_zeros((num_tokens, width), dtype=self.dtype)
+        return zeros, self.head.features(states)
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer over the paged cache; see ``heads.decoder.Attend``."""

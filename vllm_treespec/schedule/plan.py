@@ -83,7 +83,7 @@ class StepPlan:
     max_rows: int | None = None
     # accepted over claimed tokens
     kept: Mapping[Source, Sequence[float]] = field(default_factory=dict)
-    # accepted tokens that a model's first level adds where an index finds nothing
+    # accepted tokens that a model's first forward adds where an index finds nothing
     first_level: Sequence[float] = ()
     # how likely an index drafts the next token, so that a model's levels add nothing;
     # (): no index was looked up beside a model

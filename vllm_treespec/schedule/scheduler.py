@@ -237,7 +237,7 @@ class AdaptiveScheduler(Schedule):
             if source in option.sources
         }
         survival = {
-            kind: self.calibration.survival(step, kind, max(option.levels, 1))
+            kind: self.calibration.survival(step, kind, max(option.depth, 1))
             for kind in {self.kinds[slot] for slot in slots}
         }
         factors = [self.values.factor(option, slot, self.kinds[slot]) for slot in slots]
@@ -262,7 +262,7 @@ class AdaptiveScheduler(Schedule):
             max_rows=max(times_in(spare - others, costs.row), len(slots)),
             kept=kept,
             first_level=[
-                min(levels[0] * factor, 1.0)
+                sum(min(level * factor, 1.0) for level in levels[: option.first_levels])
                 for levels, factor in zip(by_request, factors, strict=True)
             ],
             max_levels=max_levels if plan.model else None,
@@ -300,7 +300,7 @@ class AdaptiveScheduler(Schedule):
                 self.calibration.observe_levels(
                     self.step,
                     self.kinds[slot],
-                    int(result.work.levels),
+                    max(int(result.work.levels), option.first_levels),
                     accepted,
                 )
 

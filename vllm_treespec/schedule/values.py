@@ -43,9 +43,15 @@ class TreeOption:
     sources: Source
     # whether drafts are left out that are worth less than their row
     prunes: bool
-    # that draft models read, at most
+    # forwards of draft models at most, and levels that these draft
     levels: int
+    depth: int
     branches: bool
+
+    @property
+    def first_levels(self) -> int:
+        """Levels that the first forward of draft models drafts."""
+        return self.depth if self.levels == 1 else min(self.levels, 1)
 
     @property
     def index_only(self) -> bool:
@@ -67,6 +73,7 @@ class TreeOption:
             sources,
             tree.prunes_by_cost,
             sizes.draft_forwards if has_model else 0,
+            sizes.draft_depth if has_model else 0,
             sizes.max_leaves > 1,
         )
 

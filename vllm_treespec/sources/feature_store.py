@@ -1,4 +1,4 @@
-"""The target's features of committed tokens, kept where their KV lies."""
+"""The target's hidden states of committed tokens: until they are read, and after."""
 
 from __future__ import annotations
 
@@ -8,8 +8,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Tokens whose hidden states wait at most until their features are made.
+# Tokens whose hidden states wait at most until something is made of them.
 MAX_WAITING = 256
+
+
+class WaitingStates:
+    """Hidden states by KV slot, which wait until something is made of them.
+
+    Of one token that takes as long as of a hundred.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.parts: list[tuple[np.ndarray, Tensor]] = []
+        self.num_tokens = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many tokens wait as may."""
+        return self.num_tokens >= MAX_WAITING
+
+    def add(self, places: np.ndarray, states: Tensor) -> None:
+        """Add tokens, whose states are not changed afterwards.
+
+        Args:
+            places: int64 [1 or more, n], the tokens' KV slots, each once, and what else
+                is told of them.
+            states: [n, -1], on the device.
+
+        """
+        self.parts.append((places, states))
+        self.num_tokens += places.shape[1]
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Take out all tokens, of two in one slot the later one.
+
+        Returns:
+            what ``add`` was told, int64 [1 or more, n], on the states' device; the
+            states, [n, -1].
+
+        """
+        if len(self.parts) == 1:
+            ((places, states),) = self.parts
+        else:
+            places = np.concatenate([places for places, _ in self.parts], axis=1)
+            states = torch.cat([states for _, states in self.parts])
+        self.parts.clear()
+        self.num_tokens = 0
+        _, from_last = np.unique(places[0, ::-1], return_index=True)
+        rows = places.shape[1] - 1 - from_last
+        if len(rows) == places.shape[1]:
+            return torch.from_numpy(places).to(states.device), states
+        told = np.concatenate([rows[None], places[:, rows]])
+        on_device = torch.from_numpy(told).to(states.device)
+        return on_device[1:], states[on_device[0]]
 
 
 class FeatureStore:
@@ -17,7 +69,7 @@ class FeatureStore:
 
     Blocks carry their tokens' features with them: through steps without trees, prefix
     caching and preemption. Features are made of hidden states when they are read, or
-    when many wait: of one token they take as long as of a hundred.
+    when many wait.
     """
 
     def __init__(
@@ -40,8 +92,7 @@ class FeatureStore:
         """
         self.features = torch.zeros((num_slots, size), dtype=dtype, device=device)
         self.make = make
-        self.waiting: list[tuple[np.ndarray, Tensor]] = []
-        self.num_waiting = 0
+        self.waiting = WaitingStates()
 
     def keep(self, slots: np.ndarray, states: Tensor) -> None:
         """Keep the hidden states of tokens, which are not changed afterwards.
@@ -51,33 +102,20 @@ class FeatureStore:
             states: [n, -1], on the device.
 
         """
-        self.waiting.append((slots, states))
-        self.num_waiting += len(slots)
-        if self.num_waiting >= MAX_WAITING:
+        self.waiting.add(slots[None], states)
+        if self.waiting.is_full:
             self.write()
 
     def write(self) -> None:
-        """Make the features that wait; of two for one slot the later one stays."""
-        if not self.waiting:
-            return
-        slots = np.concatenate([slots for slots, _ in self.waiting])
-        features = self.make(torch.cat([states for _, states in self.waiting]))
-        self.waiting.clear()
-        self.num_waiting = 0
-        rows = last_of_slots(slots)
-        index = torch.from_numpy(np.stack([rows, slots[rows]])).to(features.device)
-        self.features.index_copy_(0, index[1], features[index[0]])
+        """Make the features that wait."""
+        if self.waiting.num_tokens:
+            (slots,), states = self.waiting.take()
+            self.features.index_copy_(0, slots, self.make(states))
 
     def read(self, slots: Tensor) -> Tensor:
         """Features of the tokens in these slots, int64 [n]; [n, size]."""
         self.write()
         return self.features.index_select(0, slots)
-
-
-def last_of_slots(slots: np.ndarray) -> np.ndarray:
-    """Where each slot, of int64 [n], stands last; int64 [num_slots]."""
-    _, from_last = np.unique(slots[::-1], return_index=True)
-    return len(slots) - 1 - from_last
 
 
 def block_bytes(block_size: int, size: int, dtype: torch.dtype) -> int:

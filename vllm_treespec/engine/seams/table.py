@@ -240,8 +240,8 @@ ATTENTION = (
     *_METADATA.writes(
         "query_start_loc query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound "
         "num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor "
-        "slot_mapping positions is_prefilling",
-        "batches of branches, of draft models and of the warm-up",
+        "slot_mapping positions is_prefilling causal",
+        "batches of branches, of draft models, of blocks and of the warm-up",
     ),
     *_ATTENTION.reads("AttentionLayer AttentionMetadata", "named in annotations"),
     *Owner("vllm.v1.attention.backends.utils", "cpu").calls(
@@ -275,6 +275,7 @@ ATTENTION = (
     *_TRITON_IMPL.extended("tree attention"),
     *_TRITON_IMPL.overrides("__init__", "layers that the tree kernel leaves out"),
     *_TRITON_IMPL.overrides("forward", "tree attention"),
+    *_TRITON_IMPL.calls("do_kv_cache_update", "contexts of one-pass heads"),
     *_TRITON_IMPL.overrides(
         "fused_output_quant_supported", "the tree kernel quantises no output"
     ),

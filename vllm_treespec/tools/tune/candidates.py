@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_treespec.config import HEAD_METHODS, METHODS
 from vllm_treespec.config.hybrid import HEAD_KINDS
-from vllm_treespec.heads import read_head_config
+from vllm_treespec.heads import DFlashHeadConfig, read_head_config
 from vllm_treespec.tools.sides import PLAIN, Side, plain_side, side_of_trees
 
 
@@ -27,7 +27,7 @@ TREES: dict[str, list[dict[str, float]]] = {
     "medusa_tree": _trees("medusa_tree", (3,), (5,), (8,), (16,)),
     "redrafter": _trees("redrafter", (4, 1, 4), (5, 2, 5), (8, 3, 8), (16, 4, 16)),
     "eagle_tree": _trees("eagle_tree", *GROWN),
-    "dflash_tree": _trees("dflash_tree", *GROWN),
+    "dflash_tree": _trees("dflash_tree", (4, 1, 4), (4, 3, 8), (4, 5, 12), (4, 7, 16)),
     "lyanna": _trees("lyanna", *GROWN),
     "hybrid": _trees(
         "hybrid",
@@ -63,12 +63,19 @@ def candidates(
         "suffix_tree": {"method": "suffix_tree", **OWN_TEXT}
     }
     models = [*heads, *drafts]
+    # by side, levels of a one-pass head
+    most: dict[str, int] = {}
     for head in heads:
-        kind = read_head_config(head).method
+        config = read_head_config(head)
+        kind = config.method
         method = HEAD_METHODS[kind]
-        specs[_name(method, head, heads)] = {"method": method, "model": head}
+        names = [_name(method, head, heads)]
+        specs[names[0]] = {"method": method, "model": head}
         if kind in HEAD_KINDS:
-            specs[_name("hybrid", head, models)] = _hybrid(head, kind)
+            names.append(_name("hybrid", head, models))
+            specs[names[1]] = _hybrid(head, kind)
+        if isinstance(config, DFlashHeadConfig):
+            most |= dict.fromkeys(names, config.num_levels)
     for draft in drafts:
         for method in DRAFT_METHODS:
             specs[_name(method, draft, drafts)] = {"method": method, "model": draft}
@@ -76,6 +83,11 @@ def candidates(
     sides = [plain_side(PLAIN, eager)]
     for name, spec in specs.items():
         trees = TREES[spec["method"]]
+        if name in most:
+            key = "model_depth" if spec["method"] == "hybrid" else "depth"
+            trees = [tree for tree in trees if tree[key] <= most[name]]
+            default = METHODS[spec["method"]].model_fields[key].default
+            spec[key] = min(default, most[name])
         sides.append(side_of_trees(name, spec, trees, enforce_eager=eager))
     return sides, specs
 
