@@ -153,6 +153,15 @@ def test_trees_of_a_recurrent_head(parse: Callable[..., MethodConfig]) -> None:
         assert all(isinstance(tree.config.proposer(), DynamicTree) for tree in trees)
 
 
+def test_smaller_trees_have_no_more_parents() -> None:
+    """Red when a measured schedule makes a tree that its own keys refuse."""
+    config = unread("dflash_tree", top_k=8, num_parents=6)
+    parents = [
+        tree.config.model_dump()["num_parents"] for tree in config.scheduled_trees()
+    ]
+    assert parents == [6, 4]
+
+
 @pytest.mark.parametrize("method", list(HEADS))
 def test_smaller_trees(method: str, parse: Callable[..., MethodConfig]) -> None:
     """Red when a measured schedule tries a tree twice, or none that is small."""

@@ -73,7 +73,7 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
     elif method == "dflash_tree":
         for top_k, depth, kept in product(numbers, numbers, (*numbers, 40)):
             keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
-            yield {**keys, "num_parents": 2}
+            yield {**keys, "num_parents": min(2, top_k)}
             yield {**keys, "tree": "stochastic"}
             yield {**keys, "tree": "stochastic", "num_drafts": None}
     elif method == "lyanna":

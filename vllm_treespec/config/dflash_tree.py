@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -89,6 +89,16 @@ class DFlashTreeConfig(GrownTreeConfig):
         num_parents = self.num_parents or default_parents(self.model, self.top_k)
         least = self.min_probability or 0.0
         return DFlash(DynamicTree(*shape, self.num_drafts, least, num_parents))
+
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Smaller trees, whose levels have no more parents than children."""
+        shapes = super().smaller_shapes()
+        if self.num_parents is None:
+            return shapes
+        return [
+            {**shape, "num_parents": min(self.num_parents, shape["top_k"])}
+            for shape in shapes
+        ]
 
     @field_validator("num_parents")
     @classmethod
