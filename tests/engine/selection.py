@@ -61,7 +61,7 @@ RARE = {
         r"\[(sd|rsd_c|spectr|specinfer|suffix_tree|medusa_tree|dflash_tree|lyanna"
         r"|redrafter|redrafter-dynamic|hybrid-eagle)\]"
     ),
-    "test_support_matrix.py": r"\[(redrafter|lyanna)\]",
+    "test_support_matrix.py": r"\[(redrafter|eagle_tree|lyanna)\]",
     "test_model_kinds.py": (
         r"\[(int8|int4|gptq|awq|window in some layers)"
         r"|\[(window|sinks|chunks)-full draft"
