@@ -60,7 +60,8 @@ ENGINE = (
         "async scheduling",
         REFUSED,
         Arguments({"async_scheduling": True}, "async_scheduling=True"),
-        "off by default with our methods",
+        "V1: off by default with our methods",
+        gpu="V1: the same; V2: drafts trees",
     ),
     Row(
         "prompt embeddings",
