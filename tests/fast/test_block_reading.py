@@ -20,17 +20,18 @@ from vllm_treespec.layouts.masks import MaskLevelReader
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.trees.sizes import TreeSizes
 
-# the head reads the root and five rows behind it, in one fork
+# The head reads the root and four rows behind it, in one fork. From the end of a page
+# they reach into a third one, which four rows would not.
 SIZES = TreeSizes(
     max_nodes=8,
-    max_depth=5,
+    max_depth=4,
     max_width=2,
     max_leaves=3,
     draft_width=1,
-    draft_nodes=6,
+    draft_nodes=5,
 )
 LIMITS = LayoutLimits(SIZES, max_trees=2, has_own_kv=True)
-WIDTH = 6
+WIDTH = 5
 # the last tokens before the roots lie here, of two requests
 LAST = np.array([4, 7])
 FIRST_FORK = 10
