@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from safetensors.torch import load_file, save_file
 
-from vllm_treespec.heads.base import DraftHead, Head
+from vllm_treespec.heads.base import ContextHead, DraftHead, Head
 from vllm_treespec.heads.checkpoint import (
     WEIGHTS,
     Checkpoint,
@@ -28,6 +28,7 @@ from vllm_treespec.heads.config import (
 )
 from vllm_treespec.heads.dflash import DFlashHead
 from vllm_treespec.heads.eagle import EagleHead
+from vllm_treespec.heads.kinds import HEADS
 from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.heads.medusa import MedusaHead
 from vllm_treespec.heads.published import (
@@ -113,14 +114,13 @@ def check_head_weights(folder: Path) -> None:
     config = read_head_config(folder)
     # without memory for weights
     with torch.device("meta"):
-        if isinstance(config, LyannaHeadConfig):
-            _check_own_weights(LyannaHead(config), folder)
-        elif isinstance(config, EagleHeadConfig):
-            check_weights_fit(EagleHead(config), Checkpoint.read(folder))
-        elif isinstance(config, DFlashHeadConfig):
-            check_weights_fit(DFlashHead(config), dflash_checkpoint(folder))
-        else:
-            _check_own_weights(build_head(config), folder)
+        head = HEADS[config.method](config)
+    if isinstance(head, LyannaHead) or not isinstance(head, ContextHead):
+        _check_own_weights(head, folder)
+    elif isinstance(head, DFlashHead):
+        check_weights_fit(head, dflash_checkpoint(folder))
+    else:
+        check_weights_fit(head, Checkpoint.read(folder))
 
 
 def _check_own_weights(head: Head, folder: Path) -> None:
@@ -244,9 +244,7 @@ def load_eagle_head(
 
 
 def load_dflash_head(
-    model: str | Path,
-    num_target_layers: int | None = None,
-    hot_tokens: Path | None = None,
+    model: str | Path, num_target_layers: int | None = None
 ) -> DFlashHead:
     """Load a published DFlash head, in the dtypes of its files.
 
@@ -255,7 +253,6 @@ def load_dflash_head(
     Args:
         model: folder or hub id.
         num_target_layers: of the target, see ``read_head_config``.
-        hot_tokens: a JSON list of token ids, the only ones to draft.
 
     Raises:
         HeadError: it is no DFlash head, or its files do not fit together.
@@ -269,8 +266,6 @@ def load_dflash_head(
     checkpoint = dflash_checkpoint(folder)
     check_weights_fit(head, checkpoint)
     load_weights(head, folder, checkpoint.tensors())
-    if hot_tokens is not None:
-        head.restrict(read_heads_hot_tokens(hot_tokens, config))
     return head.eval().requires_grad_(False)
 
 
