@@ -9,17 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from vllm_treespec.config.base import MAX_DRAFTS, Count
 from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
 from vllm_treespec.heads import DFlashHeadConfig, read_head_config
-from vllm_treespec.proposers import (
-    DFlash,
-    DynamicTree,
-    Proposer,
-    RsdS,
-    StochasticTree,
-    dflash,
-    dynamic_tree,
-    rsd_s,
-    stochastic_tree,
-)
+from vllm_treespec.proposers import DFlash, dflash
 from vllm_treespec.trees.sizes import TreeSizes
 
 
@@ -69,26 +59,19 @@ class DFlashTreeConfig(GrownTreeConfig):
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
-        if self.num_drafts is None:
-            return dflash.sizes(rsd_s.sizes(self.top_k, self.depth))
-        grown = dynamic_tree if self.tree == "dynamic" else stochastic_tree
-        return dflash.sizes(grown.sizes(self.top_k, self.depth, self.num_drafts))
+        return dflash.sizes(self.grown_sizes)
 
-    def proposer(self) -> Proposer:
+    def proposer(self) -> DFlash:
         """Make the proposer; the head's folder says whether it is conditional.
 
         Raises:
             HeadError: the head's configuration cannot be read.
 
         """
-        shape = self.top_k, self.depth
-        if self.num_drafts is None:
-            return DFlash(RsdS(*shape))
         if self.tree == "stochastic":
-            return DFlash(StochasticTree(*shape, self.num_drafts))
+            return DFlash(self.grower())
         num_parents = self.num_parents or default_parents(self.model, self.top_k)
-        least = self.min_probability or 0.0
-        return DFlash(DynamicTree(*shape, self.num_drafts, least, num_parents))
+        return DFlash(self.grower(num_parents))
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """Smaller trees, whose levels have no more parents than children."""

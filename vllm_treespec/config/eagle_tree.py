@@ -9,25 +9,9 @@ from pydantic import Field, model_validator
 from vllm_treespec.config.base import MAX_DRAFTS
 from vllm_treespec.config.heads import GrownTreeConfig
 from vllm_treespec.heads import EagleHeadConfig, read_head_config
-from vllm_treespec.proposers import (
-    DynamicTree,
-    Proposer,
-    RsdS,
-    StaticTree,
-    StochasticTree,
-    dynamic_tree,
-    rsd_s,
-    static_tree,
-    stochastic_tree,
-)
+from vllm_treespec.proposers import Proposer, StaticTree, static_tree
 from vllm_treespec.proposers.static_tree import RANK_ACCURACIES
 from vllm_treespec.trees.sizes import TreeSizes
-
-SIZES = {
-    "dynamic": dynamic_tree.sizes,
-    "static": static_tree.sizes,
-    "stochastic": stochastic_tree.sizes,
-}
 
 
 class EagleTreeConfig(GrownTreeConfig):
@@ -52,24 +36,20 @@ class EagleTreeConfig(GrownTreeConfig):
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become; a bound on a static tree."""
-        if self.num_drafts is None:
-            return rsd_s.sizes(self.top_k, self.depth)
-        return SIZES[self.tree](self.top_k, self.depth, self.num_drafts)
+        if self.tree == "static":
+            assert self.num_drafts is not None
+            return static_tree.sizes(self.top_k, self.depth, self.num_drafts)
+        return self.grown_sizes
 
     def proposer(self) -> Proposer:
         """Make the proposer; a static tree grows by what the head's folder says."""
-        if self.num_drafts is None:
-            return RsdS(self.top_k, self.depth)
-        if self.tree == "dynamic":
-            return DynamicTree(
-                self.top_k, self.depth, self.num_drafts, self.min_probability or 0.0
-            )
-        if self.tree == "static":
-            head = read_head_config(self.model)
-            assert isinstance(head, EagleHeadConfig)
-            accuracies = head.rank_accuracies or RANK_ACCURACIES
-            return StaticTree(self.top_k, self.depth, self.num_drafts, accuracies)
-        return StochasticTree(self.top_k, self.depth, self.num_drafts)
+        if self.tree != "static":
+            return self.grower()
+        head = read_head_config(self.model)
+        assert isinstance(head, EagleHeadConfig)
+        assert self.num_drafts is not None
+        accuracies = head.rank_accuracies or RANK_ACCURACIES
+        return StaticTree(self.top_k, self.depth, self.num_drafts, accuracies)
 
     @model_validator(mode="after")
     def _head_reads_what_masks_hold(self) -> Self:

@@ -13,9 +13,18 @@ from vllm_treespec.config.base import (
     MethodConfig,
     MinProbability,
 )
+from vllm_treespec.proposers import (
+    DynamicTree,
+    RsdS,
+    StochasticTree,
+    dynamic_tree,
+    rsd_s,
+    stochastic_tree,
+)
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
+from vllm_treespec.trees.sizes import TreeSizes
 
 # Smaller trees: children per node, levels, draft tokens.
 SMALLER = ((4, 3, 8), (4, 2, 5), (4, 1, 4), (2, 1, 2))
@@ -120,6 +129,32 @@ class GrownTreeConfig(HeadMethodConfig):
     def prunes_by_cost(self) -> bool:
         """Whether its trees are dynamic ones."""
         return self.tree == "dynamic"
+
+    @property
+    def grown_sizes(self) -> TreeSizes:
+        """How large a tree of ``grower`` becomes."""
+        if self.num_drafts is None:
+            return rsd_s.sizes(self.top_k, self.depth)
+        grown = dynamic_tree if self.tree == "dynamic" else stochastic_tree
+        return grown.sizes(self.top_k, self.depth, self.num_drafts)
+
+    def grower(
+        self, num_parents: int | None = None
+    ) -> DynamicTree | StochasticTree | RsdS:
+        """Make what grows a tree of a draft model's logits.
+
+        Args:
+            num_parents: nodes of a level of a dynamic tree that get children; None:
+                top_k.
+
+        """
+        shape = self.top_k, self.depth
+        if self.num_drafts is None:
+            return RsdS(*shape)
+        if self.tree == "stochastic":
+            return StochasticTree(*shape, self.num_drafts)
+        least = self.min_probability or 0.0
+        return DynamicTree(*shape, self.num_drafts, least, num_parents)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """Smaller trees down to one level of two; of a dynamic one, one level."""

@@ -8,17 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
 from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
-from vllm_treespec.proposers import (
-    DynamicTree,
-    Lyanna,
-    Proposer,
-    RsdS,
-    StochasticTree,
-    dynamic_tree,
-    lyanna,
-    rsd_s,
-    stochastic_tree,
-)
+from vllm_treespec.proposers import DynamicTree, Lyanna, dynamic_tree, lyanna
 from vllm_treespec.sources.chain import Resample
 from vllm_treespec.trees.sizes import TreeSizes
 
@@ -67,32 +57,24 @@ class LyannaConfig(GrownTreeConfig):
     @property
     def sizes(self) -> TreeSizes:
         """How large its trees become."""
-        width, depth = self.top_k, self.depth
-        if self.num_drafts is None:
-            return lyanna.sizes(rsd_s.sizes(width, depth))
-        if self.tree == "stochastic":
-            return lyanna.sizes(stochastic_tree.sizes(width, depth, self.num_drafts))
-        tree = dynamic_tree.sizes(width, depth, self.num_drafts)
-        left = self._leftover_shape(tree.max_depth)
-        return lyanna.sizes(tree, None if left is None else dynamic_tree.sizes(*left))
+        left = self._leftover_shape
+        leftover = None if left is None else dynamic_tree.sizes(*left)
+        return lyanna.sizes(self.grown_sizes, leftover)
 
-    def _leftover_shape(self, depth: int) -> tuple[int, int, int] | None:
-        """Shape of the second part of trees of so many levels; one is used up."""
+    @property
+    def _leftover_shape(self) -> tuple[int, int, int] | None:
+        """Shape of the second part of its trees; one level is used up."""
+        depth = self.grown_sizes.max_depth
         if self.resample != "merge" or depth == 1:
             return None
         return self.top_k, depth - 1, self.resample_drafts
 
-    def proposer(self) -> Proposer:
+    def proposer(self) -> Lyanna:
         """Make the proposer."""
-        width, depth = self.top_k, self.depth
-        if self.num_drafts is None:
-            return Lyanna(RsdS(width, depth))
-        if self.tree == "stochastic":
-            return Lyanna(StochasticTree(width, depth, self.num_drafts))
-        least = self.min_probability or 0.0
-        tree = DynamicTree(width, depth, self.num_drafts, least)
-        left = self._leftover_shape(tree.depth)
-        return Lyanna(tree, None if left is None else DynamicTree(*left, least))
+        left = self._leftover_shape
+        if left is None:
+            return Lyanna(self.grower())
+        return Lyanna(self.grower(), DynamicTree(*left, self.min_probability or 0.0))
 
     @field_validator("resample")
     @classmethod
