@@ -174,6 +174,16 @@ def test_sliding_window(window: int, num_splits: int) -> None:
     assert error(batch, num_splits, window=window) < TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window", [0, 7, 40])
+def test_blocks(window: int, num_splits: int) -> None:
+    """Red when a block's row has its last row's window, or is off by one."""
+    requests = (Request(70, 6, is_block=True), Request(1, 6, is_block=True), MIXED[1])
+    batch = make_batch(requests, Layout())
+    found = error(batch, num_splits, window=window)
+    assert found < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("parents", [None, SMALL_TREE])
 def test_keys_before_the_window_are_not_read(parents: tuple[int, ...] | None) -> None:
     """Red when a window costs as much as the whole context."""

@@ -15,7 +15,8 @@ class Request:
 
     A chain has ``num_queries`` query rows behind ``context`` keys. A tree has the
     nodes of ``parents`` behind ``context`` keys; its query rows are those of ``nodes``
-    (all of them if None). A padded request has no rows.
+    (all of them if None). A block is a chain whose rows see its later rows, too. A
+    padded request has no rows.
     """
 
     context: int
@@ -23,6 +24,7 @@ class Request:
     # parents of the tree's nodes, -1 at the root
     parents: tuple[int, ...] | None = None
     nodes: tuple[int, ...] | None = None
+    is_block: bool = False
 
     @property
     def rows(self) -> tuple[int | None, ...]:
@@ -71,7 +73,8 @@ def visible_keys(request: Request, row: int, window: int) -> list[int]:
     node = request.rows[row]
     if node is None:
         position = request.context + row
-        positions = {slot: slot for slot in range(position + 1)}
+        last = request.seq_len if request.is_block else position + 1
+        positions = {slot: slot for slot in range(last)}
     else:
         assert request.parents is not None
         path = ancestors(request.parents, node)
@@ -158,12 +161,17 @@ def make_batch(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Ba
     # A token stride of its own, as rows of a fused projection have.
     wide = torch.randn(num_tokens, num_heads + 2, layout.head_size, generator=generator)
     masks = [
-        0 if node is None else mask_bits(ancestors(request.parents or (), node))
+        _chain_mask(request)
+        if node is None
+        else mask_bits(ancestors(request.parents or (), node))
         for request in requests
         for node in request.rows
     ]
     masks += [3] * layout.padding
-    tree_starts = [r.context if r.parents is not None else 0 for r in requests]
+    tree_starts = [
+        r.context - 1 if r.is_block else 0 if r.parents is None else r.context
+        for r in requests
+    ]
     scales = (None, None)
     if layout.cache_dtype is not None:
         scales = (torch.tensor(0.7), torch.tensor([1.3]))  # type: ignore[assignment]
@@ -181,6 +189,13 @@ def make_batch(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Ba
         },
         *scales,
     )
+
+
+def _chain_mask(request: Request) -> int:
+    """A block's bit 0 is the last token before it."""
+    if not request.is_block:
+        return 0
+    return mask_bits(range(request.num_queries + 1))
 
 
 def _paged_cache(

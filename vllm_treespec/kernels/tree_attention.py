@@ -70,7 +70,8 @@ def tree_attention(
         max_query_len: no request has more rows.
         scale: factor of the scores, positive.
         sliding_window: a key is seen if it lies fewer positions back; 0: all are. A
-            node's position is ``tree_start`` plus its depth.
+            node's position is ``tree_start`` plus its depth. That of a row whose mask
+            has later rows, too, is its slot's; its window must be longer than a mask.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay.
         key_scale: float32, one element on the device, what fp8 keys are multiplied by.
         value_scale: likewise for values.

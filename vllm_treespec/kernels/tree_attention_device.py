@@ -268,7 +268,9 @@ def tree_attention_kernel(
     masks = tl.load(node_masks + token + local, mask=is_row, other=0)
     masks = masks.to(tl.uint64, bitcast=True)
     position = seq_len - query_len + skipped + local
-    position = tl.where(masks != 0, tree_start + _bit_count(masks) - 1, position)
+    # A node lies at its position or behind it; a block's row sees bits above its own.
+    depth = tl.minimum(tree_start + _bit_count(masks) - 1, position)
+    position = tl.where(masks != 0, depth, position)
     prefix = tl.where(masks != 0, tree_start, position + 1)
     prefix = tl.minimum(prefix, seq_len)
     first, full, full_end, last = _tile_ranges(
