@@ -31,13 +31,19 @@ class DenseDFlash:
         kept = self.head.context_kv(features, positions)
         tokens = self.head.block_tokens(root, depth)
         rows = tokens.shape[1]
-        seen = torch.ones(rows, len(positions) + rows, dtype=torch.bool)
-        if self.head.config.causal:
-            seen = seen.tril(len(positions))
+        config = self.head.config
+        distances = torch.arange(rows)[:, None] - torch.arange(len(positions) + rows)
+        distances += len(positions)
 
         def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys = torch.cat([kept[number][0], key]).transpose(0, 1)
             values = torch.cat([kept[number][1], value]).transpose(0, 1)
+            seen = torch.ones_like(distances, dtype=torch.bool)
+            window = config.window(number)
+            if config.causality[number]:
+                seen &= distances >= 0
+            if window is not None:
+                seen &= distances < window
             found = scaled_dot_product_attention(
                 query.transpose(0, 1), keys, values, seen, enable_gqa=True
             )

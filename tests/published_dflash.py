@@ -42,6 +42,11 @@ class PublishedDFlash:
     target_layer_ids: tuple[int, ...] | None = (1, 3, 4)
     num_target_layers: int = 8
     causal: bool = False
+    sliding_layers: tuple[int, ...] = ()
+    sliding_window: int = 6
+    sliding_causal: bool = False
+    # sliding layers, all of them, by a switch
+    use_swa: bool = False
     sample_from_anchor: bool | None = None
     markov_rank: int = 0
     confidence_head: bool = False
@@ -73,6 +78,14 @@ class PublishedDFlash:
     def num_levels(self) -> int:
         """Levels that a block predicts."""
         return self.block_size - (not self.predicts_from_root)
+
+    @property
+    def said_causal(self) -> bool | None:
+        """What a file says of all layers; None: of none, defaults hold."""
+        if not self.sliding_layers or self.use_swa:
+            return self.causal or None
+        default = not self.causal and self.sliding_causal
+        return None if default else self.causal
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -193,12 +206,18 @@ class PublishedDFlash:
             config = self._layer() | own | self._plain()
         if self.form == "dflash2":
             del config["block_size"]
-        if self.form in ("dspark", "specforge", "dflash2") and self.causal:
-            config["is_causal"] = True
+        if self.form in ("dspark", "specforge", "dflash2"):
+            config["is_causal"] = self.said_causal
         config = config | self.keys
         return {key: value for key, value in config.items() if value is not None}
 
     def _layer(self) -> dict[str, Any]:
+        kinds = ["full_attention"] * self.num_layers
+        window = {}
+        if self.sliding_layers and not self.use_swa:
+            window = {"sliding_window": self.sliding_window, "use_sliding_window": True}
+            for number in self.sliding_layers:
+                kinds[number] = "sliding_attention"
         return {
             "model_type": "qwen3",
             "hidden_size": self.hidden_size,
@@ -212,7 +231,8 @@ class PublishedDFlash:
             "max_position_embeddings": self.max_positions,
             "vocab_size": self.vocab_size,
             "attention_bias": self.attention_bias,
-            "layer_types": ["full_attention"] * self.num_layers,
+            "layer_types": kinds,
+            **window,
             **self.rope,
         }
 
@@ -245,7 +265,7 @@ class PublishedDFlash:
         if self.form == "dspark":
             return said | read | self._markov()
         sections: dict[str, dict[str, Any]] = {
-            "dflash": {"causal": self.causal or None},
+            "dflash": {"causal": self.said_causal},
             "jetspec": {"causal_head": self.causal},
             "specforge": {"projector_type": "dspark", **self._markov()},
             "dflash2": {
@@ -256,6 +276,8 @@ class PublishedDFlash:
                 **self._second(),
             },
         }
+        if self.use_swa:
+            read |= {"use_swa": True, "swa_window_size": self.sliding_window}
         return said | {"dflash_config": read | sections[self.form]}
 
     def _speculators(self) -> dict[str, Any]:
@@ -271,7 +293,7 @@ class PublishedDFlash:
             | {"architectures": ["TargetModel"]},
             "mask_token_id": self.mask_token_id,
             "aux_hidden_state_layer_ids": [layer + 1 for layer in self.layer_ids],
-            "sliding_window_non_causal": False,
+            "sliding_window_non_causal": not self.sliding_causal,
             "speculators_config": {
                 "algorithm": kind,
                 "verifier": {"architectures": ["LlamaForCausalLM"]},

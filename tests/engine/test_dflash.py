@@ -15,7 +15,7 @@ from tests.dense_dflash import DenseDFlash
 from tests.engine.conftest import MAX_MODEL_LEN
 from tests.engine.head_jobs import ALONE, jobs_of_all_kinds, prompts
 from tests.engine.sampled import assert_same_text, with_and_without_trees
-from tests.engine.tiny_models import SIZES, write_random
+from tests.engine.tiny_models import SIZES, write_random, write_windowed
 from tests.heads import write_head
 
 DEPTH = 5
@@ -41,7 +41,24 @@ KINDS: dict[str, dict[str, Any]] = {
         "conv_kernel_size": 3,
         "conv_group_size": 32,
     },
+    # shorter than most texts, and than the target's
+    "causal window": {
+        "form": "dflash",
+        "block_size": 1 + DEPTH,
+        "markov_rank": 0,
+        "sliding_layers": (0,),
+        "sliding_window": 12,
+        "sliding_causal": True,
+    },
+    "windows": {
+        "form": "dspark",
+        "block_size": DEPTH,
+        "markov_rank": 16,
+        "sliding_layers": (0, 1),
+        "sliding_window": 20,
+    },
 }
+TARGET_WINDOW = 40
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,8 +68,11 @@ def pair(request: pytest.FixtureRequest, shared_folder: Path) -> tuple[str, str]
     target, head = folder / "target", folder / "head"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            config = LlamaConfig(**{**SIZES, "num_hidden_layers": NUM_LAYERS})
-            write_random(LlamaForCausalLM(config), target)
+            sizes = {**SIZES, "num_hidden_layers": NUM_LAYERS}
+            if request.param == "causal window":
+                write_windowed(target, TARGET_WINDOW, **sizes)
+            else:
+                write_random(LlamaForCausalLM(LlamaConfig(**sizes)), target)
             write_head(
                 head,
                 "dflash",
@@ -69,6 +89,8 @@ def test_chains_follow_from_the_text(
     log_drafts: Callable[..., dict[str, Any]], pair: tuple[str, str]
 ) -> None:
     """Red when a block misses a token of the context, or sees one at a wrong place.
+
+    Red, too, when a window is another one, or a layer has another's causality.
 
     After plain steps, beside others, from the prefix cache: drafts must be what the
     head makes of the text alone.

@@ -71,7 +71,7 @@ def test_rows_follow_the_context(make: Callable[[], Made], causal: bool) -> None
     """
     reader, forks, copies, node_masks = make()
     begin(reader)
-    inputs = reader.block(WIDTH, causal)
+    inputs = reader.show(reader.block(WIDTH), causal)
     positions = LAST[:, None] + 1 + np.arange(WIDTH)
     assert inputs.positions.tolist() == positions.flatten().tolist()
     assert inputs.query_start_loc.tolist() == [0, WIDTH, 2 * WIDTH]
@@ -100,7 +100,10 @@ def test_masks_show_the_block(causal: bool) -> None:
     reader, _, _, node_masks = masks()
     assert node_masks is not None
     begin(reader)
-    reader.block(WIDTH, causal)
+    block = reader.block(WIDTH)
+    # as for a layer before that sees other rows
+    reader.show(block, not causal)
+    reader.show(block, causal)
     seen = [[j <= row or not causal for j in range(WIDTH)] for row in range(WIDTH)]
     wanted = [1 + sum(bit << (1 + j) for j, bit in enumerate(row)) for row in seen]
     assert node_masks.node_masks[: 2 * WIDTH].tolist() == 2 * wanted

@@ -1,5 +1,6 @@
 """DFlash heads: every form computes what the papers say, and wrong variants do not."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,45 @@ HEADS = {
     ),
     "speculators dspark, old": PublishedDFlash("speculators", markov_rank=4),
     "speculators dflash2": PublishedDFlash("speculators", **SECOND, **CONVOLUTIONS),
+    "dflash, one causal window": PublishedDFlash(
+        sliding_layers=(0,), sliding_causal=True
+    ),
+    "dflash, windows": PublishedDFlash(sliding_layers=(0, 1)),
+    "dflash, windows by a switch": PublishedDFlash(
+        sliding_layers=(0, 1), sliding_window=5, use_swa=True
+    ),
+    "jetspec, one window": PublishedDFlash(
+        "jetspec", causal=True, sliding_layers=(1,), sliding_causal=True
+    ),
+    "dspark, one window": PublishedDFlash("dspark", sliding_layers=(1,)),
+    "dflash2, causal windows": PublishedDFlash(
+        "dflash2",
+        **SECOND,
+        **CONVOLUTIONS,
+        sliding_layers=(0, 1),
+        sliding_causal=True,
+    ),
+    "speculators dflash, one causal window": PublishedDFlash(
+        "speculators", sliding_layers=(1,), sliding_causal=True
+    ),
+    "speculators dflash2, one window": PublishedDFlash(
+        "speculators", **SECOND, **CONVOLUTIONS, sliding_layers=(0,)
+    ),
 }
+WINDOWS = HEADS["dflash, one causal window"]
 
 
 class BlockAttention:
     """Attention over contexts of different lengths and blocks, by masks."""
 
     def __init__(
-        self, contexts: list[list[tuple[Tensor, Tensor]]], causal: bool
+        self,
+        contexts: list[list[tuple[Tensor, Tensor]]],
+        causality: Sequence[bool],
+        windows: Sequence[int | None],
     ) -> None:
-        """Take keys and values by request and layer."""
-        self.contexts, self.causal = contexts, causal
+        """Take keys and values by request and layer, and what each layer sees."""
+        self.contexts, self.causality, self.windows = contexts, causality, windows
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[num_reqs * rows, ...], see ``Attend``."""
@@ -101,10 +130,13 @@ class BlockAttention:
                 "rhd,chd->hrc", query[own], keys.repeat_interleave(shared, 1)
             )
             scores = scores / query.shape[-1] ** 0.5
-            if self.causal:
-                later = torch.ones(rows, len(keys), dtype=torch.bool)
-                later = later.triu(len(keys) - rows + 1)
-                scores = scores.masked_fill(later, -torch.inf)
+            distances = torch.arange(rows)[:, None] - torch.arange(len(keys))
+            distances += len(keys) - rows
+            window = self.windows[layer]
+            if self.causality[layer]:
+                scores = scores.masked_fill(distances < 0, -torch.inf)
+            if window is not None:
+                scores = scores.masked_fill(distances >= window, -torch.inf)
             out = torch.einsum(
                 "hrc,chd->rhd", scores.softmax(-1), values.repeat_interleave(shared, 1)
             )
@@ -140,6 +172,7 @@ def states_of(
     first_position: int = 0,
     first_layer: int = 0,
     causal: bool | None = None,
+    longer: int = 0,
 ) -> Tensor:
     """Read contexts and blocks, [num_reqs, depth, hidden_size].
 
@@ -150,6 +183,7 @@ def states_of(
         first_position: of contexts.
         first_layer: added to the numbers of the target's layers.
         causal: whether blocks are; None: as the head is.
+        longer: added to windows.
 
     """
     contexts = []
@@ -161,8 +195,13 @@ def states_of(
         contexts.append(head.context_kv(features, positions))
     tokens = head.block_tokens(torch.tensor(ROOTS), depth)
     positions = torch.tensor(LENGTHS)[:, None] + torch.arange(tokens.shape[1])
-    causal = head.config.causal if causal is None else causal
-    return head.read_block(tokens, positions, BlockAttention(contexts, causal))
+    causality = head.config.causality
+    if causal is not None:
+        causality = (causal,) * len(causality)
+    windows = [head.config.window(number) for number in range(len(causality))]
+    windows = [None if window is None else window + longer for window in windows]
+    attend = BlockAttention(contexts, causality, windows)
+    return head.read_block(tokens, positions, attend)
 
 
 def references(published: PublishedDFlash, depth: int) -> list[ReferenceDFlash]:
@@ -259,6 +298,24 @@ def test_wrong_variants_are_noticed(wrong: dict[str, Any], tmp_path: Path) -> No
     published, depth = HEADS["dflash"], 3
     states = states_of(loaded(published, tmp_path), published, depth, **wrong)
     assert (states - wanted_states(published, depth)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"longer": 1},
+        {"longer": -1},
+        {"longer": 99},
+        {"causal": True},
+        {"causal": False},
+    ],
+    ids=["longer", "shorter", "no window", "causal", "not causal"],
+)
+def test_wrong_windows_are_noticed(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """Red when the comparison above could not tell another window from the right."""
+    depth = 3
+    states = states_of(loaded(WINDOWS, tmp_path), WINDOWS, depth, **wrong)
+    assert (states - wanted_states(WINDOWS, depth)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["dspark", "dflash2"])

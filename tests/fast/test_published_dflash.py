@@ -78,6 +78,9 @@ def test_what_a_config_says(tmp_path: Path) -> None:
     config = read(HEADS["dflash2, three taps, scales"], tmp_path)
     assert (config.block_size, config.output_softcap) == (4, 2.0)
     assert (config.input_scale, config.output_scale) == (1.5, 0.7)
+    config = read(HEADS["speculators dflash, one causal window"], tmp_path)
+    assert [config.window(number) for number in range(2)] == [None, 6]
+    assert config.causality == (False, True)
     ours = {"treespec": {"depth": 2, "rank_accuracies": [[0.5]]}}
     config = read(PublishedDFlash(keys=ours), tmp_path)
     assert (config.depth, config.rank_accuracies) == (2, ((0.5,),))
@@ -102,13 +105,38 @@ def test_layers_that_no_key_names(
 
 
 REFUSED: dict[str, tuple[PublishedDFlash, str]] = {
-    "sliding layers": (
-        PublishedDFlash(keys={"layer_types": ["sliding_attention", "full_attention"]}),
-        "heads with 'sliding_attention' are not supported yet",
+    "window of no size": (
+        PublishedDFlash(sliding_layers=(0,), keys={"sliding_window": None}),
+        "the layers [0] have a sliding window of unknown size; add 'sliding_window' "
+        "and 'use_sliding_window' true, or 'swa_window_size'",
     ),
-    "sliding layers by a switch": (
-        PublishedDFlash(keys={"use_swa": True}),
-        "heads with 'use_swa' True are not supported, only False; use another head",
+    "window that is switched off": (
+        PublishedDFlash(sliding_layers=(1,), keys={"use_sliding_window": False}),
+        "the layers [1] have a sliding window of unknown size",
+    ),
+    "windows of unknown layers": (
+        PublishedDFlash(keys={"layer_types": None, "use_sliding_window": True}),
+        "'use_sliding_window' does not say which layers have a sliding window; add "
+        "'layer_types'",
+    ),
+    "too few kinds of layers": (
+        PublishedDFlash(keys={"layer_types": ["full_attention"]}),
+        "'layer_types' ['full_attention'] must name 2 layers of 'full_attention' or "
+        "'sliding_attention'; use another head",
+    ),
+    "other kinds of layers": (
+        PublishedDFlash(keys={"layer_types": ["full_attention", "chunked_attention"]}),
+        "'layer_types' ['full_attention', 'chunked_attention'] must name 2 layers",
+    ),
+    "window within a block": (
+        PublishedDFlash(sliding_layers=(0,), sliding_window=4),
+        "sliding_window 4 must be more than block_size 4",
+    ),
+    "attention sinks": (
+        PublishedDFlash(
+            sliding_layers=(0,), keys={"add_swa_attention_sink_bias": True}
+        ),
+        "heads with 'add_swa_attention_sink_bias' True are not supported, only False",
     ),
     "quantised": (
         PublishedDFlash(keys={"quantization_config": {"quant_method": "fp8"}}),
@@ -344,5 +372,10 @@ def test_heads_that_no_form_has_words_for(tmp_path: Path) -> None:
     head = load_dflash_head(published.write(tmp_path / "a"), NUM_LAYERS)
     head.config = head.config.model_copy(update={"target_layers": (0, 4, 5)})
     with pytest.raises(HeadError, match="whose first layer is 1 or more"):
+        save_published(head, tmp_path / "b")
+    windows: dict[str, Any] = {"sliding_layers": (0,), "sliding_window": 6}
+    windows |= {"causal": True, "target_layers": (1, 4, 5)}
+    head.config = head.config.model_copy(update=windows)
+    with pytest.raises(HeadError, match="see later rows of a block and others do not"):
         save_published(head, tmp_path / "b")
     assert not (tmp_path / "b").exists()

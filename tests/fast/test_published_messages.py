@@ -83,7 +83,8 @@ eagle3 {"rope_scaling": {"type": "dynamic", "factor": 2.0}} => rotary embeddings
 eagle3 {"rope_parameters": {"rope_type": "longrope"}} => type 'longrope'
 eagle3 {"rope_scaling": {"type": "llama3"}} => Missing required keys
 eagle3 {"partial_rotary_factor": 0.5} => partial_rotary_factor 0.5 are
-eagle3 {"layer_types": ["sliding_attention"]} => 'sliding_attention' are
+eagle3 {"layer_types": ["sliding_attention"]} => 'sliding_attention' in 'layer_types'
+    are not supported; use another head
 eagle3 {"target_hidden_size": 20} => which are not 3 hidden states of 20
 last-layer {"target_hidden_size": 20} => 'target_hidden_size' 20 is not 'hidden_size'
     16

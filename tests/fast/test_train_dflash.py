@@ -21,7 +21,7 @@ from tests.fast.tiny_training import (
     tiny_target,
     trained,
 )
-from vllm_treespec.heads import DFlashHead
+from vllm_treespec.heads import DFlashHead, DFlashHeadConfig
 from vllm_treespec.train.batches import ContextDataset
 from vllm_treespec.train.blocks import read_blocks
 from vllm_treespec.train.dflash import DFlash
@@ -45,9 +45,11 @@ def cache(
 class PlainAttention:
     """Attention of one block over its context and itself, in plain matrix products."""
 
-    def __init__(self, context: list[tuple[Tensor, Tensor]], causal: bool) -> None:
+    def __init__(
+        self, context: list[tuple[Tensor, Tensor]], config: DFlashHeadConfig
+    ) -> None:
         """Take keys and values of the context, by layer."""
-        self.context, self.causal = context, causal
+        self.context, self.config = context, config
 
     def __call__(
         self, number: int, query: Tensor, key: Tensor, value: Tensor
@@ -60,9 +62,13 @@ class PlainAttention:
             for before, own in zip(self.context[number], (key, value), strict=True)
         )
         scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
-        if self.causal:
-            later = torch.ones(len(query), len(key)).triu(num_before + 1).bool()
-            scores = scores.masked_fill(later, -torch.inf)
+        unseen = torch.zeros(len(query), len(key), dtype=torch.bool)
+        if self.config.causality[number]:
+            unseen |= torch.ones_like(unseen).triu(num_before + 1)
+        window = self.config.window(number)
+        if window is not None:
+            unseen |= torch.ones_like(unseen).tril(num_before - window)
+        scores = scores.masked_fill(unseen, -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
 
 
@@ -83,7 +89,7 @@ def served_logits(
     root = tokens[anchor : anchor + 1]
     block = head.block_tokens(root, head.config.num_levels)
     positions = anchor + torch.arange(block.shape[1])[None]
-    attend = PlainAttention(context, head.config.causal)
+    attend = PlainAttention(context, head.config)
     draft = head.begin(head.read_block(block, positions, attend), root)
     found = [draft.root_logits()[0]]
     for token in tokens[anchor + 1 : anchor + head.config.num_levels]:
@@ -93,11 +99,13 @@ def served_logits(
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "windows"),
     [
-        {"markov_rank": 4},
-        {"markov_rank": 4, "causal": True, "num_hot_tokens": None},
-        {"markov_rank": 0, "num_layers": 1},
+        ({"markov_rank": 4}, {}),
+        ({"markov_rank": 4, "causal": True, "num_hot_tokens": None}, {}),
+        ({"markov_rank": 0, "num_layers": 1}, {}),
+        ({"markov_rank": 4}, {"sliding_layers": (0, 1)}),
+        ({"markov_rank": 4}, {"sliding_layers": (1,), "sliding_causal": True}),
     ],
 )
 def test_guesses_are_those_of_serving(
@@ -105,8 +113,12 @@ def test_guesses_are_those_of_serving(
     cache: TeacherCache,
     monkeypatch: pytest.MonkeyPatch,
     sizes: dict[str, Any],
+    windows: dict[str, Any],
 ) -> None:
-    """Red when a token, position, context or target of a block is another one's."""
+    """Red when a token, position, context or target of a block is another one's.
+
+    Heads with windows are not trained, but evaluated.
+    """
     # several groups a conversation, and no rounding
     monkeypatch.setattr("vllm_treespec.train.blocks._GROUP", 5)
     monkeypatch.setattr("torch.autocast", lambda *_, **__: nullcontext())
@@ -114,6 +126,9 @@ def test_guesses_are_those_of_serving(
     told = replace(cache, ids=cache.positions[:, None].expand_as(cache.ids).int())
     drafter = started("dflash", target, told, ALL, **{"num_layers": 2, **sizes})
     head = shake(drafter.head)
+    if windows:
+        windows["sliding_window"] = head.config.block_size + 2
+        head.config = head.config.model_copy(update=windows)
     data = ContextDataset(told, [0, 1, 2, 4], 200, head.config.layers)
     (number,) = range(len(data))
     inputs, longest = data[number], data[number]["states"].shape[1]

@@ -146,7 +146,13 @@ class ReferenceDFlash:
         return torch.stack(terms).sum(0)
 
     def attention(self, layer: int, rows: list[Tensor], start: int) -> list[Tensor]:
-        """softmax(q K^T / sqrt(d)) V over the context and the block."""
+        """softmax(q K^T / sqrt(d)) V over the context and the block.
+
+        A key is seen that lies fewer positions before the row than the window has, if
+        the layer has one.
+        """
+        sliding = layer in self.head.sliding_layers
+        causal = self.head.sliding_causal if sliding else self.head.causal
         block = range(len(rows))
         keys = [torch.stack(self.heads(layer, "k", rows[i], start + i)) for i in block]
         values = [
@@ -154,9 +160,12 @@ class ReferenceDFlash:
         ]
         results = []
         for i in block:
-            seen = i + 1 if self.head.causal else len(rows)
-            seen_keys = self.keys[layer] + keys[:seen]
-            seen_values = self.values[layer] + values[:seen]
+            seen = i + 1 if causal else len(rows)
+            first = 0
+            if sliding:
+                first = max(start + i - self.head.sliding_window + 1, 0)
+            seen_keys = self.keys[layer][first:] + keys[:seen]
+            seen_values = self.values[layer][first:] + values[:seen]
             parts = []
             for number, query in enumerate(self.heads(layer, "q", rows[i], start + i)):
                 shared = number // (self.head.num_heads // self.head.num_kv_heads)

@@ -13,12 +13,22 @@ from tests.v2.engines import GREEDY, engine
 from tests.v2.prompts import PROMPTS
 
 DEPTH = 3
+# shorter than most texts
+WINDOWS: dict[str, dict[str, Any]] = {
+    "no window": {},
+    "causal": {"causal": True},
+    "causal window": {"sliding_layers": (0,), "sliding_causal": True},
+    "windows": {"sliding_layers": (0, 1)},
+}
 
 
+@pytest.mark.parametrize("windows", WINDOWS)
 def test_chains_follow_from_the_text(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    windows: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when a block misses a token, or sees a row that its mask should hide.
+
+    Red, too, when a window is another one, or a layer has another's masks.
 
     Two requests run beside one another, with prompts in chunks.
     """
@@ -31,6 +41,8 @@ def test_chains_follow_from_the_text(
         form="dflash",
         block_size=1 + DEPTH,
         markov_rank=0,
+        sliding_window=7,
+        **WINDOWS[windows],
     )
     reference = DenseDFlash(target, head)
     spec = {"method": "dflash_tree", "model": head, "top_k": 1, "depth": DEPTH}

@@ -52,6 +52,22 @@ HEADS = {
     "speculators dspark": PublishedDFlash(
         "speculators", **SIZES, markov_rank=4, draft_vocab_size=20
     ),
+    "one causal window": PublishedDFlash(
+        **SIZES, sliding_layers=(0,), sliding_causal=True
+    ),
+    "windows": PublishedDFlash(
+        "dflash2", **SIZES, **SECOND, **CONVOLUTIONS, sliding_layers=(0, 1)
+    ),
+    "dspark, one causal window": PublishedDFlash(
+        "dspark", **SIZES, markov_rank=4, sliding_layers=(1,), sliding_causal=True
+    ),
+    "one window": PublishedDFlash(**SIZES, sliding_layers=(1,)),
+    "windows by a switch": PublishedDFlash(
+        **SIZES, sliding_layers=(0, 1), use_swa=True
+    ),
+    "speculators, windows": PublishedDFlash(
+        "speculators", **SIZES, sliding_layers=(0, 1)
+    ),
 }
 CLASSES = {
     "Qwen3DSparkModel": Qwen3DSparkForCausalLM,
@@ -63,11 +79,13 @@ CLASSES = {
 class Recorder(nn.Module):
     """Stands for vLLM's attention of one layer: keeps its context, reads blocks."""
 
-    def __init__(self, layer: Any, number: int, causal: bool) -> None:
+    def __init__(
+        self, layer: Any, number: int, causal: bool, window: int | None
+    ) -> None:
         """Take the place of ``layer``."""
         super().__init__()
         self.shape = (-1, layer.num_kv_heads, layer.head_size)
-        self.number, self.causal = number, causal
+        self.number, self.causal, self.window = number, causal, window
         self.impl, self.kv_cache = self, None
         self.contexts: list[tuple[Tensor, Tensor]] = []
 
@@ -80,7 +98,8 @@ class Recorder(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend to the context and the block."""
         heads = query.unflatten(-1, (-1, self.shape[-1]))
-        attend = BlockAttention([[context] for context in self.contexts], self.causal)
+        contexts = [[context] for context in self.contexts]
+        attend = BlockAttention(contexts, [self.causal], [self.window])
         return attend(0, heads, key.view(self.shape), value.view(self.shape))
 
 
@@ -104,7 +123,8 @@ def stock_model(folder: Path, target: str, depth: int) -> tuple[Any, Any]:
     recorders = []
     for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
-        attention.attn = Recorder(attention.attn, number, causal[number])
+        window = attention.sliding_window
+        attention.attn = Recorder(attention.attn, number, causal[number], window)
         recorders.append(attention.attn)
     model.model._attn_layers = recorders
     return model, config
@@ -140,7 +160,9 @@ def test_modules_agree(name: str, written: bool, target: str, tmp_path: Path) ->
     stock, vllm_config = stock_model(folder, target, depth)
     spec = vllm_config.speculative_config
     assert get_eagle3_aux_layers_from_config(spec) == config.layers
-    assert stock.get_draft_attn_causal() == [config.causal] * config.num_layers
+    assert stock.get_draft_attn_causal() == [*config.causality]
+    windows = [layer.self_attn.sliding_window for layer in stock.model.layers]
+    assert windows == [config.window(number) for number in range(config.num_layers)]
     if config.markov_rank:
         said = spec.draft_model_config.hf_config.to_dict()
         assert said.get("sample_from_anchor", True) == config.sample_from_anchor
@@ -177,7 +199,8 @@ def both_states(head: DFlashHead, stock: Any, depth: int) -> tuple[Tensor, Tenso
             torch.testing.assert_close(found[layer], wanted, rtol=1e-4, atol=1e-4)
     tokens = head.block_tokens(torch.tensor(ROOTS), depth)
     positions = torch.tensor(LENGTHS)[:, None] + torch.arange(tokens.shape[1])
-    attend = BlockAttention(contexts, head.config.causal)
+    windows = [head.config.window(number) for number in range(len(contexts[0]))]
+    attend = BlockAttention(contexts, head.config.causality, windows)
     states = head.read_block(tokens, positions, attend)
     wanted = stock(tokens.flatten(), positions.flatten()).view(*tokens.shape, -1)
     torch.testing.assert_close(states, wanted[:, -depth:], rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import DFlashHead, DFlashHeadConfig, load_dflash_head
 from vllm_treespec.heads.source import TimedDraft
+from vllm_treespec.layouts.base import LevelInputs
 from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 from vllm_treespec.sources.feature_store import WaitingStates
 
@@ -47,6 +48,10 @@ class PagedDFlashHead(PagedHead):
     def load_head(self) -> DFlashHead:
         """Read the head's files."""
         return load_dflash_head(self.model, self.num_target_layers)
+
+    def window(self, number: int) -> int | None:
+        """Positions that a row sees in this layer, its own among them; None: all."""
+        return self.config.window(number)
 
     def warm_up(self) -> None:
         """Run once without a KV cache: the context of a whole step, and a block."""
@@ -83,22 +88,43 @@ class PagedDFlashHead(PagedHead):
         self.level_reader.begin(self.last_tokens(self.committed))
         depth = min(roots.depth, self.config.num_levels)
         tokens = self.head.block_tokens(roots.root_token_ids, depth)
-        inputs = self.level_reader.block(tokens.shape[1], self.config.causal)
-        metadata = self.attention_metadata(inputs, tokens.numel())
+        inputs = self.level_reader.block(tokens.shape[1])
+        metadata = self._metadata_by_layer(inputs)
         positions = inputs.positions.view_as(tokens)
         with self.stats.stage(DRAFT_FORWARD):
-            states = self._run(metadata, tokens, positions, inputs.slots)
+            states = self._run(metadata, tokens, positions, inputs)
             self.level_reader.end_level()
             draft = self.head.begin(states, roots.root_token_ids)
         return TimedDraft(draft, self.stats)
+
+    def _metadata_by_layer(self, block: LevelInputs) -> dict[str, AttentionMetadata]:
+        """What each layer of the head needs to know about a block."""
+        by_layer, causality = {}, self.config.causality
+        for causal in set(causality):
+            shown = self.level_reader.show(block, causal)
+            built = self.attention_metadata(shown, len(block.positions))
+            for name, own in zip(self.layer_names, causality, strict=True):
+                if own == causal:
+                    by_layer[name] = built[name]
+        return by_layer
 
     def _run(
         self,
         attn_metadata: dict[str, AttentionMetadata] | None,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor | None,
+        block: LevelInputs | None,
     ) -> Tensor:
-        """Run the head; without a KV cache metadata (by layer) and slots are None."""
+        """Run the head; without a KV cache metadata (by layer) and block are None."""
+        causality = self.config.causality
+        mixed = len(set(causality)) > 1
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if mixed and block is not None:
+                # masks are in one place for all layers
+                self.level_reader.show(block, causality[number])
+            return self.attend(number, query, key, value)
+
+        slots = None if block is None else block.slots
         with self.forward_context(attn_metadata, token_ids.numel(), slots):
-            return self.head.read_block(token_ids, positions, self.attend)
+            return self.head.read_block(token_ids, positions, attend)

@@ -86,15 +86,24 @@ class PagedHead(PagedSource):
             ]
         self.layer_names = [layer.layer_name for layer in self.layers]
 
+    def window(self, number: int) -> int | None:
+        """Positions that a row sees in this layer, its own among them; None: all."""
+        return None
+
     def _attention(self, number: int) -> Attention:
-        return Attention(
+        window = self.window(number)
+        layer = Attention(
             num_heads=self.config.num_heads,
             head_size=self.config.head_size,
             scale=self.config.head_size**-0.5,
             num_kv_heads=self.config.num_kv_heads,
-            cache_config=self.with_window(self.vllm_config.cache_config, None),
+            cache_config=self.with_window(self.vllm_config.cache_config, window),
             prefix=f"{self.prefix}.layers.{number}.attn",
         )
+        # The window is the kernel's. The KV cache keeps all tokens of all layers, and
+        # vLLM has no group for layers of different windows.
+        layer.sliding_window = None
+        return layer
 
     def features_of_a_step(self) -> tuple[Tensor, Tensor]:
         """As many zeros as a step has tokens, int64, and features of zeros."""

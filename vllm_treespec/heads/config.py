@@ -253,6 +253,15 @@ class DFlashHeadConfig(DecoderHeadConfig):
     causal: bool = Field(
         default=False, description="rows of a block see only earlier rows of it"
     )
+    sliding_layers: tuple[NonNegativeInt, ...] = Field(
+        default=(), description="numbers of the layers with a sliding window"
+    )
+    sliding_window: Size | None = Field(
+        default=None, description="positions, a row's own among them, that those see"
+    )
+    sliding_causal: bool = Field(
+        default=False, description="the same as causal, of those layers alone"
+    )
     markov_rank: NonNegativeInt = Field(
         default=0, description="of the bias by the parent's token; 0: there is none"
     )
@@ -302,6 +311,39 @@ class DFlashHeadConfig(DecoderHeadConfig):
                 f"{self.hidden_size}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _windows_fit(self) -> Self:
+        layers, window = self.sliding_layers, self.sliding_window
+        if bool(layers) != (window is not None) or (self.sliding_causal and not layers):
+            raise ValueError(
+                "sliding_layers needs sliding_window, and sliding_causal needs both"
+            )
+        if layers and max(layers) >= self.num_layers:
+            raise ValueError(
+                f"sliding_layers {list(layers)} must be below {self.num_layers}"
+            )
+        # So a window never hides a row of the block, and of the context it hides as
+        # much in every kernel.
+        if window is not None and window <= self.block_size:
+            raise ValueError(
+                f"sliding_window {window} must be more than block_size "
+                f"{self.block_size}"
+            )
+        return self
+
+    @property
+    def causality(self) -> tuple[bool, ...]:
+        """By layer, whether rows of a block see only earlier rows of it."""
+        sliding = set(self.sliding_layers)
+        return tuple(
+            self.sliding_causal if number in sliding else self.causal
+            for number in range(self.num_layers)
+        )
+
+    def window(self, number: int) -> int | None:
+        """Positions that a row sees in this layer, its own among them; None: all."""
+        return self.sliding_window if number in self.sliding_layers else None
 
     @property
     def num_levels(self) -> int:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Those whose angles do not depend on how long the text has become.
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 FIRST_LAYER = "layers.0."
+SLIDING = "sliding_attention"
 # EAGLE-3's only layer, as SafeAILab names it.
 MIDDLE_LAYER = "midlayer."
 # What layer 0 of EAGLE-3 has and that of EAGLE-1 has not.
@@ -169,6 +170,11 @@ def eagle_config(said: PublishedConfig, checkpoint: Checkpoint) -> EagleHeadConf
     shapes = plain_shapes(checkpoint)
     if not is_eagle(shapes):
         raise not_a_head(path, "the weights beside it are not those of an EAGLE head")
+    if SLIDING in said.layer_types:
+        raise HeadError(
+            f"{path}: EAGLE heads with {SLIDING!r} in 'layer_types' are not supported; "
+            f"use another head"
+        )
     common = decoder_fields(said, shapes, path)
     common["num_layers"] = _num_layers(shapes)
     common["qk_norm"] = f"{FIRST_LAYER}self_attn.q_norm.weight" in shapes
@@ -205,8 +211,6 @@ def decoder_fields(
         HeadError: it says something that is not supported.
 
     """
-    if "sliding_attention" in said.layer_types:
-        raise HeadError(f"{path}: heads with 'sliding_attention' are not supported yet")
     draft_size = _draft_vocab_size(said, shapes, path)
     return {
         "hidden_size": said.hidden_size,

@@ -8,9 +8,10 @@ reads them.
 ``target_layer_ids`` counts the layer that ends: layer L is ``hidden_states[L + 1]`` of
 transformers, the state before layer L + 1. speculators' ``aux_hidden_state_layer_ids``
 counts the layer that follows, as we do. A block is causal where ``is_causal`` or
-``dflash_config.causal`` (vLLM), or ``dflash_config.causal_head`` (JetSpec), says so;
-speculators' ``sliding_window_non_causal`` is of sliding layers alone. Logits are
-scaled, then capped. DSpark's confidence head is not read.
+``dflash_config.causal`` (vLLM), or ``dflash_config.causal_head`` (JetSpec), says so.
+Else it is causal in the layers with windows that ``layer_types`` names, and in no
+others; speculators' ``sliding_window_non_causal`` is of layers with windows alone.
+Logits are scaled, then capped. DSpark's confidence head is not read.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from vllm_treespec.heads.checkpoint import (
 from vllm_treespec.heads.config import DFlashHeadConfig, HeadError, Size
 from vllm_treespec.heads.published import (
     FIRST_LAYER,
+    SLIDING,
     Flag,
     LayerIds,
     PublishedDecoder,
@@ -48,8 +50,6 @@ ARCHITECTURES = {
 # Key -> what is supported of it; a head without the key is supported.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
-    "use_swa": (False,),
-    "use_sliding_window": (False,),
     "attention_sink_bias": (False,),
     "add_swa_attention_sink_bias": (False,),
     "attention_value_scale": (1.0,),
@@ -68,6 +68,7 @@ SPECULATORS_KEYS = (
     "mask_token_id",
     "aux_hidden_state_layer_ids",
     "sample_from_anchor",
+    "sliding_window_non_causal",
     "markov_rank",
     "markov_head_type",
     "conv_kernel_size",
@@ -100,6 +101,11 @@ class PublishedDFlash(PublishedDecoder):
     is_causal: Flag | None = None
     causal: Flag | None = None
     causal_head: Flag | None = None
+    use_swa: Flag = False
+    swa_window_size: Size | None = None
+    use_sliding_window: Flag | None = None
+    sliding_window: NonNegativeInt | None = None
+    sliding_window_non_causal: Flag | None = None
     markov_rank: NonNegativeInt = 0
     selector_rank: NonNegativeInt = 0
     selector_top_k: NonNegativeInt = 0
@@ -157,9 +163,10 @@ def _flattened(config: dict[str, Any], path: Path) -> dict[str, Any]:
         raise not_a_head(path, "'transformer_layer_config' is missing")
     own = {key: config[key] for key in SPECULATORS_KEYS if key in config}
     # those in the file are names of training classes, and its layer is the target's
-    dropped = ("architectures", "use_sliding_window", "is_causal")
+    dropped = ("architectures", "is_causal")
     return {k: v for k, v in layer.items() if k not in dropped} | {
         "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
         **own,
     }
 
@@ -200,7 +207,7 @@ def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadCo
         "mask_token_id": said.mask_token_id,
         "own_mask": "mask_embedding" in shapes,
         "sample_from_anchor": _samples_from_anchor(said, path),
-        "causal": _is_causal(said),
+        **_windows_and_causality(said, path),
         "markov_rank": said.markov_rank,
         "selector_rank": said.selector_rank,
         "selector_top_k": said.selector_top_k,
@@ -267,9 +274,51 @@ def _samples_from_anchor(said: PublishedDFlash, path: Path) -> bool:
     return ARCHITECTURES[known[0]]
 
 
-def _is_causal(said: PublishedDFlash) -> bool:
+def _windows_and_causality(said: PublishedDFlash, path: Path) -> dict[str, Any]:
+    """What each layer sees of the context and of the block."""
     given = (said.is_causal, said.causal, said.causal_head)
-    return next((one for one in given if one is not None), False)
+    said_causal = next((one for one in given if one is not None), None)
+    causal = bool(said_causal)
+    layers = _sliding_layers(said, path)
+    if not layers:
+        return {"causal": causal}
+    window = said.swa_window_size
+    if window is None and said.use_sliding_window is not False:
+        window = said.sliding_window
+    if not window:
+        raise HeadError(
+            f"{path}: the layers {list(layers)} have a sliding window of unknown size; "
+            f"add 'sliding_window' and 'use_sliding_window' true, or 'swa_window_size'"
+        )
+    sliding_causal = SLIDING in said.layer_types
+    if said_causal is not None:
+        sliding_causal = said_causal
+    elif said.sliding_window_non_causal is not None:
+        sliding_causal = not said.sliding_window_non_causal
+    return {
+        "causal": sliding_causal if len(layers) == said.num_hidden_layers else causal,
+        "sliding_layers": layers,
+        "sliding_window": window,
+        "sliding_causal": sliding_causal,
+    }
+
+
+def _sliding_layers(said: PublishedDFlash, path: Path) -> tuple[int, ...]:
+    """Layers with a window: all by ``use_swa``, if ``layer_types`` names none."""
+    count = said.num_hidden_layers
+    if said.use_sliding_window and not said.layer_types:
+        raise HeadError(
+            f"{path}: 'use_sliding_window' does not say which layers have a sliding "
+            f"window; add 'layer_types'"
+        )
+    kinds = said.layer_types[:count] or ("full_attention",) * count
+    if len(kinds) < count or not {*kinds} <= {"full_attention", SLIDING}:
+        raise HeadError(
+            f"{path}: 'layer_types' {list(kinds)} must name {count} layers of "
+            f"'full_attention' or {SLIDING!r}; use another head"
+        )
+    layers = tuple(number for number, kind in enumerate(kinds) if kind == SLIDING)
+    return layers or (tuple(range(count)) if said.use_swa else ())
 
 
 def _check_combined(

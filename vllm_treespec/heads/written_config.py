@@ -12,6 +12,7 @@ from vllm_treespec.heads.config import (
     EagleHeadConfig,
     HeadError,
 )
+from vllm_treespec.heads.published import SLIDING
 from vllm_treespec.sources.base import FINAL_LAYER
 
 
@@ -103,10 +104,12 @@ def _dflash(config: DFlashHeadConfig) -> dict[str, Any]:
     elif config.selector_rank:
         name = "DFlash2DraftModel"
     layers = [layer - 1 for layer in config.layers]
+    # null: as layer_types say, by default
+    causal = config.causality[0] if len({*config.causality}) == 1 else None
     section = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": layers,
-        "causal": config.causal,
+        "causal": causal,
         "sample_from_anchor": config.sample_from_anchor,
         "input_embedding_scale": config.input_scale,
         "output_multiplier": config.output_scale,
@@ -132,11 +135,29 @@ def _dflash(config: DFlashHeadConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "target_hidden_size": config.target_hidden_size,
         "attention_bias": config.qkv_bias,
-        "is_causal": config.causal,
+        "is_causal": causal,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": layers,
         "sample_from_anchor": config.sample_from_anchor,
         "dflash_config": section,
+        **_windows(config),
         **(markov if config.markov_rank else {}),
+    }
+
+
+def _windows(config: DFlashHeadConfig) -> dict[str, Any]:
+    """Which layers have a window, and of which size."""
+    if config.causal and not all(config.causality):
+        raise HeadError(
+            "no published form says that layers with a sliding window see later rows "
+            "of a block and others do not"
+        )
+    kinds = ["full_attention"] * config.num_layers
+    for number in config.sliding_layers:
+        kinds[number] = SLIDING
+    return {
+        "layer_types": kinds,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
     }

@@ -143,13 +143,16 @@ class LevelReader(Protocol):
     def next_level(self, parents: Tensor) -> LevelInputs:
         """Prepare to read one more level; see ``DraftModel.extend``."""
 
-    def block(self, width: int, causal: bool) -> LevelInputs:
+    def block(self, width: int) -> LevelInputs:
         """Prepare to read ``width`` rows of each tree, one position after the other.
 
-        Args:
-            width: rows, the first at the position behind the root's.
-            causal: whether a row sees no later one.
+        The first lies at the position behind the root's. Next comes ``show``.
+        """
 
+    def show(self, block: LevelInputs, causal: bool) -> LevelInputs:
+        """The same block for layers in which a row sees no later one, or all rows.
+
+        To be called again before layers are read in which that differs.
         """
 
     def end_level(self) -> None:

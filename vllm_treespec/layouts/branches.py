@@ -171,7 +171,7 @@ class BranchLevelReader:
             block_table=self.fork_tables[:, :width].flatten(0, 1),
         )
 
-    def block(self, width: int, causal: bool) -> LevelInputs:
+    def block(self, width: int) -> LevelInputs:
         """Lay the rows of each tree out in its first fork."""
         rows = torch.arange(1, width + 1, device=self.trees.device)
         num_trees = len(self.trees)
@@ -183,8 +183,11 @@ class BranchLevelReader:
             query_start_loc=np.arange(num_trees + 1) * width,
             seq_lens=self.roots.host_positions + width + 1,
             block_table=self.fork_tables[:, 0].contiguous(),
-            causal=causal,
         )
+
+    def show(self, block: LevelInputs, causal: bool) -> LevelInputs:
+        """Let the kernel know."""
+        return replace(block, causal=causal)
 
     def _copy_roots(self, fork: Tensor) -> None:
         targets = self.forks.block(self.trees, fork, 0)

@@ -149,22 +149,32 @@ class MaskLevelReader:
         first, self.num_read = self.num_read, self.num_read + parents.shape[1]
         nodes = torch.arange(first, self.num_read, device=parents.device)
         self.node_masks = self.node_masks.gather(1, parents) | (1 << nodes)
+        self._set_masks()
         return self._rows(nodes, torch.full_like(nodes, self.depth))
 
-    def block(self, width: int, causal: bool) -> LevelInputs:
-        """Lay the rows out behind the root; each sees all of them, or none later."""
+    def block(self, width: int) -> LevelInputs:
+        """Lay the rows out behind the root."""
         self.num_read = 1 + width
+        rows = torch.arange(1, self.num_read, device=self.trees.device)
+        return self._rows(rows, rows)
+
+    def show(self, block: LevelInputs, causal: bool) -> LevelInputs:
+        """Mask the rows: each sees all of them, or none later."""
+        width = self.num_read - 1
         rows = torch.arange(1, self.num_read, device=self.trees.device)
         last = rows if causal else torch.full_like(rows, width)
         self.node_masks = ((2 << last) - 1).expand(len(self.trees), -1)
-        return self._rows(rows, rows)
+        self._set_masks()
+        return block
+
+    def _set_masks(self) -> None:
+        masks = self.node_masks.flatten()
+        rows = torch.arange(len(masks), device=masks.device)
+        self.masks.set_masks(rows, masks, self.trees, self.roots.positions)
 
     def _rows(self, nodes: Tensor, depths: Tensor) -> LevelInputs:
-        """Some nodes of every tree, int64 [width], under ``node_masks``."""
+        """Some nodes of every tree, int64 [width]."""
         num_trees, width = len(self.trees), len(nodes)
-        rows = torch.arange(num_trees * width, device=nodes.device)
-        masks = self.node_masks.flatten()
-        self.masks.set_masks(rows, masks, self.trees, self.roots.positions)
         context = self.roots.positions[:, None]
         return LevelInputs(
             positions=(context + depths).flatten(),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from vllm_treespec.heads.config import DFlashHeadConfig
 from vllm_treespec.heads.dflash import DFlashHead
 from vllm_treespec.train.unrolled import slots_by_row
 
@@ -42,7 +43,7 @@ def read_blocks(head: DFlashHead, inputs: dict[str, Tensor], anchors: Tensor) ->
         num_rows,
         pairs,
         len(rows),
-        head.config.causal,
+        head.config,
     )
     return head.read_block(tokens, (pairs % longest + 1)[:, None] + rows, attend)
 
@@ -54,7 +55,7 @@ class BlockAttention:
     its conversation's tokens, then those of its own rows.
 
     Attributes:
-        mask: bool [num_groups, 1 for all heads, rows of a group, keys].
+        masks: by layer, bool [num_groups, 1 for all heads, rows of a group, keys].
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class BlockAttention:
         num_rows: int,
         pairs: Tensor,
         block_rows: int,
-        causal: bool,
+        config: DFlashHeadConfig,
     ) -> None:
         """Mask the keys.
 
@@ -74,20 +75,30 @@ class BlockAttention:
             pairs: int64 [m], the place of the token before each anchor, as row *
                 longest + i.
             block_rows: of one block.
-            causal: rows of a block see only earlier rows of it.
+            config: of the head, whose layers may differ in windows and causality.
         """
         self.context, self.num_rows = context, num_rows
         longest, device = len(context[0][0]) // num_rows, pairs.device
         self.slots, self.groups = slots_by_row(pairs // longest, num_rows, _GROUP)
         last = pairs.new_zeros(num_rows * self.groups * _GROUP)
         last[self.slots] = pairs % longest
-        before = torch.arange(longest, device=device) <= last.view(-1, _GROUP, 1)
-        before = before.repeat_interleave(block_rows, dim=1)
-        block = torch.ones(block_rows, block_rows, dtype=torch.bool, device=device)
-        own = torch.block_diag(*[block.tril() if causal else block] * _GROUP)
-        self.mask = torch.cat([before, own.expand(len(before), -1, -1)], dim=-1)[
-            :, None
-        ]
+        rows = torch.arange(block_rows, device=device)
+        # positions of a group's rows, int64 [num_groups, rows of a group, 1]
+        ends = last.view(-1, _GROUP, 1).repeat_interleave(block_rows, dim=1)
+        positions = ends + 1 + rows.repeat(_GROUP)[:, None]
+        keys = torch.arange(longest, device=device)
+
+        def mask(causal: bool, window: int | None) -> Tensor:
+            before = keys <= ends
+            if window is not None:
+                before &= positions - keys < window
+            block = torch.ones(block_rows, block_rows, dtype=torch.bool, device=device)
+            own = torch.block_diag(*[block.tril() if causal else block] * _GROUP)
+            return torch.cat([before, own.expand(len(before), -1, -1)], dim=-1)[:, None]
+
+        kinds = [(c, config.window(n)) for n, c in enumerate(config.causality)]
+        made = {kind: mask(*kind) for kind in set(kinds)}
+        self.masks = [made[kind] for kind in kinds]
 
     def __call__(
         self, number: int, query: Tensor, key: Tensor, value: Tensor
@@ -98,7 +109,7 @@ class BlockAttention:
             self._in_groups(query),
             torch.cat([self._of_groups(before[0]), self._in_groups(key)], dim=-2),
             torch.cat([self._of_groups(before[1]), self._in_groups(value)], dim=-2),
-            attn_mask=self.mask,
+            attn_mask=self.masks[number],
             enable_gqa=True,
         )
         blocks = out.transpose(1, 2).flatten(2).unflatten(1, (_GROUP, -1)).flatten(0, 1)
@@ -112,6 +123,7 @@ class BlockAttention:
     def _in_groups(self, x: Tensor) -> Tensor:
         """[m * block_rows, heads, size] to [num_groups, heads, rows of it, size]."""
         blocks = x.unflatten(0, (len(self.slots), -1))
-        empty = x.new_zeros(len(self.mask) * _GROUP, *blocks.shape[1:])
+        num_groups = self.num_rows * self.groups
+        empty = x.new_zeros(num_groups * _GROUP, *blocks.shape[1:])
         laid_out = empty.index_copy(0, self.slots, blocks)
         return laid_out.unflatten(0, (-1, _GROUP)).flatten(1, 2).transpose(1, 2)

@@ -431,6 +431,9 @@ LOADING = (
         "Attention", "attention of a head"
     ),
     *Owner(f"{_LAYER}:Attention").reads("layer_name", "attention of a head"),
+    *Owner(f"{_LAYER}:Attention").writes(
+        "sliding_window", "the KV cache keeps all tokens of a head"
+    ),
     *Owner(f"{_LAYER}:Attention").calls("forward", "attention of a head"),
     *_CONFIG.calls("set_current_vllm_config", "attention of a head"),
     *Owner("vllm.utils.torch_utils").calls(
