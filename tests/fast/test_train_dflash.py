@@ -25,6 +25,7 @@ from vllm_treespec.heads import DFlashHead, DFlashHeadConfig
 from vllm_treespec.train.batches import ContextDataset
 from vllm_treespec.train.blocks import read_blocks
 from vllm_treespec.train.dflash import DFlash
+from vllm_treespec.train.optimizer import make_optimizer
 from vllm_treespec.train.teacher import TeacherCache
 
 ALL: dict[str, Any] = {"anchor_share": 1.0}
@@ -206,3 +207,26 @@ def test_the_bias_is_of_the_parent(tmp_path: Path, target: PreTrainedModel) -> N
     assert found[32]["accuracy_2"] > found[0]["accuracy_2"] + 0.2
     # the block holds the token below which the first level is guessed
     assert found[0]["accuracy_1"] > found[0]["accuracy_2"] + 0.2
+
+
+def test_a_schedule_reaches_both_optimizers(
+    target: PreTrainedModel, cache: TeacherCache
+) -> None:
+    """Red when Muon or AdamW misses a weight, or a schedule after resuming."""
+    drafter = started("dflash", target, cache, markov_rank=4)
+    optimizer = make_optimizer(drafter)
+    optimizer.load_state_dict(optimizer.state_dict())
+    weights = [p for p in drafter.model.parameters() if p.requires_grad]
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {*map(id, grouped)} == {*map(id, weights)}
+    assert len(grouped) == len(weights)
+    assert drafter.head.combine.weight is grouped[0]
+    before = [weight.detach().clone() for weight in weights]
+    for rate in (0.0, 0.5):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        moved = [not w.equal(b) for w, b in zip(weights, before, strict=True)]
+        assert all(moved) if rate else not any(moved)

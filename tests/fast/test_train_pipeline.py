@@ -56,8 +56,8 @@ GIVEN = {
     "medusa": "--depth 3 --blocks 1 --batch-positions 64 --epochs 6 --lr 0.01",
     "eagle": PAIRS,
     "lyanna": f"{PAIRS} --no-context --token-info all --token-info-rank 8",
-    "dflash": "--max-steps 12 --batch-tokens 64 --block-size 3 --anchor-share 0.5"
-    " --lr 0.01",
+    "dflash": "--max-steps 16 --batch-tokens 64 --block-size 3 --anchor-share 0.5"
+    " --lr 0.03",
 }
 NOISY = "--layers one --feature-noise 0.1 --feature-weight 1"
 

@@ -31,7 +31,7 @@ from vllm_treespec.train.pipeline import save_drafter
 from vllm_treespec.train.teacher import TeacherCache, TeacherOptions, cache_teacher
 from vllm_treespec.train.text import Row
 
-DRAFT, HEAD = "draft model", "head"
+DRAFT, HEAD, BLOCK = "draft model", "head", "one-pass head"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,9 @@ def fresh(kind: str, cache: TeacherCache) -> Drafter:
     options: dict[str, Any] = {"max_steps": 8, "save_steps": 2, "seed": 3}
     if kind == DRAFT:
         return tiny_draft(tiny_target(), **options)
-    medusa: Drafter = started("medusa", tiny_target(), cache, options)
-    return medusa
+    name, sizes = ("dflash", {"markov_rank": 2}) if kind == BLOCK else ("medusa", {})
+    head: Drafter = started(name, tiny_target(), cache, options, **sizes)
+    return head
 
 
 def train(kind: str, cache: TeacherCache, folder: Path) -> dict[str, Tensor]:
@@ -112,6 +113,7 @@ LEFT: dict[str, list[tuple[str, Callable[[Path], Any]]]] = {
         ("sums.json", Path.unlink),
     ],
     HEAD: [("optimizer.pt", cut), ("trainer_state.json", Path.unlink)],
+    BLOCK: [("optimizer.pt", cut)],
 }
 
 

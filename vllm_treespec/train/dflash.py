@@ -89,10 +89,13 @@ class DFlash(HeadDrafter):
     ) -> DFlashHead:
         """Make a fresh head; its Markov bias starts as nothing."""
         head = DFlashHead(self.config)
-        for module in (head.combine, *head.layers.modules()):
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(std=WEIGHT_STD)
+        for matrix in _layer_matrices(head):
+            matrix.normal_(std=WEIGHT_STD)
         return head
+
+    def muon_matrices(self) -> list[Tensor]:
+        """Those of the layers: half as many steps do, measured beside AdamW."""
+        return _layer_matrices(self.head)
 
     @classmethod
     def load(cls, folder: Path, num_target_layers: int) -> DFlashHead:
@@ -142,3 +145,9 @@ class DFlash(HeadDrafter):
     def save(self, folder: Path) -> None:
         """Write what stock vLLM serves too."""
         save_published(self.head, folder)
+
+
+def _layer_matrices(head: DFlashHead) -> list[Tensor]:
+    """What combines hidden states, and the matrices of decoder layers."""
+    modules = (head.combine, *head.layers.modules())
+    return [module.weight for module in modules if isinstance(module, nn.Linear)]

@@ -19,6 +19,7 @@ from vllm_treespec.train.checkpoints import (
     newest_complete_checkpoint,
 )
 from vllm_treespec.train.drafter import Drafter
+from vllm_treespec.train.optimizer import make_optimizer
 from vllm_treespec.train.teacher import TeacherCache
 
 
@@ -54,24 +55,9 @@ class DistillTrainer(Trainer):
         return self.drafter.loss(inputs, step / self.state.max_steps, generator)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW with decay on matrices only."""
+        """Make the drafter's optimizer, once."""
         if self.optimizer is None:
-            special = self.drafter.special_groups()
-            taken = {id(p) for group in special for p in group["params"]}
-            layers = [p for p in self.model.parameters() if id(p) not in taken]
-            options = self.drafter.options
-            lr, decay = options.lr, options.weight_decay
-            matrices = [p for p in layers if p.ndim > 1]
-            vectors = [p for p in layers if p.ndim == 1]
-            self.optimizer = torch.optim.AdamW(
-                [
-                    {"params": matrices, "lr": lr, "weight_decay": decay},
-                    {"params": vectors, "lr": lr, "weight_decay": 0.0},
-                    *special,
-                ],
-                betas=(0.9, 0.95),
-                fused=True,
-            )
+            self.optimizer = make_optimizer(self.drafter)
         return self.optimizer
 
     def save_model(self, *arguments: Any, **options: Any) -> None:

@@ -74,6 +74,10 @@ class Drafter(ABC):
         """Optimizer groups of parameters that have a learning rate of their own."""
         return []
 
+    def muon_matrices(self) -> list[Tensor]:
+        """Matrices that Muon trains, in place of AdamW."""
+        return []
+
     @abstractmethod
     def description(self) -> dict[str, Any]:
         """What a run must have in common with the one that it resumes."""

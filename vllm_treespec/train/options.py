@@ -351,8 +351,8 @@ class DFlashOptions(DistillOptions):
     """
 
     epochs: float = 3
-    lr: float = 1e-3
-    batch_tokens: int = 4096
-    anchor_share: float = 0.125
+    lr: float = 2e-3
+    batch_tokens: int = 1024
+    anchor_share: float = 0.25
     level_share: float = 0.8
     evaluations: int = 5
