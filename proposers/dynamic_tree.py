@@ -138,10 +138,10 @@ class DynamicTree(Proposer):
         """Nodes of a level that are read of each tree: no more than any tree has."""
         if not inputs.can_sync:
             return self.num_parents
-        num_nodes = values.isfinite().sum(1)
+        found = values > -torch.inf
         if inputs.num_drafts is not None:
-            num_nodes *= inputs.num_drafts > 0
-        return min(max(int(num_nodes.max()), 1), self.num_parents)
+            found &= (inputs.num_drafts > 0)[:, None]
+        return min(max(int(found.sum(1).max()), 1), self.num_parents)
 
 
 def following_noise(

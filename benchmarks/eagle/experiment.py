@@ -1,4 +1,4 @@
-"""EAGLE heads: against other drafters, what a step costs, and how they were trained."""
+"""EAGLE and one-pass heads against other drafters: speed, steps and training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.eagle.parts import (
+    DFLASH_TREES,
     EAGLE_TREES,
     REDRAFTER_TREES,
     all_sides,
@@ -36,6 +37,7 @@ class Options(HeadOptions):
     rounds: options.Rounds = 3
     redrafter: options.Head = ""
     medusa: options.Head = ""
+    dflash: options.Head = ""
     temperatures: options.Temperatures = "0,1"
     trees: Annotated[str, typer.Option(help="top_k x depth x draft tokens.")] = (
         EAGLE_TREES
@@ -44,18 +46,22 @@ class Options(HeadOptions):
         str,
         typer.Option(help="Beam width x length x draft tokens, for the dynamic tree."),
     ] = REDRAFTER_TREES
+    dflash_trees: Annotated[
+        str, typer.Option(help="top_k x depth x draft tokens, of one-pass heads.")
+    ] = DFLASH_TREES
 
 
 @experiment
 def eagle(asked: Options) -> Run:
     """Compare EAGLE's trees with other drafters; say what a step and training cost."""
     trained = read_trainings(asked.trainings) if asked.trainings else []
-    shapes = trees_by_kind(asked.trees, asked.redrafter_trees)
+    shapes = trees_by_kind(asked.trees, asked.redrafter_trees, asked.dflash_trees)
     warmths = options.numbers(asked.temperatures, "--temperatures", float, 0)
     named = {
         "eagle": ("--head", asked.head),
         "redrafter": ("--redrafter", asked.redrafter),
         "medusa": ("--medusa", asked.medusa),
+        "dflash": ("--dflash", asked.dflash),
     }
     models = models_of(asked.target, asked.draft, named)
     every = all_sides(models, shapes, asked.eager, asked.stock_depth)

@@ -23,6 +23,7 @@ DYNAMIC, STATIC, STOCHASTIC = EAGLE = (
     "eagle_tree-static",
     "eagle_tree-stochastic",
 )
+DFLASH_DYNAMIC, DFLASH_SIBLINGS = ("dflash_tree-dynamic", "dflash_tree-siblings")
 # An engine each; its spec-config without the head and the trees.
 KINDS: dict[str, dict[str, Any]] = {
     MEDUSA: {"method": "medusa_tree"},
@@ -31,12 +32,16 @@ KINDS: dict[str, dict[str, Any]] = {
     DYNAMIC: {"method": "eagle_tree", "tree": "dynamic"},
     STATIC: {"method": "eagle_tree", "tree": "static"},
     STOCHASTIC: {"method": "eagle_tree", "tree": "stochastic"},
+    DFLASH_DYNAMIC: {"method": "dflash_tree"},
+    DFLASH_SIBLINGS: {"method": "dflash_tree", "num_parents": 1},
 }
 # width x levels x draft tokens, in the order of each method's keys
 EAGLE_TREES = "4x2x5,4x3x8,4x4x16"
 # as many siblings as fit: the best tree of this head
 REDRAFTER_TREES = "5x2x5,8x3x8,16x4x16"
 BEAM_TREES = "4x2x5"
+# the first one is a chain
+DFLASH_TREES = "1x5x5,4x5x8,4x6x16"
 # How often the plain step's cell answers each prompt.
 PLAIN_STEP_REPEATS = 4
 
@@ -53,18 +58,23 @@ def trees_of(text: str, option: str, keys: Sequence[str]) -> list[dict[str, int]
     return trees
 
 
-def trees_by_kind(eagle: str, redrafter: str) -> dict[str, list[dict[str, int]]]:
+def trees_by_kind(
+    eagle: str, redrafter: str, dflash: str
+) -> dict[str, list[dict[str, int]]]:
     """Trees of each kind; Medusa's have as many draft tokens as EAGLE's."""
     eagle_keys, beam_keys = (
         METHODS["eagle_tree"].SHAPE[:3],
         METHODS["redrafter"].SHAPE[:3],
     )
     trees = trees_of(eagle, "--trees", eagle_keys)
+    blocks = trees_of(dflash, "--dflash-trees", METHODS["dflash_tree"].SHAPE[:3])
     return {
         MEDUSA: [{"num_drafts": tree["num_drafts"]} for tree in trees],
         BEAMS: trees_of(BEAM_TREES, "", beam_keys),
         REDRAFTER_DYNAMIC: trees_of(redrafter, "--redrafter-trees", beam_keys),
         **dict.fromkeys(EAGLE, trees),
+        DFLASH_DYNAMIC: blocks,
+        DFLASH_SIBLINGS: [tree for tree in blocks if tree["top_k"] > 1],
     }
 
 

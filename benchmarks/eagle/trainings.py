@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
+from vllm_treespec.heads.published_dflash import is_dflash
 
 Training = dict[str, Any]
 # What ``treespec train evaluate --json`` wrote beside training.json.
@@ -46,8 +47,9 @@ def read_trainings(folder: Path, by_step: bool = False) -> list[Training]:
 def training_of(head: Path, name: str, record: dict[str, Any]) -> Training:
     """Shorten a record to what tables and curves show."""
     options, result = record["training"], record["result"]
-    # of an EAGLE head it is in a published form, which has no method
+    # that of an EAGLE or a one-pass head is in a published form, which has no method
     config = json.loads((head / "config.json").read_text(encoding="utf-8"))
+    published = "dflash" if is_dflash(config) else "eagle"
     levels = range(1, 1 + sum(key.startswith("accuracy_") for key in result))
     quality = {
         k: [result[f"{k}_{i}"] for i in levels] for k in ("accuracy", "acceptance")
@@ -60,7 +62,7 @@ def training_of(head: Path, name: str, record: dict[str, Any]) -> Training:
         quality = {"accuracy": accuracies, "acceptance": found["acceptance"]}
     return {
         "name": name,
-        "kind": config.get("method", "eagle"),
+        "kind": config.get("method", published),
         "layers": len(record["teacher"].get("layers", ["final"])),
         "share": options.get("text_share", 1.0),
         "training": {**options, **record.get("head", {})},

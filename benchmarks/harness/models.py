@@ -13,6 +13,7 @@ from benchmarks.harness.options import console
 from benchmarks.harness.provenance import model, sha256
 from vllm_treespec.heads import read_head_config
 from vllm_treespec.tools.assets import (
+    DFLASH,
     EAGLE,
     LYANNA,
     MEDUSA,
@@ -27,6 +28,7 @@ SHIPPED_HEADS = {
     "redrafter": REDRAFTER,
     "medusa": MEDUSA,
     "eagle": EAGLE,
+    "dflash": DFLASH,
     "lyanna": LYANNA,
 }
 

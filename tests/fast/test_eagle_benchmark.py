@@ -12,6 +12,7 @@ from benchmarks.__main__ import app
 from benchmarks.eagle import plain_step
 from benchmarks.eagle.experiment import evidence
 from benchmarks.eagle.parts import (
+    DFLASH_TREES,
     EAGLE_TREES,
     KINDS,
     REDRAFTER_TREES,
@@ -29,6 +30,7 @@ from benchmarks.harness.plan import Plan, base_job, make_plan
 from benchmarks.harness.rows import Entry, rows_of
 from tests.fast.stored_cells import keep, measured, reported
 from tests.fast.test_redrafter_benchmark import head_folders
+from tests.published_dflash import PublishedDFlash
 from tests.published_heads import PublishedHead
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
@@ -37,7 +39,7 @@ from vllm_treespec.schedule.plan import PLAIN_PLAN, RunningRequests, StepPlan
 from vllm_treespec.tools import side_engine
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult
 
-TREES = trees_by_kind(EAGLE_TREES, REDRAFTER_TREES)
+TREES = trees_by_kind(EAGLE_TREES, REDRAFTER_TREES, DFLASH_TREES)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("heads")
     heads = head_folders(folder)
     heads["eagle"] = str(PublishedHead().write(folder / "eagle"))
+    block = PublishedDFlash("dspark", markov_rank=2, block_size=6)
+    heads["dflash"] = str(block.write(folder / "dflash"))
     return Models("target", "draft", heads)
 
 
@@ -91,9 +95,9 @@ def test_one_engine_draws_all_trees_of_a_kind(models: Models, tmp_path: Path) ->
     names = [job.side.name for job in first]
     assert names[:3] == ["plain-eager", "plain-compiled", "ngram-6-compiled"]
     assert names[3] == "draft_model-6-compiled"
-    assert names[-7:] == [*KINDS, PLAIN_STEP]
+    assert names[-len(KINDS) - 1 :] == [*KINDS, PLAIN_STEP]
     assert all(job.side.engine["enforce_eager"] is False for job in first[1:])
-    for job in first[-7:-1]:
+    for job in first[-len(KINDS) - 1 : -1]:
         config = parse_spec_config(job.side.engine["speculative_config"])
         trees = [tree.config for tree in config.scheduled_trees()]
         for cell in job.cells:
@@ -116,7 +120,7 @@ def test_stock_ngram_is_greedy_and_suffix_trees_see_their_own_text(
 @pytest.mark.parametrize("text", ["4x3", "4x3xmany", "4x3x-8"])
 def test_trees_are_read_or_refused(text: str) -> None:
     with pytest.raises(ValueError, match="top_k x depth x num_drafts"):
-        trees_by_kind(text, REDRAFTER_TREES)
+        trees_by_kind(text, REDRAFTER_TREES, DFLASH_TREES)
 
 
 def test_heads_that_are_not_there_leave_their_sides_out(

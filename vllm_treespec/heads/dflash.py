@@ -197,7 +197,10 @@ class DFlashHead(ContextHead):
         base = base[:, None].expand(-1, token_ids.shape[1], -1)
         if self.markov is None:
             return base
-        return base + self.markov(token_ids) * self.config.output_scale
+        bias = self.markov(token_ids)
+        if self.config.output_scale != 1:
+            bias = bias * self.config.output_scale
+        return base + bias
 
 
 class MarkovBias(nn.Module):
