@@ -13,7 +13,6 @@ from benchmarks.harness.options import console
 from benchmarks.harness.provenance import model, sha256
 from vllm_treespec.heads import read_head_config
 from vllm_treespec.tools.assets import (
-    DFLASH,
     EAGLE,
     LYANNA,
     MEDUSA,
@@ -28,7 +27,6 @@ SHIPPED_HEADS = {
     "redrafter": REDRAFTER,
     "medusa": MEDUSA,
     "eagle": EAGLE,
-    "dflash": DFLASH,
     "lyanna": LYANNA,
 }
 
@@ -92,7 +90,7 @@ def models_of(target: str, draft: str, named: Mapping[str, tuple[str, str]]) -> 
         ValueError: when a folder holds a head of another kind.
 
     """
-    shipped = [kind for kind in named if SHIPPED_HEADS[kind] in drafters()]
+    shipped = [kind for kind in named if SHIPPED_HEADS.get(kind) in drafters()]
     folders = [folder for _, folder in named.values() if folder]
     models = find_models(target, draft, folders, shipped)
     for kind, (option, folder) in named.items():
@@ -100,8 +98,8 @@ def models_of(target: str, draft: str, named: Mapping[str, tuple[str, str]]) -> 
             raise ValueError(f"{option}: {folder} holds no {kind} head")
         if kind not in models.heads:
             console.print(
-                f"without {kind} sides: no {SHIPPED_HEADS[kind]} is shipped here; "
-                f"name a head with {option}"
+                f"without {kind} sides: no such head is shipped here; name one with "
+                f"{option}"
             )
     return models
 

@@ -101,7 +101,6 @@ HEAD_METHODS = {
     "redrafter": "redrafter",
     "medusa": "medusa_tree",
     "eagle": "eagle_tree",
-    "dflash": "dflash_tree",
 }
 Eager = Annotated[bool, typer.Option("--eager", help="Start faster, run slower.")]
 Out = Annotated[

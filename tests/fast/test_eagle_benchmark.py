@@ -131,7 +131,7 @@ def test_heads_that_are_not_there_leave_their_sides_out(
     named = {"eagle": ("--head", ""), "redrafter": ("--redrafter", redrafter)}
     found = models_of("target", "none", named)
     assert found.heads == {"redrafter": redrafter}
-    assert "name a head with --head" in capsys.readouterr().err
+    assert "name one with --head" in capsys.readouterr().err
     names = {side.name for side in all_sides(found, TREES, True, 6)}
     assert "redrafter-dynamic" in names
     assert not names & {"medusa_tree", "eagle_tree-dynamic", PLAIN_STEP}
