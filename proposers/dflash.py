@@ -23,8 +23,7 @@ class DFlash(Proposer):
 
     The tree is that of any other draft model. A head that conditions on a node's token
     (DSpark, DFlash2) has logits for each node; one that does not (DFlash, JetSpec) has
-    the same for all nodes of a level, which suit the likeliest parent: its dynamic
-    trees are a chain with siblings.
+    the same for all nodes of a level.
     """
 
     def __init__(self, tree: DynamicTree | StochasticTree | RsdS) -> None:

@@ -70,20 +70,17 @@ class DynamicTree(Proposer):
         depth: int,
         num_drafts: int,
         min_probability: float | None = 0.0,
-        num_parents: int | None = None,
     ) -> None:
         """Take nodes read a level (and children of each), levels, and draft nodes.
 
         Args:
-            top_k: children of a node.
+            top_k: children of a node, and nodes of a level that are read.
             depth: levels.
             num_drafts: draft nodes.
             min_probability: joint probability of a node at least.
-            num_parents: nodes of a level that are read; None: ``top_k``.
 
         """
         self.top_k, self.depth = useful(top_k, depth, num_drafts)
-        self.num_parents = min(num_parents or self.top_k, self.top_k)
         self.num_drafts = num_drafts
         self.min_probability = min_probability
         self.sizes = sizes(top_k, depth, num_drafts)
@@ -137,11 +134,11 @@ class DynamicTree(Proposer):
     def _num_read(self, values: Tensor, inputs: ProposerInputs) -> int:
         """Nodes of a level that are read of each tree: no more than any tree has."""
         if not inputs.can_sync:
-            return self.num_parents
+            return self.top_k
         found = values > -torch.inf
         if inputs.num_drafts is not None:
             found &= (inputs.num_drafts > 0)[:, None]
-        return min(max(int(found.sum(1).max()), 1), self.num_parents)
+        return min(max(int(found.sum(1).max()), 1), self.top_k)
 
 
 def following_noise(

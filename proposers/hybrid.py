@@ -64,7 +64,6 @@ class Hybrid(Proposer):
         top_k: int,
         model_depth: int,
         min_probability: float | None = None,
-        num_parents: int | None = None,
         one_pass: bool = False,
     ) -> None:
         """Take the draft tokens of the whole tree, and the limits of its parts.
@@ -75,7 +74,6 @@ class Hybrid(Proposer):
             top_k: of the model's part, see ``DynamicTree``.
             model_depth: levels of the model's part; 0: there is none.
             min_probability: of a draft at least.
-            num_parents: of the model's part, see ``DynamicTree``.
             one_pass: whether one forward of the model drafts all levels.
 
         """
@@ -88,7 +86,6 @@ class Hybrid(Proposer):
                 model_depth,
                 self.index.sizes.max_leaves,
                 min_probability,
-                num_parents,
             )
             self.model = dflash.DFlash(tree) if one_pass else tree
             # levels that are drafted whatever is read; 0: as many as are read

@@ -23,7 +23,7 @@ DYNAMIC, STATIC, STOCHASTIC = EAGLE = (
     "eagle_tree-static",
     "eagle_tree-stochastic",
 )
-DFLASH_DYNAMIC, DFLASH_SIBLINGS = ("dflash_tree-dynamic", "dflash_tree-siblings")
+DFLASH = "dflash_tree"
 # An engine each; its spec-config without the head and the trees.
 KINDS: dict[str, dict[str, Any]] = {
     MEDUSA: {"method": "medusa_tree"},
@@ -32,8 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     DYNAMIC: {"method": "eagle_tree", "tree": "dynamic"},
     STATIC: {"method": "eagle_tree", "tree": "static"},
     STOCHASTIC: {"method": "eagle_tree", "tree": "stochastic"},
-    DFLASH_DYNAMIC: {"method": "dflash_tree"},
-    DFLASH_SIBLINGS: {"method": "dflash_tree", "num_parents": 1},
+    DFLASH: {"method": "dflash_tree"},
 }
 # width x levels x draft tokens, in the order of each method's keys
 EAGLE_TREES = "4x2x5,4x3x8,4x4x16"
@@ -67,14 +66,12 @@ def trees_by_kind(
         METHODS["redrafter"].SHAPE[:3],
     )
     trees = trees_of(eagle, "--trees", eagle_keys)
-    blocks = trees_of(dflash, "--dflash-trees", METHODS["dflash_tree"].SHAPE[:3])
     return {
         MEDUSA: [{"num_drafts": tree["num_drafts"]} for tree in trees],
         BEAMS: trees_of(BEAM_TREES, "", beam_keys),
         REDRAFTER_DYNAMIC: trees_of(redrafter, "--redrafter-trees", beam_keys),
         **dict.fromkeys(EAGLE, trees),
-        DFLASH_DYNAMIC: blocks,
-        DFLASH_SIBLINGS: [tree for tree in blocks if tree["top_k"] > 1],
+        DFLASH: trees_of(dflash, "--dflash-trees", METHODS[DFLASH].SHAPE[:3]),
     }
 
 

@@ -110,7 +110,7 @@ def test_chains_follow_from_the_text(
 
 
 SPECS: dict[str, dict[str, Any]] = {
-    "alone": {"method": "dflash_tree", "depth": DEPTH, "num_parents": 3},
+    "alone": {"method": "dflash_tree", "depth": DEPTH, "top_k": 3},
     "beside an index": {
         "method": "hybrid",
         "drafter": "dflash",

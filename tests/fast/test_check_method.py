@@ -38,7 +38,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "specinfer": {"schedule": "fixed", "drafts": [{"model": "m"}] * 2},
     "spectr": MODEL,
     "eagle_tree": MODEL,
-    "dflash_tree": {**MODEL, "num_parents": 2},
+    "dflash_tree": MODEL,
     "redrafter": {**MODEL, "beam_search": "stochastic"},
 }
 

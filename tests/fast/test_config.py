@@ -85,7 +85,7 @@ def test_a_name_and_a_model_are_enough(method: str, tmp_path: Path) -> None:
     arguments = json.loads(done.stdout)
     printed = arguments["additional_config"]["treespec"]
     open_keys = {key for key in METHODS[method].SHAPE if printed[key] is None}
-    assert open_keys <= {"min_probability", "num_parents"}
+    assert open_keys <= {"min_probability"}
     config = parse_spec_config(spec)
     assert parse_spec_config(printed) == config
     fixed = parse_spec_config({**spec, "schedule": "fixed"})

@@ -43,7 +43,7 @@ def unread(method: str, **keys: Any) -> MethodConfig:
     ("method", "defaults", "names"),
     [
         ("eagle_tree", {"tree": "dynamic", "hot_tokens": None}, ["4x3x8", "4x1x4"]),
-        ("dflash_tree", {"depth": 7, "num_parents": None}, ["4x7x16", "4x1x4"]),
+        ("dflash_tree", {"depth": 7}, ["4x7x16", "4x1x4"]),
         (
             "lyanna",
             {"resample": "off", "resample_drafts": 4, "resample_min_levels": 1},
@@ -151,15 +151,6 @@ def test_trees_of_a_recurrent_head(parse: Callable[..., MethodConfig]) -> None:
         trees = parse("redrafter", **keys).scheduled_trees()
         assert trees[0].name == name
         assert all(isinstance(tree.config.proposer(), DynamicTree) for tree in trees)
-
-
-def test_smaller_trees_have_no_more_parents() -> None:
-    """Red when a measured schedule makes a tree that its own keys refuse."""
-    config = unread("dflash_tree", top_k=8, num_parents=6)
-    parents = [
-        tree.config.model_dump()["num_parents"] for tree in config.scheduled_trees()
-    ]
-    assert parents == [6, 4]
 
 
 @pytest.mark.parametrize("method", list(HEADS))

@@ -39,11 +39,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
     "medusa_tree": {"method": "medusa_tree", "num_drafts": 5},
     "eagle_tree": {"method": "eagle_tree", "model": "some/head"},
-    "dflash_tree": {
-        "method": "dflash_tree",
-        "model": "some/head",
-        "num_parents": 2,
-    },
+    "dflash_tree": {"method": "dflash_tree", "model": "some/head"},
     "lyanna": {"method": "lyanna", "model": "some/head", "resample": "merge"},
     "hybrid": {"method": "hybrid", "model": "some/model"},
 }

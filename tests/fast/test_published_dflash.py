@@ -63,13 +63,13 @@ def test_what_a_config_says(tmp_path: Path) -> None:
     config = read(HEADS["speculators dspark"], tmp_path)
     assert config.layers == (2, 4, 5)
     assert config.num_hot_tokens == 9
-    assert (config.num_levels, config.depth, config.conditional) == (4, 4, True)
+    assert (config.num_levels, config.depth) == (4, 4)
     assert (config.sample_from_anchor, config.causal) == (True, False)
     assert config.verifier == ("LlamaForCausalLM",)
     assert config.share_embedding
     assert not config.share_output
     config = read(HEADS["dflash"], tmp_path)
-    assert (config.num_levels, config.depth, config.conditional) == (3, 3, False)
+    assert (config.num_levels, config.depth) == (3, 3)
     assert config.share_output
     assert config.rope["rope_theta"] == 500.0
     config = read(PublishedDFlash(rope={}), tmp_path)

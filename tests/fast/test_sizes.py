@@ -65,16 +65,10 @@ def keys_of(method: str) -> Iterator[dict[str, Any]]:
             if kept is None:
                 yield {**model, **keys, "beam_search": "stochastic"}
             yield {**model, **keys, "tree": "dynamic"}
-    elif method == "eagle_tree":
+    elif method in ("eagle_tree", "dflash_tree"):
         for top_k, depth, kept in product(numbers, numbers, (*numbers, 40)):
             keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
             yield from ({**keys, "tree": tree} for tree in ("dynamic", "stochastic"))
-            yield {**keys, "tree": "stochastic", "num_drafts": None}
-    elif method == "dflash_tree":
-        for top_k, depth, kept in product(numbers, numbers, (*numbers, 40)):
-            keys = {**model, "top_k": top_k, "depth": depth, "num_drafts": kept}
-            yield {**keys, "num_parents": min(2, top_k)}
-            yield {**keys, "tree": "stochastic"}
             yield {**keys, "tree": "stochastic", "num_drafts": None}
     elif method == "lyanna":
         for top_k, depth, kept in product(numbers, numbers, (*numbers, 20)):

@@ -110,9 +110,6 @@ eagle_tree {"schedule": [{"batch_size": 2, "tree": "static"}]} => 'tree', which 
     shape a eagle_tree tree; write top_k, depth, num
 dflash_tree {"depth": 63} => 'depth' is 63
 dflash_tree {"tree": "static"} => 'tree' is 'static': Input should be 'dynamic' or
-dflash_tree {"tree": "stochastic", "num_parents": 2} => 'num_parents' is 2: a stochastic
-    tree has children below top_k nodes of each level; remove it, or write 'tree' 'dynam
-dflash_tree {"num_parents": 5} => 'num_parents' is 5: at most 'top_k' 4 nodes are read
 lyanna {"top_k": 0} => 'top_k' is 0
 lyanna {"depth": 64} => 'depth' is 64
 lyanna {"num_drafts": 64} => 'num_drafts' is 64

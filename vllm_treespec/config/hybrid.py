@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, NonNegativeInt, model_validator
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_files
-from vllm_treespec.config.dflash_tree import default_parents
 from vllm_treespec.config.suffix_tree import IndexConfig
 from vllm_treespec.proposers import Hybrid, hybrid
 from vllm_treespec.trees.sizes import TreeSizes
@@ -83,16 +82,8 @@ class HybridConfig(IndexConfig):
         return hybrid.sizes(*shape, one_pass=self.drafter == "dflash")
 
     def proposer(self) -> Hybrid:
-        """Make the proposer of its trees.
-
-        Raises:
-            HeadError: the configuration of a one-pass head cannot be read.
-
-        """
-        if self.drafter != "dflash":
-            return Hybrid(**self.shape)
-        num_parents = default_parents(self.model, self.top_k)
-        return Hybrid(**self.shape, num_parents=num_parents, one_pass=True)
+        """Make the proposer of its trees."""
+        return Hybrid(**self.shape, one_pass=self.drafter == "dflash")
 
     @property
     def sources(self) -> Source:

@@ -350,11 +350,6 @@ class DFlashHeadConfig(DecoderHeadConfig):
         """Levels that a block predicts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
-    @property
-    def conditional(self) -> bool:
-        """Whether logits below a node depend on its token."""
-        return self.markov_rank > 0 or self.selector_rank > 0
-
 
 AnyHeadConfig = (
     ReDrafterHeadConfig
