@@ -15,8 +15,7 @@ from tests.v2.prompts import PROMPTS
 DEPTH = 3
 # shorter than most texts
 WINDOWS: dict[str, dict[str, Any]] = {
-    "no window": {},
-    "causal": {"causal": True},
+    # the other layer sees all of a block, and all before it
     "causal window": {"sliding_layers": (0,), "sliding_causal": True},
     "windows": {"sliding_layers": (0, 1)},
 }
