@@ -49,10 +49,6 @@ class PagedDFlashHead(PagedHead):
         """Read the head's files."""
         return load_dflash_head(self.model, self.num_target_layers)
 
-    def window(self, number: int) -> int | None:
-        """Positions that a row sees in this layer, its own among them; None: all."""
-        return self.config.window(number)
-
     def warm_up(self) -> None:
         """Run once without a KV cache: the context of a whole step, and a block."""
         zeros, features = self.features_of_a_step()

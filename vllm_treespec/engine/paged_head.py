@@ -86,12 +86,8 @@ class PagedHead(PagedSource):
             ]
         self.layer_names = [layer.layer_name for layer in self.layers]
 
-    def window(self, number: int) -> int | None:
-        """Positions that a row sees in this layer, its own among them; None: all."""
-        return None
-
     def _attention(self, number: int) -> Attention:
-        window = self.window(number)
+        window = self.config.window(number)
         layer = Attention(
             num_heads=self.config.num_heads,
             head_size=self.config.head_size,

@@ -128,6 +128,10 @@ class DecoderHeadConfig(HeadConfig):
         """Number of the target's layers whose hidden states are read."""
         return 3 if self.target_layers is None else len(self.target_layers)
 
+    def window(self, number: int) -> int | None:
+        """Positions that a row sees in this layer, its own among them; None: all."""
+        return None
+
     def with_target(self, num_layers: int) -> Self:
         """The same for a target of ``num_layers`` layers: ``target_layers`` is known.
 
@@ -342,7 +346,7 @@ class DFlashHeadConfig(DecoderHeadConfig):
         )
 
     def window(self, number: int) -> int | None:
-        """Positions that a row sees in this layer, its own among them; None: all."""
+        """Those of the layers that slide."""
         return self.sliding_window if number in self.sliding_layers else None
 
     @property
