@@ -1,7 +1,7 @@
 """Proposers: from committed tokens to a draft tree. One file a method."""
 
 from vllm_treespec.proposers.base import DraftModel, Proposer, ProposerInputs
-from vllm_treespec.proposers.dflash import DFlash
+from vllm_treespec.proposers.dflash import DFlash, DrawnDFlash
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.lyanna import Lyanna
@@ -19,6 +19,7 @@ from vllm_treespec.proposers.suffix import Suffix
 __all__ = [
     "DFlash",
     "DraftModel",
+    "DrawnDFlash",
     "DynamicTree",
     "Hybrid",
     "Lyanna",

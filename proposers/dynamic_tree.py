@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -117,7 +118,26 @@ class DynamicTree(Proposer):
                 break
             read = tokens[-1].gather(1, place)
             logits = draft_model.extend(read, place // count)
-        values = torch.cat(log_probs, dim=1)
+        return self.best(inputs, tokens, parents, log_probs)
+
+    def best(
+        self,
+        inputs: ProposerInputs,
+        tokens: Sequence[Tensor],
+        parents: Sequence[Tensor],
+        log_probs: Sequence[Tensor],
+    ) -> Draft:
+        """Make the trees of the best candidates of all levels.
+
+        Args:
+            inputs: of the step.
+            tokens: per level, int64 [num_reqs, width].
+            parents: per level, int64 [num_reqs, width], see ``from_levels``.
+            log_probs: per level, float64 [num_reqs, width], joint; -inf for what is
+                left out.
+
+        """
+        values = torch.cat(list(log_probs), dim=1)
         kept = highest(values, self.num_drafts, inputs.max_drafts())
         widths = [level.shape[1] for level in tokens]
         draft = from_levels(

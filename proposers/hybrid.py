@@ -79,17 +79,14 @@ class Hybrid(Proposer):
         """
         self.num_drafts = num_drafts
         self.index = suffix.Suffix(num_drafts, depth, min_probability)
-        self.model: dynamic_tree.DynamicTree | dflash.DFlash | None = None
+        self.model: dynamic_tree.DynamicTree | None = None
         if model_depth:
-            tree = dynamic_tree.DynamicTree(
-                top_k,
-                model_depth,
-                self.index.sizes.max_leaves,
-                min_probability,
+            grow = dflash.DFlash if one_pass else dynamic_tree.DynamicTree
+            self.model = grow(
+                top_k, model_depth, self.index.sizes.max_leaves, min_probability
             )
-            self.model = dflash.DFlash(tree) if one_pass else tree
             # levels that are drafted whatever is read; 0: as many as are read
-            self.whole_depth = tree.depth if one_pass else 0
+            self.whole_depth = self.model.depth if one_pass else 0
         self.sizes = sizes(num_drafts, depth, top_k, model_depth, one_pass)
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:

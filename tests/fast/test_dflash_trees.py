@@ -6,22 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.fast.drafting import draft_of
-from tests.fast.languages import random_tables
+from tests.fast.drafting import at_temperature, draft_of, same_trees
+from tests.fast.test_dflash_head import HEADS, loaded
 from tests.heads import llama, write_head
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.checks import check_head, check_weights
-from vllm_treespec.proposers import DFlash, DynamicTree
+from vllm_treespec.proposers import (
+    DFlash,
+    DrawnDFlash,
+    DynamicTree,
+    StochasticTree,
+)
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.schedule.values import TreeOption
 from vllm_treespec.trees.source import Source
 
-DEPTH = 4
-LANGUAGE = random_tables("random", 6, DEPTH)[0]
+DEPTH = 3
 
 
-def test_levels_after_the_first_cost_nothing() -> None:
+def test_levels_after_the_first_cost_nothing(tmp_path: Path) -> None:
     """Red when a one-pass head's tree ends where a level would cost a forward."""
     plan = StepPlan(
         tree=0,
@@ -32,13 +39,102 @@ def test_levels_after_the_first_cost_nothing() -> None:
         kept={Source.MODEL: [1.0]},
         max_levels=1,
     )
-    tree = DynamicTree(3, DEPTH, 60)
-    levels = draft_of(tree, LANGUAGE, plan=plan, can_sync=True)
+    head = loaded(HEADS["dspark"], tmp_path)
+    states, roots = torch.randn(1, DEPTH, 16, dtype=torch.float64), torch.tensor([3])
+    levels, block = (
+        draft_of(
+            proposer,
+            head.begin(states, roots),
+            sampling=at_temperature(0.0),
+            root_token_ids=roots,
+            plan=plan,
+            can_sync=True,
+        )
+        for proposer in (DynamicTree(3, DEPTH, 60), DFlash(3, DEPTH, 60))
+    )
     assert int(levels.tree.depths.max()) == levels.levels == 1
-    block = draft_of(DFlash(tree), LANGUAGE, plan=plan, can_sync=True)
     assert int(block.tree.depths.max()) == DEPTH
     assert block.levels == 1
-    assert DFlash(tree).sizes.draft_forwards == 1
+    assert DFlash(3, DEPTH, 60).sizes.draft_forwards == 1
+    drawn = DrawnDFlash(StochasticTree(3, DEPTH, 60))
+    assert drawn.sizes.draft_forwards == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, None])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "specforge, causal"])
+def test_all_levels_at_once_give_the_same_trees(
+    name: str, temperature: float | None, tmp_path: Path
+) -> None:
+    """Red when a tree over a block is not the dynamic tree of its logits."""
+    torch.manual_seed(0)
+    head = loaded(HEADS[name], tmp_path)
+    roots = torch.tensor([3, 39, 17])
+    states = 4 * torch.randn(3, DEPTH, 16, dtype=torch.float64)
+    sampling = at_temperature(1.0 if temperature is None else temperature, 3)
+    if temperature is None:
+        sampling = SamplingTensors(torch.tensor([0.0, 0.5, 1.2]))
+    inputs: dict[str, Any] = {
+        "num_reqs": 3,
+        "root_token_ids": roots,
+        "sampling": sampling,
+        "noise_keys": torch.randint(1 << 40, (3, DEPTH)),
+        "levels": torch.tensor([DEPTH, 2, DEPTH]),
+        "num_drafts": torch.tensor([12, 9, 3]),
+    }
+    for min_probability in (0.0, 0.02):
+        shape = 3, DEPTH, 12, min_probability
+        wanted = draft_of(DynamicTree(*shape), head.begin(states, roots), **inputs)
+        found = draft_of(DFlash(*shape), head.begin(states, roots), **inputs)
+        assert same_trees(found.tree, wanted.tree)
+        assert found.claims is not None
+        assert wanted.claims is not None
+        torch.testing.assert_close(found.claims, wanted.claims, rtol=1e-4, atol=1e-7)
+
+
+class ManyTokens:
+    """A block over a large vocabulary, in which one token calls for a rare one."""
+
+    vocabulary = None
+
+    def __init__(self, seed: int) -> None:
+        """Make logits of 3 levels and 500 tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        self.level_logits = 2 * torch.randn(1, 3, 500, generator=generator)
+        self.added = torch.randn(500, 500, generator=generator)
+        self.max_candidates = 500
+        self.level = 0
+
+    def edges(self, columns: Tensor) -> Tensor:
+        """What tokens add, by levels."""
+        above = torch.cat([torch.zeros_like(columns[:, :1]), columns[:, :-1]], dim=1)
+        return self.added[above[..., None], columns[..., None, :]]
+
+    def root_logits(self) -> Tensor:
+        """As ``DraftModel`` says."""
+        return self.level_logits[:, 0] + self.added[0]
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """As ``DraftModel`` says."""
+        self.level += 1
+        return self.level_logits[:, self.level, None] + self.added[token_ids]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_few_candidates_claim_what_all_tokens_would(temperature: float) -> None:
+    """Red when what is left out of the candidates does not count in their claims."""
+    for seed in range(20):
+        inputs: dict[str, Any] = {
+            "sampling": at_temperature(temperature),
+            "root_token_ids": torch.tensor([0]),
+        }
+        wanted, found = (
+            draft_of(proposer, ManyTokens(seed), **inputs)
+            for proposer in (DynamicTree(4, 3, 12), DFlash(4, 3, 12))
+        )
+        assert found.claims is not None
+        assert wanted.claims is not None
+        at_most = wanted.claims.sum()
+        assert 0.8 * at_most < found.claims.sum() < 1.2 * at_most
 
 
 @pytest.mark.parametrize(

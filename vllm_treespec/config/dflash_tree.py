@@ -8,7 +8,7 @@ from pydantic import Field
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
 from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
-from vllm_treespec.proposers import DFlash, dflash
+from vllm_treespec.proposers import DFlash, DrawnDFlash, dflash
 from vllm_treespec.trees.sizes import TreeSizes
 
 
@@ -36,6 +36,7 @@ class DFlashTreeConfig(GrownTreeConfig):
         """How large its trees become."""
         return dflash.sizes(self.grown_sizes)
 
-    def proposer(self) -> DFlash:
+    def proposer(self) -> DFlash | DrawnDFlash:
         """Make the proposer."""
-        return DFlash(self.grower())
+        grower = self.grower(DFlash)
+        return grower if isinstance(grower, DFlash) else DrawnDFlash(grower)

@@ -138,14 +138,21 @@ class GrownTreeConfig(HeadMethodConfig):
         grown = dynamic_tree if self.tree == "dynamic" else stochastic_tree
         return grown.sizes(self.top_k, self.depth, self.num_drafts)
 
-    def grower(self) -> DynamicTree | StochasticTree | RsdS:
-        """Make what grows a tree of a draft model's logits."""
+    def grower(
+        self, dynamic: type[DynamicTree] = DynamicTree
+    ) -> DynamicTree | StochasticTree | RsdS:
+        """Make what grows a tree of a draft model's logits.
+
+        Args:
+            dynamic: what makes dynamic trees.
+
+        """
         shape = self.top_k, self.depth
         if self.num_drafts is None:
             return RsdS(*shape)
         if self.tree == "stochastic":
             return StochasticTree(*shape, self.num_drafts)
-        return DynamicTree(*shape, self.num_drafts, self.min_probability or 0.0)
+        return dynamic(*shape, self.num_drafts, self.min_probability or 0.0)
 
     def smaller_shapes(self) -> list[dict[str, Any]]:
         """Smaller trees down to one level of two; of a dynamic one, one level."""

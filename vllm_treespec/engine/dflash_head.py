@@ -14,7 +14,7 @@ from vllm_treespec.batch.reading import kv_slots, token_places
 from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import DFlashHead, DFlashHeadConfig, load_dflash_head
-from vllm_treespec.heads.source import TimedDraft
+from vllm_treespec.heads.dflash import BlockDraft
 from vllm_treespec.layouts.base import LevelInputs
 from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
 from vllm_treespec.sources.feature_store import WaitingStates
@@ -77,7 +77,7 @@ class PagedDFlashHead(PagedHead):
         for layer, (key, value) in zip(self.layers, of_layers, strict=True):
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
-    def begin(self, roots: Roots) -> TimedDraft:
+    def begin(self, roots: Roots) -> BlockDraft:
         """Read the blocks of a step's trees."""
         with self.stats.stage(KEEP_FEATURES):
             self.write()
@@ -90,8 +90,7 @@ class PagedDFlashHead(PagedHead):
         with self.stats.stage(DRAFT_FORWARD):
             states = self._run(metadata, tokens, positions, inputs)
             self.level_reader.end_level()
-            draft = self.head.begin(states, roots.root_token_ids)
-        return TimedDraft(draft, self.stats)
+            return self.head.begin(states, roots.root_token_ids)
 
     def _metadata_by_layer(self, block: LevelInputs) -> dict[str, AttentionMetadata]:
         """What each layer of the head needs to know about a block."""

@@ -9,7 +9,6 @@ from vllm_treespec.heads.base import ContextHead
 from vllm_treespec.heads.config import DFlashHeadConfig
 from vllm_treespec.heads.decoder import Attend, DecoderLayer, RMSNorm, Rotary
 from vllm_treespec.heads.dflash2 import CandidateSelector, LayerConvolutions
-from vllm_treespec.sources.base import DraftModel
 
 
 class DFlashHead(ContextHead):
@@ -169,7 +168,7 @@ class DFlashHead(ContextHead):
         """W2, for training."""
         return None if self.markov is None else self.markov.output.weight
 
-    def begin(self, states: Tensor, root_token_ids: Tensor) -> DraftModel:
+    def begin(self, states: Tensor, root_token_ids: Tensor) -> BlockDraft:
         """Begin the trees of a step.
 
         Args:
@@ -197,10 +196,34 @@ class DFlashHead(ContextHead):
         base = base[:, None].expand(-1, token_ids.shape[1], -1)
         if self.markov is None:
             return base
-        bias = self.markov(token_ids)
-        if self.config.output_scale != 1:
-            bias = bias * self.config.output_scale
-        return base + bias
+        return base + self._scaled(self.markov(token_ids))
+
+    def edges(
+        self, states: Tensor, above: Tensor, columns: Tensor, candidates: Tensor
+    ) -> Tensor | None:
+        """What the logits of candidates gain below nodes.
+
+        Args:
+            states: [num_reqs, depth, hidden_size].
+            above: int64 [num_reqs, depth, width], tokens of the nodes.
+            columns: int64 [num_reqs, depth, count], of the draft vocabulary.
+            candidates: their tokens.
+
+        Returns:
+            [num_reqs, depth, width, count]; None: nothing.
+
+        """
+        if self.selector is not None:
+            scores: Tensor = self.selector.edges(states, above, candidates)
+            return scores
+        if self.markov is None:
+            return None
+        return self._scaled(self.markov.edges(above, columns))
+
+    def _scaled(self, bias: Tensor) -> Tensor:
+        """A bias as the logits are scaled."""
+        scale = self.config.output_scale
+        return bias if scale == 1 else bias * scale
 
 
 class MarkovBias(nn.Module):
@@ -219,9 +242,15 @@ class MarkovBias(nn.Module):
         bias: Tensor = self.output(self.embedding(token_ids))
         return bias
 
+    def edges(self, token_ids: Tensor, columns: Tensor) -> Tensor:
+        """Map int64 [..., width] and [..., count] to [..., width, count]."""
+        codes = self.embedding(token_ids)
+        added: Tensor = codes @ self.output.weight[columns].transpose(-1, -2)
+        return added
+
 
 class BlockDraft:
-    """The trees that a block grows in one step; a ``DraftModel``."""
+    """The trees that a block grows in one step; a ``BlockDraftModel``."""
 
     def __init__(
         self, head: DFlashHead, states: Tensor, root_token_ids: Tensor
@@ -233,6 +262,22 @@ class BlockDraft:
         self.root_token_ids = root_token_ids
         self.level = 0
         self.vocabulary = head.hot_token_ids
+
+    @property
+    def max_candidates(self) -> int:
+        """How many tokens of a level may be drafted."""
+        selector = self.head.selector
+        every = self.level_logits.shape[-1]
+        return every if selector is None else min(selector.top_k, every)
+
+    def edges(self, columns: Tensor) -> Tensor | None:
+        """What a token adds to the logits below it; see ``BlockDraftModel.edges``."""
+        vocabulary = self.vocabulary
+        candidates = columns if vocabulary is None else vocabulary.take(columns)
+        roots = self.root_token_ids[:, None, None].expand_as(candidates[:, :1])
+        above = torch.cat([roots, candidates[:, :-1]], dim=1)
+        states = self.states[:, : columns.shape[1]]
+        return self.head.edges(states, above, columns, candidates)
 
     def root_logits(self) -> Tensor:
         """Logits below the roots, [num_reqs, draft_vocab_size]."""

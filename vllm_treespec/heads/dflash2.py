@@ -133,10 +133,24 @@ class CandidateSelector(nn.Module):
         """
         logits, rows = base.topk(min(self.top_k, base.shape[-1]))
         candidates = rows if vocabulary is None else vocabulary[rows]
-        left = self.predecessors[token_ids] * self.project(states)[:, None]
-        edges = left @ self.successors[candidates].transpose(1, 2)
+        edges = self.edges(states, token_ids, candidates)
         width = token_ids.shape[1]
         out = base.new_full((len(base), width, base.shape[-1]), -torch.inf)
         return out.scatter_(
             2, rows[:, None].expand(-1, width, -1), logits[:, None] + edges
         )
+
+    def edges(self, states: Tensor, token_ids: Tensor, candidates: Tensor) -> Tensor:
+        """What is added to the logits of candidates below nodes.
+
+        Args:
+            states: [..., hidden_size], of the candidates' levels.
+            token_ids: int64 [..., width], the nodes' tokens.
+            candidates: int64 [..., count], tokens.
+
+        Returns:
+            [..., width, count].
+
+        """
+        left = self.predecessors[token_ids] * self.project(states)[..., None, :]
+        return left @ self.successors[candidates].transpose(-1, -2)

@@ -50,6 +50,11 @@ class SamplingTensors:
         """Which requests are greedy, bool [num_reqs]."""
         return self.temperature == 0
 
+    @property
+    def divisors(self) -> Tensor:
+        """What logits are divided by, float32 [num_reqs]."""
+        return torch.where(self.greedy, 1.0, self.temperature)
+
     def select(self, rows: Tensor) -> SamplingTensors:
         """Return the parameters of the given requests, ``rows`` int64 [n]."""
         return SamplingTensors(
@@ -75,8 +80,7 @@ class SamplingTensors:
         """
         logits = logits.to(torch.float32)
         if not self.all_greedy:
-            scale = torch.where(self.greedy, 1.0, self.temperature)
-            logits = logits / _per_row(scale, logits)
+            logits = logits / _per_row(self.divisors, logits)
         if self.top_k is None and self.top_p is None:
             return _law(logits)
         flat = logits.reshape(-1, logits.shape[-1])

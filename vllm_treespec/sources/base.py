@@ -111,6 +111,33 @@ class DraftModel(Protocol):
         """
 
 
+class BlockDraftModel(DraftModel, Protocol):
+    """A draft model that has read all levels; what it adds for a token is a sum."""
+
+    @property
+    def level_logits(self) -> Tensor:
+        """Logits of all levels, [num_reqs, depth, draft_vocab_size].
+
+        They are those below the root and below any node, but for ``edges``.
+        """
+
+    @property
+    def max_candidates(self) -> int:
+        """How many tokens of a level may be drafted: those of the highest logits."""
+
+    def edges(self, columns: Tensor) -> Tensor | None:
+        """What the logits of candidates gain below each candidate of the level above.
+
+        Args:
+            columns: int64 [num_reqs, depth, count], of the draft vocabulary.
+
+        Returns:
+            [num_reqs, depth, count above, count]; all the same above in the first
+            level, whose nodes have the root above them. None: nothing.
+
+        """
+
+
 class ModelSource(ABC):
     """A draft model or a head, from which proposers draft level by level.
 

@@ -23,12 +23,29 @@ from vllm_treespec.step.decoder import TreeDecoder
 
 @dataclass(frozen=True)
 class UniformDraftModel:
-    """A draft model with equal logits for all tokens; implements ``DraftModel``."""
+    """A draft model with equal logits for all tokens; a ``BlockDraftModel``."""
 
     num_reqs: int
+    depth: int
     vocab_size: int
     device: torch.device
     vocabulary: None = None
+
+    @property
+    def level_logits(self) -> Tensor:
+        """Logits of all levels, [num_reqs, depth, vocab_size]."""
+        shape = self.num_reqs, self.depth, self.vocab_size
+        return torch.zeros(shape, device=self.device)
+
+    @property
+    def max_candidates(self) -> int:
+        """All tokens."""
+        return self.vocab_size
+
+    def edges(self, columns: Tensor) -> Tensor:
+        """What a token adds, [num_reqs, depth, count, count]."""
+        shape = *columns.shape, columns.shape[-1]
+        return torch.zeros(shape, device=self.device)
 
     def root_logits(self) -> Tensor:
         """Logits below the roots, [num_reqs, vocab_size]."""
@@ -101,9 +118,8 @@ def draft_model_of(source: ModelSource, roots: Roots, vocab_size: int) -> DraftM
         leftover = uniform_chain(roots, vocab_size)
         return uniform_chain(roots, vocab_size, leftover)
     if source.reads.own_kv:
-        return UniformDraftModel(
-            len(roots.slots), vocab_size, roots.root_token_ids.device
-        )
+        device = roots.root_token_ids.device
+        return UniformDraftModel(len(roots.slots), roots.depth, vocab_size, device)
     return source.begin(roots)
 
 

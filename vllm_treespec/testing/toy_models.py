@@ -19,6 +19,7 @@ from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branches import BranchLayout
 from vllm_treespec.layouts.masks import MaskLayout
 from vllm_treespec.sources.base import CommittedTokens, ModelSource, Reads, Roots
+from vllm_treespec.trees.tree import MAX_NODES
 
 VOCAB_SIZE = 7
 PERIOD = 5
@@ -285,9 +286,13 @@ class ToyDraftModel(ModelSource):
 
 
 class TableDraft:
-    """Drafts by a language's table below the roots; implements ``DraftModel``."""
+    """Drafts by a language's table below the roots; a ``BlockDraftModel``.
+
+    As a block it knows of a text its length and its last token.
+    """
 
     vocabulary = None
+    max_candidates = VOCAB_SIZE
 
     def __init__(
         self, table: Tensor, lengths: Tensor, above: Tensor, roots: Tensor
@@ -308,6 +313,19 @@ class TableDraft:
         self.lengths = self.lengths + 1
         self.above, self.last = self.last.gather(1, parents), token_ids
         return self._logits()
+
+    @property
+    def level_logits(self) -> Tensor:
+        """Logits of all levels before what a token adds."""
+        return torch.zeros((len(self.last), MAX_NODES, VOCAB_SIZE))
+
+    def edges(self, columns: Tensor) -> Tensor:
+        """What tokens add to the logits of columns below them."""
+        num_reqs, depth, count = columns.shape
+        roots = self.last[..., None].expand(num_reqs, 1, count)
+        above = torch.cat([roots, columns[:, :-1]], dim=1)[..., None]
+        lengths = (self.lengths + torch.arange(depth))[..., None, None]
+        return self.table[lengths % PERIOD, 0, above, columns[:, :, None]]
 
     def _logits(self) -> Tensor:
         return self.table[self.lengths % PERIOD, self.above, self.last]
