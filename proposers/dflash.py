@@ -95,12 +95,12 @@ def _chances(
     logs = mass.double().log()[:, :, None].expand(-1, -1, count, -1)
     edges = block.edges(columns)
     if edges is not None:
-        logs = logs + edges / inputs.sampling.divisors.view(-1, 1, 1, 1)
-        all_ = logs.logsumexp(-1, keepdim=True)
+        below = logs[:, 1:] + edges / inputs.sampling.divisors.view(-1, 1, 1, 1)
+        all_ = below.logsumexp(-1, keepdim=True)
         if count < block.max_candidates:
-            others = (1 - mass.double().sum(-1)).clamp(min=0)
+            others = (1 - mass[:, 1:].double().sum(-1)).clamp(min=0)
             all_ = all_.logaddexp(others.log()[..., None, None])
-        logs = logs - all_
+        logs = torch.cat([logs[:, :1], below - all_], dim=1)
     if inputs.noise_keys is None or inputs.sampling.all_greedy:
         return columns, logs
     keys = inputs.noise_keys[:, :depth, None]

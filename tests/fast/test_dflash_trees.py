@@ -102,16 +102,16 @@ class ManyTokens:
         self.level_logits = 2 * torch.randn(1, 3, 500, generator=generator)
         self.added = torch.randn(500, 500, generator=generator)
         self.max_candidates = 500
+        self.level_logits[:, 0] += self.added[0]
         self.level = 0
 
     def edges(self, columns: Tensor) -> Tensor:
         """What tokens add, by levels."""
-        above = torch.cat([torch.zeros_like(columns[:, :1]), columns[:, :-1]], dim=1)
-        return self.added[above[..., None], columns[..., None, :]]
+        return self.added[columns[:, :-1, :, None], columns[:, 1:, None]]
 
     def root_logits(self) -> Tensor:
         """As ``DraftModel`` says."""
-        return self.level_logits[:, 0] + self.added[0]
+        return self.level_logits[:, 0]
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """As ``DraftModel`` says."""

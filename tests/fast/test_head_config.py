@@ -43,7 +43,7 @@ def unread(method: str, **keys: Any) -> MethodConfig:
     ("method", "defaults", "names"),
     [
         ("eagle_tree", {"tree": "dynamic", "hot_tokens": None}, ["4x3x8", "4x1x4"]),
-        ("dflash_tree", {"depth": 7}, ["4x7x16", "4x1x4"]),
+        ("dflash_tree", {"depth": 7}, ["8x7x16", "4x1x4"]),
         (
             "lyanna",
             {"resample": "off", "resample_drafts": 4, "resample_min_levels": 1},

@@ -24,6 +24,11 @@ class DFlashTreeConfig(GrownTreeConfig):
         description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
         "recursive rejection",
     )
+    top_k: Count = Field(
+        default=8,
+        le=MAX_DRAFTS,
+        description="children per node, and nodes of each level that get children",
+    )
     depth: Count = Field(
         default=7,
         le=MAX_DRAFTS - 1,

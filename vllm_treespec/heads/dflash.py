@@ -234,18 +234,19 @@ class MarkovBias(nn.Module):
         super().__init__()
         rank = config.markov_rank
         self.embedding = nn.Embedding(config.vocab_size, rank)
-        self.output = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        # Its rows are looked up: no linear layer, whose weight an engine may pack.
+        self.output = nn.Embedding(config.draft_vocab_size, rank)
         nn.init.zeros_(self.output.weight)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map int64 [...] to [..., draft_vocab_size]."""
-        bias: Tensor = self.output(self.embedding(token_ids))
-        return bias
+        codes = self.embedding(token_ids)
+        return nn.functional.linear(codes, self.output.weight)
 
     def edges(self, token_ids: Tensor, columns: Tensor) -> Tensor:
         """Map int64 [..., width] and [..., count] to [..., width, count]."""
         codes = self.embedding(token_ids)
-        added: Tensor = codes @ self.output.weight[columns].transpose(-1, -2)
+        added: Tensor = codes @ self.output(columns).transpose(-1, -2)
         return added
 
 
@@ -259,7 +260,10 @@ class BlockDraft:
         self.head = head
         self.states = states
         self.level_logits = head.logits(states)
-        self.root_token_ids = root_token_ids
+        below_root = head.logits_below(
+            self.level_logits[:, 0], states[:, 0], root_token_ids[:, None]
+        )
+        self.level_logits[:, 0] = below_root[:, 0]
         self.level = 0
         self.vocabulary = head.hot_token_ids
 
@@ -274,21 +278,17 @@ class BlockDraft:
         """What a token adds to the logits below it; see ``BlockDraftModel.edges``."""
         vocabulary = self.vocabulary
         candidates = columns if vocabulary is None else vocabulary.take(columns)
-        roots = self.root_token_ids[:, None, None].expand_as(candidates[:, :1])
-        above = torch.cat([roots, candidates[:, :-1]], dim=1)
-        states = self.states[:, : columns.shape[1]]
-        return self.head.edges(states, above, columns, candidates)
+        states = self.states[:, 1 : columns.shape[1]]
+        return self.head.edges(
+            states, candidates[:, :-1], columns[:, 1:], candidates[:, 1:]
+        )
 
     def root_logits(self) -> Tensor:
         """Logits below the roots, [num_reqs, draft_vocab_size]."""
-        return self.logits(self.root_token_ids[:, None])[:, 0]
+        return self.level_logits[:, 0]
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """The next level's logits for every node; its token is all that is read."""
         self.level += 1
-        return self.logits(token_ids)
-
-    def logits(self, token_ids: Tensor) -> Tensor:
-        """Logits below nodes of the level read last."""
         base, states = self.level_logits[:, self.level], self.states[:, self.level]
         return self.head.logits_below(base, states, token_ids)

@@ -118,7 +118,7 @@ class BlockDraftModel(DraftModel, Protocol):
     def level_logits(self) -> Tensor:
         """Logits of all levels, [num_reqs, depth, draft_vocab_size].
 
-        They are those below the root and below any node, but for ``edges``.
+        The first are those below the root. The others gain ``edges``.
         """
 
     @property
@@ -132,8 +132,7 @@ class BlockDraftModel(DraftModel, Protocol):
             columns: int64 [num_reqs, depth, count], of the draft vocabulary.
 
         Returns:
-            [num_reqs, depth, count above, count]; all the same above in the first
-            level, whose nodes have the root above them. None: nothing.
+            [num_reqs, depth - 1, count above, count]; None: nothing.
 
         """
 

@@ -43,8 +43,9 @@ class UniformDraftModel:
         return self.vocab_size
 
     def edges(self, columns: Tensor) -> Tensor:
-        """What a token adds, [num_reqs, depth, count, count]."""
-        shape = *columns.shape, columns.shape[-1]
+        """What a token adds, [num_reqs, depth - 1, count, count]."""
+        num_reqs, depth, count = columns.shape
+        shape = num_reqs, depth - 1, count, count
         return torch.zeros(shape, device=self.device)
 
     def root_logits(self) -> Tensor:

@@ -316,16 +316,17 @@ class TableDraft:
 
     @property
     def level_logits(self) -> Tensor:
-        """Logits of all levels before what a token adds."""
-        return torch.zeros((len(self.last), MAX_NODES, VOCAB_SIZE))
+        """Logits of all levels; below the first what a token adds is all there is."""
+        logits = torch.zeros((len(self.last), MAX_NODES, VOCAB_SIZE))
+        logits[:, 0] = self.root_logits()
+        return logits
 
     def edges(self, columns: Tensor) -> Tensor:
         """What tokens add to the logits of columns below them."""
-        num_reqs, depth, count = columns.shape
-        roots = self.last[..., None].expand(num_reqs, 1, count)
-        above = torch.cat([roots, columns[:, :-1]], dim=1)[..., None]
-        lengths = (self.lengths + torch.arange(depth))[..., None, None]
-        return self.table[lengths % PERIOD, 0, above, columns[:, :, None]]
+        above, below = columns[:, :-1, :, None], columns[:, 1:, None]
+        levels = torch.arange(1, columns.shape[1])
+        lengths = (self.lengths + levels)[..., None, None]
+        return self.table[lengths % PERIOD, 0, above, below]
 
     def _logits(self) -> Tensor:
         return self.table[self.lengths % PERIOD, self.above, self.last]

@@ -27,7 +27,7 @@ TREES: dict[str, list[dict[str, float]]] = {
     "medusa_tree": _trees("medusa_tree", (3,), (5,), (8,), (16,)),
     "redrafter": _trees("redrafter", (4, 1, 4), (5, 2, 5), (8, 3, 8), (16, 4, 16)),
     "eagle_tree": _trees("eagle_tree", *GROWN),
-    "dflash_tree": _trees("dflash_tree", (4, 1, 4), (4, 3, 8), (4, 5, 12), (4, 7, 16)),
+    "dflash_tree": _trees("dflash_tree", (4, 1, 4), (8, 3, 8), (8, 5, 12), (8, 7, 16)),
     "lyanna": _trees("lyanna", *GROWN),
     "hybrid": _trees(
         "hybrid",
