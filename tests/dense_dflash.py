@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from vllm_treespec.heads import DFlashHead, load_dflash_head
+from vllm_treespec.sampling.coupling import LIKELIEST
 
 
 class DenseDFlash:
@@ -22,7 +23,7 @@ class DenseDFlash:
 
     @torch.inference_mode()
     def chain(self, text: list[int], depth: int) -> list[int]:
-        """The likeliest token of each level, given the one before."""
+        """The likeliest of each level's candidates, given the token before."""
         context, root = torch.tensor([text[:-1]]), torch.tensor(text[-1:])
         states = self.target(context, output_hidden_states=True).hidden_states
         read = [states[layer][0] for layer in self.head.config.layers]
@@ -54,8 +55,11 @@ class DenseDFlash:
         draft = self.head.begin(block, root)
         token = draft.root_logits().argmax(dim=-1)
         found = [token]
-        for _ in range(depth - 1):
-            parents = torch.zeros((1, 1), dtype=torch.int64)
-            token = draft.extend(token[:, None], parents)[:, 0].argmax(dim=-1)
+        parents = torch.zeros((1, 1), dtype=torch.int64)
+        for level in range(1, depth):
+            logits = draft.extend(token[:, None], parents)[0, 0]
+            before = draft.level_logits[0, level]
+            candidates = before.topk(min(LIKELIEST, len(before))).indices
+            token = candidates[logits[candidates].argmax(keepdim=True)]
             found.append(token)
         return torch.cat(found).tolist()
