@@ -47,11 +47,12 @@ def test_the_gpu_image_has_the_vllm_that_ran_on_a_card() -> None:
     assert version.startswith(row.split()[1] + ".")
 
 
-def test_the_cpu_image_preloads_intels_openmp() -> None:
+def test_the_cpu_image_has_intels_openmp_and_large_pages() -> None:
     """Red when the image serves slower than what was published."""
     text = (DEPLOY / "docker" / "Dockerfile.cpu").read_text()
     (venv,) = re.findall(r"^COPY --from=build \S+ (\S+)$", text, re.MULTILINE)
     assert f"LD_PRELOAD={venv}/lib/{NAME} " in text
+    assert "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 " in text
 
 
 def test_every_base_of_an_image_can_be_pinned() -> None:
