@@ -50,7 +50,7 @@ class DFlash(DynamicTree):
         (draft_model,) = inputs.draft_models
         block = cast(BlockDraftModel, draft_model)
         columns, chances = _chances(block, self.depth, inputs)
-        words = tokens_of(columns, block.vocabulary)
+        token_ids = tokens_of(columns, block.vocabulary)
         filter_ = DraftFilter(self.min_probability, inputs)
         count = min(self.top_k, columns.shape[2])
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
@@ -60,16 +60,17 @@ class DFlash(DynamicTree):
         parents: list[Tensor] = []
         log_probs: list[Tensor] = []
         for level in range(self.depth):
+            if level:
+                place = frontier(children, self.top_k)
+                nodes, joint = candidates.gather(1, place), children.gather(1, place)
             below = nodes[..., None].expand(-1, -1, chances.shape[3])
             best = chances[:, level].gather(1, below).topk(count, dim=-1)
             joints = filter_.of_drafts(joint[..., None] + best.values)
             children = inputs.within_levels(joints, level + 1).flatten(1)
             candidates = best.indices.flatten(1)
-            tokens.append(words[:, level].gather(1, candidates))
+            tokens.append(token_ids[:, level].gather(1, candidates))
             parents.append(place.repeat_interleave(count, dim=1))
             log_probs.append(children)
-            place = frontier(children, self.top_k)
-            nodes, joint = candidates.gather(1, place), children.gather(1, place)
         return replace(self.best(inputs, tokens, parents, log_probs), levels=1)
 
 
@@ -96,11 +97,11 @@ def _chances(
     edges = block.edges(columns)
     if edges is not None:
         below = logs[:, 1:] + edges / inputs.sampling.divisors.view(-1, 1, 1, 1)
-        all_ = below.logsumexp(-1, keepdim=True)
+        total = below.logsumexp(-1, keepdim=True)
         if count < block.max_candidates:
             others = (1 - mass[:, 1:].double().sum(-1)).clamp(min=0)
-            all_ = all_.logaddexp(others.log()[..., None, None])
-        logs = torch.cat([logs[:, :1], below - all_], dim=1)
+            total = total.logaddexp(others.log()[..., None, None])
+        logs = torch.cat([logs[:, :1], below - total], dim=1)
     if inputs.noise_keys is None or inputs.sampling.all_greedy:
         return columns, logs
     keys = inputs.noise_keys[:, :depth, None]
