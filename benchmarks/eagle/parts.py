@@ -40,7 +40,7 @@ EAGLE_TREES = "4x2x5,4x3x8,4x4x16"
 REDRAFTER_TREES = "5x2x5,8x3x8,16x4x16"
 BEAM_TREES = "4x2x5"
 # the first one is a chain
-DFLASH_TREES = "1x5x5,4x5x8,4x6x16"
+DFLASH_TREES = "1x5x5,8x5x8,8x7x16"
 # How often the plain step's cell answers each prompt.
 PLAIN_STEP_REPEATS = 4
 
