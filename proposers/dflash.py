@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import cast
 
@@ -12,6 +13,7 @@ from vllm_treespec.proposers.base import Proposer, ProposerInputs, tokens_of
 from vllm_treespec.proposers.draft_filter import DraftFilter
 from vllm_treespec.proposers.dynamic_tree import DynamicTree, frontier
 from vllm_treespec.sampling.coupling import LIKELIEST, coupled_chances
+from vllm_treespec.sampling.laws import SMALLEST, SamplingTensors
 from vllm_treespec.sources.base import BlockDraftModel
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
@@ -26,12 +28,12 @@ def sizes(tree: TreeSizes) -> TreeSizes:
 class DFlash(DynamicTree):
     """Drafts dynamic trees from heads of arXiv 2602.06036, 2606.18394 and 2607.05147.
 
-    The tree is that of ``DynamicTree``, of which one forward made all levels' logits. A
-    head that conditions on a node's token (DSpark, DFlash2) adds something to the
-    logits below it; one that does not (DFlash, JetSpec) has the same for all nodes of a
-    level. So all levels are scored at once: of each the ``LIKELIEST`` tokens, below
-    each of those of the level above. All others count with their mass before anything
-    is added.
+    The tree is that of ``DynamicTree`` among candidates: one forward made all levels'
+    logits, and those of each level's ``LIKELIEST`` tokens are scored at once, below
+    each of those of the level above. A head that conditions on a node's token (DSpark,
+    DFlash2) adds something to the logits below it; one that does not (DFlash, JetSpec)
+    has the same for all nodes of a level. All other tokens count with their mass before
+    anything is added.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class DFlash(DynamicTree):
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
         # candidates that the nodes of a level are, and their joint probabilities
         nodes, joint = place, torch.zeros_like(place, dtype=torch.float64)
+        candidates, children = nodes, joint
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         log_probs: list[Tensor] = []
@@ -90,25 +93,61 @@ def _chances(
         in the first level), float64 [num_reqs, depth, count, count].
 
     """
-    probs = inputs.sampling.probs(block.level_logits[:, :depth])
-    count = min(LIKELIEST, block.max_candidates, probs.shape[-1])
-    mass, columns = probs.topk(count, dim=-1)
-    logs = mass.double().log()[:, :, None].expand(-1, -1, count, -1)
-    edges = block.edges(columns)
+    sampling = inputs.sampling
+    divisors = sampling.divisors.view(-1, 1, 1, 1)
+    logits = block.level_logits[:, :depth].float() / divisors[..., 0]
+    possible = min(block.max_candidates, logits.shape[-1])
+    count = min(LIKELIEST, possible)
+    values, columns = logits.topk(count, dim=-1)
+    if possible < logits.shape[-1]:
+        logits = logits.topk(possible, dim=-1).values
+    logs = (values - logits.logsumexp(-1, keepdim=True)).double()[:, :, None]
+    edges = block.edges(columns) if depth > 1 else None
     if edges is not None:
-        below = logs[:, 1:] + edges / inputs.sampling.divisors.view(-1, 1, 1, 1)
+        below = logs[:, 1:] + edges / divisors
         total = below.logsumexp(-1, keepdim=True)
-        if count < block.max_candidates:
-            others = (1 - mass[:, 1:].double().sum(-1)).clamp(min=0)
-            total = total.logaddexp(others.log()[..., None, None])
-        logs = torch.cat([logs[:, :1], below - total], dim=1)
-    if inputs.noise_keys is None or inputs.sampling.all_greedy:
-        return columns, logs
-    keys = inputs.noise_keys[:, :depth, None]
-    noise = inputs.noise_of(keys, tokens_of(columns, block.vocabulary))
-    chances = coupled_chances(noise[:, :, None], logs.exp()).log()
-    greedy = inputs.sampling.greedy.view(-1, 1, 1, 1)
-    return columns, torch.where(greedy, logs, chances)
+        if count < possible:
+            others = (1 - logs[:, 1:].exp().sum(-1, keepdim=True)).clamp(min=0)
+            total = total.logaddexp(others.log())
+        roots = logs[:, :1].expand(-1, -1, count, -1)
+        logs = torch.cat([roots, below - total], dim=1)
+    logs = logs.masked_fill(logs < math.log(SMALLEST), -torch.inf)
+    if sampling.top_k is not None or sampling.top_p is not None:
+        logs = _within_limits(logs, sampling)
+    if inputs.noise_keys is not None and not sampling.all_greedy:
+        keys = inputs.noise_keys[:, :depth, None]
+        noise = inputs.noise_of(keys, tokens_of(columns, block.vocabulary))
+        chances = coupled_chances(noise[:, :, None], logs.exp()).log()
+        logs = torch.where(sampling.greedy.view(-1, 1, 1, 1), logs, chances)
+    return columns, logs.expand(-1, -1, count, -1)
+
+
+def _within_limits(logs: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Apply top-k, then top-p, to distributions of which the likeliest tokens are given.
+
+    Args:
+        logs: float64 [num_reqs, depth, rows, count], logs of probabilities.
+        sampling: of the requests.
+
+    Returns:
+        the same, -inf for what is left out. Within a limit beyond these tokens all
+        others count as they did.
+
+    """
+    best = logs.sort(dim=-1, descending=True)
+    probs = best.values.exp()
+    kept, whole = torch.ones_like(probs, dtype=torch.bool), torch.ones_like(probs[..., :1])
+    if sampling.top_k is not None:
+        top_k = sampling.top_k.view(-1, 1, 1, 1)
+        kept = (torch.arange(probs.shape[-1], device=probs.device) < top_k).expand_as(probs)
+        within = (probs * kept).sum(-1, keepdim=True)
+        whole = torch.where(top_k <= probs.shape[-1], within, whole)
+    if sampling.top_p is not None:
+        least = sampling.top_p.view(-1, 1, 1, 1) * whole
+        kept = kept & (probs.cumsum(-1) - probs < least)
+        whole = torch.maximum((probs * kept).sum(-1, keepdim=True), least)
+    limited = (best.values - whole.log()).masked_fill(~kept, -torch.inf)
+    return torch.empty_like(limited).scatter(-1, best.indices, limited)
 
 
 class DrawnDFlash(Proposer):

@@ -60,23 +60,35 @@ def test_levels_after_the_first_cost_nothing(tmp_path: Path) -> None:
     assert drawn.sizes.draft_forwards == 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, None])
+SAMPLING = {
+    "greedy": at_temperature(0.0, 3),
+    "cold": at_temperature(0.02, 3),
+    "sampled": at_temperature(0.6, 3),
+    "top-k": at_temperature(1.0, 3, top_k=3),
+    "top-p": at_temperature(1.0, 3, top_p=0.8),
+    "both": at_temperature(1.3, 3, top_k=6, top_p=0.7),
+    "mixed": SamplingTensors(
+        torch.tensor([0.0, 0.5, 1.2]),
+        top_k=torch.tensor([40, 1, 40]),
+        top_p=torch.tensor([1.0, 1.0, 0.5]),
+    ),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "specforge, causal"])
 def test_all_levels_at_once_give_the_same_trees(
-    name: str, temperature: float | None, tmp_path: Path
+    name: str, sampling: str, tmp_path: Path
 ) -> None:
     """Red when a tree over a block is not the dynamic tree of its logits."""
     torch.manual_seed(0)
     head = loaded(HEADS[name], tmp_path)
     roots = torch.tensor([3, 39, 17])
     states = 4 * torch.randn(3, DEPTH, 16, dtype=torch.float64)
-    sampling = at_temperature(1.0 if temperature is None else temperature, 3)
-    if temperature is None:
-        sampling = SamplingTensors(torch.tensor([0.0, 0.5, 1.2]))
     inputs: dict[str, Any] = {
         "num_reqs": 3,
         "root_token_ids": roots,
-        "sampling": sampling,
+        "sampling": SAMPLING[sampling],
         "noise_keys": torch.randint(1 << 40, (3, DEPTH)),
         "levels": torch.tensor([DEPTH, 2, DEPTH]),
         "num_drafts": torch.tensor([12, 9, 3]),
@@ -119,12 +131,20 @@ class ManyTokens:
         return self.level_logits[:, self.level, None] + self.added[token_ids]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_few_candidates_claim_what_all_tokens_would(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        at_temperature(0.0),
+        at_temperature(0.05),
+        at_temperature(1.0, top_k=5),
+        at_temperature(1.0, top_p=0.6),
+    ],
+)
+def test_few_candidates_claim_what_all_tokens_would(sampling: SamplingTensors) -> None:
     """Red when what is left out of the candidates does not count in their claims."""
     for seed in range(20):
         inputs: dict[str, Any] = {
-            "sampling": at_temperature(temperature),
+            "sampling": sampling,
             "root_token_ids": torch.tensor([0]),
         }
         wanted, found = (
@@ -135,6 +155,15 @@ def test_few_candidates_claim_what_all_tokens_would(temperature: float) -> None:
         assert wanted.claims is not None
         at_most = wanted.claims.sum()
         assert 0.8 * at_most < found.claims.sum() < 1.2 * at_most
+
+
+def test_one_level_has_no_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a tree of one level computes edges of no row: some kernels crash."""
+    block = ManyTokens(0)
+    monkeypatch.setattr(block, "edges", None)
+    tree = draft_of(DFlash(4, 1, 4), block, sampling=at_temperature(0.0)).tree
+    likeliest = block.level_logits[0, 0].topk(4).indices
+    assert tree.token_ids[0, 1:].tolist() == likeliest.tolist()
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("heads")
     heads = head_folders(folder)
     heads["eagle"] = str(PublishedHead().write(folder / "eagle"))
-    block = PublishedDFlash("dspark", markov_rank=2, block_size=6)
+    block = PublishedDFlash("dspark", markov_rank=2, block_size=7)
     heads["dflash"] = str(block.write(folder / "dflash"))
     return Models("target", "draft", heads)
 

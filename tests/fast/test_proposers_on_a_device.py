@@ -7,7 +7,9 @@ from torch import Tensor
 from tests.fast.enumeration import num_models
 from tests.fast.no_waiting import NoWaiting, on_meta
 from tests.tiers import grid
+from vllm_treespec.heads import DFlashHead, DFlashHeadConfig
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.proposers.dflash import DFlash, DrawnDFlash
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.lyanna import Lyanna
@@ -33,12 +35,17 @@ PROPOSERS: dict[str, Proposer] = {
     "specinfer": SpecInfer([(2, 1), (1, 1)]),
     "redrafter": ReDrafter(4, 3, 8),
     "dynamic_tree": DynamicTree(4, 3, 8),
+    "dflash": DFlash(8, 3, 8),
+    "dflash drawn": DrawnDFlash(StochasticTree(4, 3, 8)),
     "static_tree": StaticTree(4, 5, 25),
     "stochastic_tree": StochasticTree(4, 3, 8),
     "medusa_tree": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
     "lyanna": Lyanna(DynamicTree(4, 3, 8), DynamicTree(4, 2, 4)),
     "lyanna drawn": Lyanna(StochasticTree(4, 3, 8)),
     "hybrid": Hybrid(8, depth=5, top_k=4, model_depth=3, min_probability=0.0),
+    "hybrid of a block": Hybrid(
+        8, depth=5, top_k=4, model_depth=3, min_probability=0.0, one_pass=True
+    ),
     "index of a hybrid": Hybrid(
         8, depth=5, top_k=4, model_depth=0, min_probability=0.0
     ),
@@ -72,6 +79,34 @@ def meta_chain(
     return ChainDraft(logits, info, numbers, vocabulary, numbers, reused, leftover)
 
 
+def meta_block(vocabulary: Tensor | None) -> DraftModel:
+    """All levels of a head that adds to the logits below a node by its token."""
+    config = DFlashHeadConfig(
+        hidden_size=8,
+        target_hidden_size=8,
+        vocab_size=VOCAB_SIZE,
+        num_hot_tokens=None if vocabulary is None else VOCAB_SIZE,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=8,
+        intermediate_size=8,
+        norm_eps=1e-6,
+        rope={"rope_type": "default", "rope_theta": 1e4},
+        max_positions=16,
+        target_layers=(0,),
+        block_size=4,
+        depth=3,
+        mask_token_id=0,
+        markov_rank=2,
+    )
+    head = DFlashHead(config)
+    head.share(*[torch.zeros(VOCAB_SIZE, 8)] * 2)
+    head.to("meta")
+    states = torch.empty((NUM_REQS, 3, 8), device="meta")
+    return head.begin(states, torch.empty(NUM_REQS, dtype=torch.int64, device="meta"))
+
+
 @pytest.mark.parametrize(
     ("temperature", "hot"),
     grid(
@@ -94,6 +129,8 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
     drafts: list[DraftModel] = [MetaModel(vocabulary)] * num_models(proposer)
     if isinstance(proposer, Lyanna):
         drafts = [meta_chain(vocabulary, meta_chain(vocabulary))]
+    if name in ("dflash", "dflash drawn", "hybrid of a block"):
+        drafts = [meta_block(vocabulary)]
     inputs = ProposerInputs(
         root_token_ids=torch.zeros(NUM_REQS, dtype=torch.int64, device="meta"),
         sampling=on_meta(sampling),
@@ -101,6 +138,7 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
             (NUM_REQS, proposer.sizes.num_uniforms), dtype=torch.float64, device="meta"
         ),
         draft_models=drafts,
+        noise_keys=torch.empty((NUM_REQS, 7), dtype=torch.int64, device="meta"),
         continuations=[Continuations([[(3, [1, 2, 3]), (1, [4])], [], [(2, [1, 1])]])],
     )
     with NoWaiting():
