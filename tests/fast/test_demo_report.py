@@ -64,12 +64,16 @@ def test_best_method_is_that_of_all_kinds_of_work() -> None:
 def test_command_can_be_pasted(
     monkeypatch: pytest.MonkeyPatch, openmp: Path | None
 ) -> None:
-    """Red when vllm must be on the path, Intel's OpenMP is left out, all
-    memory must be free, or a key that only serves the measurement is typed."""
+    """Red when vllm must be on the path, Intel's OpenMP or large pages are left out,
+    all memory must be free, or a key that only serves the measurement is typed."""
     monkeypatch.setattr(demo_report, "intel_openmp", lambda: openmp)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if openmp:
+        monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     words = shlex.split(serve_command(side(HYBRID), "a target"))
     if openmp:
         assert words.pop(0) == f"LD_PRELOAD={openmp}"
+        assert words.pop(0) == "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
     *command, spec = words
     vllm = str(Path(sys.executable).parent / "vllm")
     memory = ["--gpu-memory-utilization", "0.25"]

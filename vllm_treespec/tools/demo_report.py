@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -148,6 +149,7 @@ def best_overall(pairs: Sequence[Pair]) -> str:
 def serve_command(side: Side, target: str) -> str:
     """Make the command that serves a side's method, to be pasted into any shell.
 
+    It has the measurement's setting of glibc, such as large pages (docs/deploy.md).
     The share of the memory is that of the measurement: on a CPU vLLM's own default
     refuses to start where other programs hold some gigabytes.
     """
@@ -157,6 +159,11 @@ def serve_command(side: Side, target: str) -> str:
     words = [str(vllm), "serve", target]
     words += ["--gpu-memory-utilization", str(side.engine["gpu_memory_utilization"])]
     words += ["--speculative-config", json.dumps(spec)]
-    openmp = intel_openmp()
-    preload = "" if openmp is None else f"LD_PRELOAD={shlex.quote(str(openmp))} "
-    return preload + shlex.join(words)
+    openmp, tunables = intel_openmp(), os.environ.get("GLIBC_TUNABLES")
+    settings = {"LD_PRELOAD": openmp, "GLIBC_TUNABLES": tunables}
+    given_first = "".join(
+        f"{name}={shlex.quote(str(value))} "
+        for name, value in settings.items()
+        if value
+    )
+    return given_first + shlex.join(words)
