@@ -55,6 +55,11 @@ class ProposerInputs:
     # whether the host waits for a value, to leave out levels that are not worth it
     can_sync: bool = False
 
+    @property
+    def follows_noise(self) -> bool:
+        """Whether ranked drafts follow the noise by which the target draws."""
+        return self.noise_keys is not None and not self.sampling.all_greedy
+
     def min_claims(self, source: Source, min_probability: float | None) -> list[float]:
         """The claim that drafts of each tree have at least.
 

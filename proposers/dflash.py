@@ -9,10 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from vllm_treespec.proposers import dynamic_tree
 from vllm_treespec.proposers.base import Proposer, ProposerInputs, tokens_of
 from vllm_treespec.proposers.draft_filter import DraftFilter
-from vllm_treespec.proposers.dynamic_tree import DynamicTree, frontier
-from vllm_treespec.sampling.coupling import LIKELIEST, coupled_chances
+from vllm_treespec.proposers.dynamic_tree import DynamicTree, drawn_chances, frontier
+from vllm_treespec.sampling.coupling import LIKELIEST
 from vllm_treespec.sampling.laws import SMALLEST, SamplingTensors
 from vllm_treespec.sources.base import BlockDraftModel
 from vllm_treespec.trees.draft import Draft
@@ -36,25 +37,18 @@ class DFlash(DynamicTree):
     anything is added.
     """
 
-    def __init__(
-        self,
-        top_k: int,
-        depth: int,
-        num_drafts: int,
-        min_probability: float | None = 0.0,
-    ) -> None:
-        """Take the limits of the trees, see ``DynamicTree``."""
-        super().__init__(top_k, depth, num_drafts, min_probability)
-        self.sizes = sizes(self.sizes)
+    @staticmethod
+    def sizes_of(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
+        """Sizes of the trees, see ``DynamicTree``."""
+        return sizes(dynamic_tree.sizes(top_k, depth, num_drafts))
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; no level costs a forward."""
         (draft_model,) = inputs.draft_models
         block = cast(BlockDraftModel, draft_model)
-        columns, chances = _chances(block, self.depth, inputs)
-        token_ids = tokens_of(columns, block.vocabulary)
+        token_ids, chances = _chances(block, self.depth, inputs)
         filter_ = DraftFilter(self.min_probability, inputs)
-        count = min(self.top_k, columns.shape[2])
+        count = min(self.top_k, token_ids.shape[2])
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
         # candidates that the nodes of a level are, and their joint probabilities
         nodes, joint = place, torch.zeros_like(place, dtype=torch.float64)
@@ -88,9 +82,9 @@ def _chances(
         inputs: of the step.
 
     Returns:
-        columns of the draft vocabulary, int64 [num_reqs, depth, count], and the log of
-        how likely each is accepted below each of the level above (all the same above
-        in the first level), float64 [num_reqs, depth, count, count].
+        their tokens, int64 [num_reqs, depth, count], and the log of how likely each is
+        accepted below each of the level above (all the same above in the first level),
+        float64 [num_reqs, depth, count, count].
 
     """
     sampling = inputs.sampling
@@ -99,10 +93,11 @@ def _chances(
     possible = min(block.max_candidates, logits.shape[-1])
     count = min(LIKELIEST, possible)
     values, columns = logits.topk(count, dim=-1)
+    token_ids = tokens_of(columns, block.vocabulary)
     if possible < logits.shape[-1]:
         logits = logits.topk(possible, dim=-1).values
     logs = (values - logits.logsumexp(-1, keepdim=True)).double()[:, :, None]
-    edges = block.edges(columns) if depth > 1 else None
+    edges = block.edges(columns, token_ids) if depth > 1 else None
     if edges is not None:
         below = logs[:, 1:] + edges / divisors
         total = below.logsumexp(-1, keepdim=True)
@@ -114,16 +109,15 @@ def _chances(
     logs = logs.masked_fill(logs < math.log(SMALLEST), -torch.inf)
     if sampling.top_k is not None or sampling.top_p is not None:
         logs = _within_limits(logs, sampling)
-    if inputs.noise_keys is not None and not sampling.all_greedy:
-        keys = inputs.noise_keys[:, :depth, None]
-        noise = inputs.noise_of(keys, tokens_of(columns, block.vocabulary))
-        chances = coupled_chances(noise[:, :, None], logs.exp()).log()
-        logs = torch.where(sampling.greedy.view(-1, 1, 1, 1), logs, chances)
-    return columns, logs.expand(-1, -1, count, -1)
+    if inputs.follows_noise:
+        assert inputs.noise_keys is not None
+        keys = inputs.noise_keys[:, :depth, None, None]
+        logs = drawn_chances(logs.exp(), token_ids[:, :, None], keys, inputs).log()
+    return token_ids, logs.expand(-1, -1, count, -1)
 
 
 def _within_limits(logs: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Apply top-k, then top-p, to distributions of which the likeliest tokens are given.
+    """Apply top-k, then top-p, to distributions of which likely tokens are given.
 
     Args:
         logs: float64 [num_reqs, depth, rows, count], logs of probabilities.
@@ -136,12 +130,13 @@ def _within_limits(logs: Tensor, sampling: SamplingTensors) -> Tensor:
     """
     best = logs.sort(dim=-1, descending=True)
     probs = best.values.exp()
-    kept, whole = torch.ones_like(probs, dtype=torch.bool), torch.ones_like(probs[..., :1])
+    count, kept = probs.shape[-1], torch.ones_like(probs, dtype=torch.bool)
+    whole = torch.ones_like(probs[..., :1])
     if sampling.top_k is not None:
         top_k = sampling.top_k.view(-1, 1, 1, 1)
-        kept = (torch.arange(probs.shape[-1], device=probs.device) < top_k).expand_as(probs)
+        kept = kept & (torch.arange(count, device=probs.device) < top_k)
         within = (probs * kept).sum(-1, keepdim=True)
-        whole = torch.where(top_k <= probs.shape[-1], within, whole)
+        whole = torch.where(top_k <= count, within, whole)
     if sampling.top_p is not None:
         least = sampling.top_p.view(-1, 1, 1, 1) * whole
         kept = kept & (probs.cumsum(-1) - probs < least)

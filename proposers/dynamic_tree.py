@@ -84,7 +84,12 @@ class DynamicTree(Proposer):
         self.top_k, self.depth = useful(top_k, depth, num_drafts)
         self.num_drafts = num_drafts
         self.min_probability = min_probability
-        self.sizes = sizes(top_k, depth, num_drafts)
+        self.sizes = self.sizes_of(top_k, depth, num_drafts)
+
+    @staticmethod
+    def sizes_of(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
+        """Sizes of the trees, see ``__init__``."""
+        return sizes(top_k, depth, num_drafts)
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request, one draft forward per level."""
@@ -94,14 +99,13 @@ class DynamicTree(Proposer):
         place = torch.zeros_like(inputs.root_token_ids)[:, None]
         joint = torch.zeros_like(place, dtype=torch.float64)
         filter_ = DraftFilter(self.min_probability, inputs)
-        follows_noise = inputs.noise_keys is not None and not inputs.sampling.all_greedy
         tokens: list[Tensor] = []
         parents: list[Tensor] = []
         log_probs: list[Tensor] = []
         for level in range(self.depth):
             probs = inputs.sampling.probs(logits)
             count = min(self.top_k, probs.shape[-1])
-            if follows_noise:
+            if inputs.follows_noise:
                 chances, columns = following_noise(probs, count, inputs, level)
             else:
                 chances, columns = probs.topk(count, dim=-1)
@@ -182,11 +186,28 @@ def following_noise(
     mass, columns = probs.topk(min(max(count, LIKELIEST), probs.shape[-1]), dim=-1)
     tokens = tokens_of(columns, draft_model.vocabulary)
     keys = inputs.noise_keys[:, level, None, None]
-    chances = coupled_chances(inputs.noise_of(keys, tokens), mass)
-    greedy = inputs.sampling.greedy[:, None, None]
-    chances = torch.where(greedy, mass.double(), chances)
-    best = chances.topk(count, dim=-1)
+    best = drawn_chances(mass, tokens, keys, inputs).topk(count, dim=-1)
     return best.values, columns.gather(-1, best.indices)
+
+
+def drawn_chances(
+    mass: Tensor, tokens: Tensor, keys: Tensor, inputs: ProposerInputs
+) -> Tensor:
+    """How likely the target draws each token, given its noise; a greedy one's mass.
+
+    Args:
+        mass: [num_reqs, ..., count], probabilities of likely tokens.
+        tokens: int64, such tokens; broadcast to ``mass``.
+        keys: int64, of the noise at their positions; broadcast to ``tokens``.
+        inputs: of the step.
+
+    Returns:
+        float64, of the shape of ``mass``.
+
+    """
+    chances = coupled_chances(inputs.noise_of(keys, tokens), mass)
+    greedy = inputs.sampling.greedy.view(-1, *[1] * (mass.dim() - 1))
+    return torch.where(greedy, mass.double(), chances)
 
 
 def frontier(values: Tensor, top_k: int) -> Tensor:

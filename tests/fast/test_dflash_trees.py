@@ -117,7 +117,7 @@ class ManyTokens:
         self.level_logits[:, 0] += self.added[0]
         self.level = 0
 
-    def edges(self, columns: Tensor) -> Tensor:
+    def edges(self, columns: Tensor, token_ids: Tensor) -> Tensor:
         """What tokens add, by levels."""
         return self.added[columns[:, :-1, :, None], columns[:, 1:, None]]
 

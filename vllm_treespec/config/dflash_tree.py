@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
+from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field, top_k_field
 from vllm_treespec.proposers import DFlash, DrawnDFlash, dflash
 from vllm_treespec.trees.sizes import TreeSizes
 
@@ -24,11 +24,7 @@ class DFlashTreeConfig(GrownTreeConfig):
         description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
         "recursive rejection",
     )
-    top_k: Count = Field(
-        default=8,
-        le=MAX_DRAFTS,
-        description="children per node, and nodes of each level that get children",
-    )
+    top_k: Count = top_k_field(8)
     depth: Count = Field(
         default=7,
         le=MAX_DRAFTS - 1,

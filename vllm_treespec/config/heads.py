@@ -87,6 +87,15 @@ def for_dynamic_trees(least: float | None, info: ValidationInfo) -> float | None
     return least
 
 
+def top_k_field(default: int) -> Any:
+    """The field ``top_k`` of a tree that its head grows."""
+    return Field(
+        default=default,
+        le=MAX_DRAFTS,
+        description="children per node, and nodes of each level that get children",
+    )
+
+
 def num_drafts_field(default: int) -> Any:
     """The field ``num_drafts`` of a tree that its head grows."""
     return Field(
@@ -111,11 +120,7 @@ class GrownTreeConfig(HeadMethodConfig):
     )
 
     tree: str = "dynamic"
-    top_k: Count = Field(
-        default=4,
-        le=MAX_DRAFTS,
-        description="children per node, and nodes of each level that get children",
-    )
+    top_k: Count = top_k_field(4)
     depth: Count = Field(default=3, le=MAX_DRAFTS, description="levels below the root")
     num_drafts: Count | None = num_drafts_field(8)
     min_probability: MinProbability | None = None

@@ -274,14 +274,11 @@ class BlockDraft:
         every = self.level_logits.shape[-1]
         return every if selector is None else min(selector.top_k, every)
 
-    def edges(self, columns: Tensor) -> Tensor | None:
+    def edges(self, columns: Tensor, token_ids: Tensor) -> Tensor | None:
         """What a token adds to the logits below it; see ``BlockDraftModel.edges``."""
-        vocabulary = self.vocabulary
-        candidates = columns if vocabulary is None else vocabulary.take(columns)
+        above, below = token_ids[:, :-1], token_ids[:, 1:]
         states = self.states[:, 1 : columns.shape[1]]
-        return self.head.edges(
-            states, candidates[:, :-1], columns[:, 1:], candidates[:, 1:]
-        )
+        return self.head.edges(states, above, columns[:, 1:], below)
 
     def root_logits(self) -> Tensor:
         """Logits below the roots, [num_reqs, draft_vocab_size]."""

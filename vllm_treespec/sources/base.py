@@ -125,11 +125,12 @@ class BlockDraftModel(DraftModel, Protocol):
     def max_candidates(self) -> int:
         """How many tokens of a level may be drafted: those of the highest logits."""
 
-    def edges(self, columns: Tensor) -> Tensor | None:
+    def edges(self, columns: Tensor, token_ids: Tensor) -> Tensor | None:
         """What the logits of candidates gain below each candidate of the level above.
 
         Args:
             columns: int64 [num_reqs, depth, count], of the draft vocabulary.
+            token_ids: the same as tokens of the target's.
 
         Returns:
             [num_reqs, depth - 1, count above, count]; None: nothing.

@@ -42,7 +42,7 @@ class UniformDraftModel:
         """All tokens."""
         return self.vocab_size
 
-    def edges(self, columns: Tensor) -> Tensor:
+    def edges(self, columns: Tensor, token_ids: Tensor) -> Tensor:
         """What a token adds, [num_reqs, depth - 1, count, count]."""
         num_reqs, depth, count = columns.shape
         shape = num_reqs, depth - 1, count, count

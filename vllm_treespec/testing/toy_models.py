@@ -321,7 +321,7 @@ class TableDraft:
         logits[:, 0] = self.root_logits()
         return logits
 
-    def edges(self, columns: Tensor) -> Tensor:
+    def edges(self, columns: Tensor, token_ids: Tensor) -> Tensor:
         """What tokens add to the logits of columns below them."""
         above, below = columns[:, :-1, :, None], columns[:, 1:, None]
         levels = torch.arange(1, columns.shape[1])
