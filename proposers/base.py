@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class ProposerInputs:
     noise_of: Callable[[Tensor, Tensor], Tensor] = noise_of
     # of each suffix index
     continuations: Sequence[Continuations] = ()
+    # float64 [num_reqs], see ``log_min_claims``; None: they follow from the plan
+    min_log_claims: Tensor | None = None
     # int64 [num_reqs], draft tokens that each tree may have; None: as the proposer says
     num_drafts: Tensor | None = None
     # int64 [num_reqs], the deepest level that each tree may have; None: all levels
@@ -73,6 +76,15 @@ class ProposerInputs:
             return self.plan.min_claim(source, min_probability or 0.0)
         least = UNPRICED if min_probability is None else min_probability
         return [least] * len(self.root_token_ids)
+
+    def log_min_claims(self, source: Source, min_probability: float | None) -> Tensor:
+        """The logarithms of ``min_claims``, float64 [num_reqs]."""
+        if self.min_log_claims is not None:
+            return self.min_log_claims
+        claims = self.min_claims(source, min_probability)
+        logs = [math.log(claim) if claim else -math.inf for claim in claims]
+        device = self.root_token_ids.device
+        return torch.tensor(logs, dtype=torch.float64).to(device)
 
     def max_drafts(self) -> Tensor | None:
         """Draft tokens that each tree of a model may have, int64 [num_reqs].
@@ -109,10 +121,15 @@ class Proposer(ABC):
         sizes: how large its trees become.
         num_beam_tokens: tokens that a tree is made of before equal ones are merged;
             None: its nodes are all there is.
+        min_probability: joint probability of a model's draft at least; None: what the
+            plan says.
+        can_end_early: whether a plan may let a model read fewer levels.
 
     """
 
     num_beam_tokens: int | None = None
+    min_probability: float | None = 0.0
+    can_end_early: bool = False
     sizes: TreeSizes
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:

@@ -37,6 +37,8 @@ class DFlash(DynamicTree):
     anything is added.
     """
 
+    can_end_early = False
+
     @staticmethod
     def sizes_of(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
         """Sizes of the trees, see ``DynamicTree``."""

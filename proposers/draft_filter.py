@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -27,14 +25,7 @@ class DraftFilter:
         """Take both; 0 and a plan that prunes nothing leave nothing out."""
         self.inputs = inputs
         self.is_on = min_probability != 0 or inputs.plan.prunes
-        # log of the least probability, float64 [num_reqs]
-        logs = [
-            math.log(least) if least else -math.inf
-            for least in inputs.min_claims(Source.MODEL, min_probability)
-        ]
-        self.least = torch.tensor(logs, dtype=torch.float64).to(
-            inputs.root_token_ids.device
-        )
+        self.least = inputs.log_min_claims(Source.MODEL, min_probability)
 
     def of_drafts(self, log_probs: Tensor) -> Tensor:
         """Leave out drafts that claim too little.

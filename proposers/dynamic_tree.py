@@ -65,6 +65,8 @@ class DynamicTree(Proposer):
     alone). Without keys of the noise it is not looked at.
     """
 
+    can_end_early = True
+
     def __init__(
         self,
         top_k: int,

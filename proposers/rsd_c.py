@@ -51,6 +51,8 @@ class RsdC(Proposer):
     ``min_probability`` are left out (``confidence.py``).
     """
 
+    min_probability: float
+
     def __init__(
         self, branching_factors: Sequence[int], min_probability: float = 0.0
     ) -> None:

@@ -47,6 +47,8 @@ class RsdS(Proposer):
     out (``confidence.py``).
     """
 
+    min_probability: float
+
     def __init__(
         self, beam_width: int, depth: int, min_probability: float = 0.0
     ) -> None:

@@ -59,7 +59,7 @@ def begin(reader: LevelReader) -> None:
     table = torch.tensor([[1, 2, 0, 0, 0], [3, 4, 0, 0, 0]], dtype=torch.int32)
     positions = torch.from_numpy(LAST)
     blocks = table.gather(1, (positions // PAGE)[:, None])[:, 0].long()
-    reader.begin(RootBlocks(LAST, positions, blocks, table))
+    reader.begin(RootBlocks(positions, blocks, table))
 
 
 @pytest.mark.parametrize("make", [branches, masks])

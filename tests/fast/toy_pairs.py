@@ -81,7 +81,7 @@ class ToyPairHead(ToyDraftModel):
         table = committed.block_table[committed.drafting]
         on_device = torch.from_numpy(positions)
         blocks = table.gather(1, on_device[:, None] // BLOCK_SIZE)[:, 0].long()
-        return RootBlocks(positions, on_device, blocks, table)
+        return RootBlocks(on_device, blocks, table)
 
     def _check_row(self, seen: np.ndarray, own: np.ndarray) -> None:
         stale = seen != own

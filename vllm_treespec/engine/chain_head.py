@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
-from vllm_treespec.engine.eagle_head import PagedEagleHead
+from vllm_treespec.engine.eagle_head import PagedPairHead
 from vllm_treespec.engine.head_source import pack_layers, shared_weights
 from vllm_treespec.heads import LyannaHead, load_lyanna_head
 from vllm_treespec.heads.chain_source import ChainSource
@@ -17,7 +17,7 @@ from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, ReusingSource
 
 
-class ChainHead(ReusingSource, PagedEagleHead):
+class ChainHead(ReusingSource, PagedPairHead):
     """A head that reads pairs as EAGLE's, and then no drafted token.
 
     A chain's later steps lie behind the last pair as a level of one node each. All
@@ -46,7 +46,7 @@ class ChainHead(ReusingSource, PagedEagleHead):
         """Run the chains of a step, where none is left over."""
 
         def run(fresh: np.ndarray) -> Tensor:
-            assert len(fresh) == len(self.outputs), "read others than those that draft"
+            assert len(fresh) == len(self.last_outputs), "others were read"
             return self.run_chains(roots.depth)
 
         return self.memory.begin(roots, run, self.head.info_logits, self.vocabulary)
@@ -58,7 +58,8 @@ class ChainHead(ReusingSource, PagedEagleHead):
             [num_drafting, depth, draft_vocab_size].
 
         """
-        state = self.outputs[:, 0]
+        self.level_reader.begin(self.last_pairs)
+        state = self.last_outputs
         parents = torch.zeros((len(state), 1), dtype=torch.int64, device=state.device)
         states = [state]
         for _ in range(depth - 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +16,12 @@ from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import DFlashHead, DFlashHeadConfig, load_dflash_head
 from vllm_treespec.heads.dflash import BlockDraft
-from vllm_treespec.layouts.base import LevelInputs
-from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.layouts.base import LevelInputs, RootBlocks
+from vllm_treespec.sources.base import CommittedTokens, GraphSource, Reads, Roots
 from vllm_treespec.sources.feature_store import WaitingStates
 
 
-class PagedDFlashHead(PagedHead):
+class PagedDFlashHead(PagedHead, GraphSource):
     """A head of DFlash's kind (arXiv 2602.06036) as a source of drafts.
 
     Of a committed token its layers have keys and values that are made of the target's
@@ -77,20 +78,30 @@ class PagedDFlashHead(PagedHead):
         for layer, (key, value) in zip(self.layers, of_layers, strict=True):
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
-    def begin(self, roots: Roots) -> BlockDraft:
-        """Read the blocks of a step's trees."""
+    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
+        """Roots without a context."""
+        return {**vars(RootBlocks.blank(num_trees, max_blocks, self.device))}
+
+    def start(self, roots: Roots) -> dict[str, Tensor]:
+        """Where the tokens before the roots lie; all keys and values are written."""
         with self.stats.stage(KEEP_FEATURES):
             self.write()
-        self.level_reader.begin(self.last_tokens(self.committed))
-        depth = min(roots.depth, self.config.num_levels)
-        tokens = self.head.block_tokens(roots.root_token_ids, depth)
+        return {**vars(self.last_tokens(self.committed))}
+
+    def grow(
+        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
+    ) -> BlockDraft:
+        """Read the blocks of trees."""
+        self.level_reader.begin(RootBlocks(**start))
+        depth = min(depth, self.config.num_levels)
+        tokens = self.head.block_tokens(root_token_ids, depth)
         inputs = self.level_reader.block(tokens.shape[1])
         metadata = self._metadata_by_layer(inputs)
         positions = inputs.positions.view_as(tokens)
         with self.stats.stage(DRAFT_FORWARD):
             states = self._run(metadata, tokens, positions, inputs)
             self.level_reader.end_level()
-            return self.head.begin(states, roots.root_token_ids)
+            return self.head.begin(states, root_token_ids)
 
     def _metadata_by_layer(self, block: LevelInputs) -> dict[str, AttentionMetadata]:
         """What each layer of the head needs to know about a block."""

@@ -161,7 +161,7 @@ class PagedDraftModel(PagedSource):
         token_ids = committed.token_ids[committed.reqs[reqs], positions]
         hidden = self._forward(
             torch.from_numpy(token_ids).to(self.device),
-            LevelInputs(
+            LevelInputs.of_texts(
                 positions=places,
                 slots=blocks * size + places % size,
                 query_start_loc=query_start_loc,
@@ -183,8 +183,8 @@ class PagedDraftModel(PagedSource):
         """
         forks = self.forks
         drafting = torch.from_numpy(committed.drafting).to(self.device)
-        host_positions = committed.end[committed.drafting]
-        positions = torch.from_numpy(host_positions).to(self.device)
+        positions = torch.from_numpy(committed.end[committed.drafting])
+        positions = positions.to(self.device)
         column = positions // forks.block_size
         num_blocks = torch.from_numpy(committed.num_blocks[committed.drafting])
         trees = torch.arange(len(drafting), device=self.device)
@@ -192,7 +192,7 @@ class PagedDraftModel(PagedSource):
         has_block = column < num_blocks.to(self.device)
         blocks = torch.where(has_block, table[drafting, column].long(), spare)
         table[drafting, column] = blocks.to(table.dtype)
-        return RootBlocks(host_positions, positions, blocks, table[drafting])
+        return RootBlocks(positions, blocks, table[drafting])
 
     def begin(self, roots: Roots) -> PagedDraftModel:
         """Begin the trees of a step: the roots were read last."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,22 +16,27 @@ from vllm_treespec.batch.reading import kv_slots, token_places
 from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import EagleHead, EagleHeadConfig, load_eagle_head
-from vllm_treespec.layouts.base import LevelInputs, TreeLayout
-from vllm_treespec.sources.base import CommittedTokens, DraftModel, Reads, Roots
+from vllm_treespec.layouts.base import LevelInputs, RootBlocks, TreeLayout
+from vllm_treespec.sources.base import (
+    CommittedTokens,
+    DraftModel,
+    GraphSource,
+    Reads,
+    Roots,
+)
 from vllm_treespec.sources.feature_store import FeatureStore, block_bytes
 
 
-class PagedEagleHead(PagedHead):
-    """EAGLE's head: a source of drafts, and the ``DraftModel`` of a running step.
+class PagedPairHead(PagedHead):
+    """A head that reads pairs of a feature and a token into its KV.
 
-    It reads pairs: the target's feature of token i and token i + 1, at position i. A
-    pair's KV lies in token i's slot. So all pairs of committed tokens, the root as the
-    last one's second half, lie in blocks that the request has; the drafted nodes of
-    level d follow at d positions behind the last pair.
+    A pair is the target's feature of token i and token i + 1, at position i. Its KV
+    lies in token i's slot. So all pairs of committed tokens, the root as the last one's
+    second half, lie in blocks that the request has; the drafted nodes of level d follow
+    at d positions behind the last pair.
 
     The target's features are kept in every step, for pairs are read when trees are
-    drawn. A tree's node is read with what the head made of its parent's pair; once it
-    is committed, its pair is read again with the target's own feature.
+    drawn.
     """
 
     config: EagleHeadConfig
@@ -103,7 +108,7 @@ class PagedEagleHead(PagedHead):
         outputs = self._forward(
             self.store.read(on_device[1]),
             torch.from_numpy(token_ids).long().to(self.device),
-            LevelInputs(
+            LevelInputs.of_texts(
                 positions=on_device[0],
                 slots=on_device[1],
                 query_start_loc=np.concatenate([[0], ends]),
@@ -112,29 +117,9 @@ class PagedEagleHead(PagedHead):
             ),
         )
         last_pairs = torch.from_numpy(ends[committed.drafting] - 1).to(self.device)
-        # [num_trees, width, hidden_size], of the level read last
-        self.outputs = outputs[last_pairs][:, None]
-        self.level_reader.begin(self.last_tokens(committed))
-
-    def begin(self, roots: Roots) -> DraftModel:
-        """Begin the trees of a step: the roots' pairs were read last."""
-        return self
-
-    def root_logits(self) -> Tensor:
-        """Logits below the roots, [num_drafting, draft_vocab_size]."""
-        with self.stats.stage(DRAFT_FORWARD):
-            return self.head.logits(self.outputs[:, 0])
-
-    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level; see ``DraftModel.extend``."""
-        level = self.level_reader.next_level(parents)
-        trees = torch.arange(len(parents), device=self.device)[:, None]
-        features = self.outputs[trees, parents].flatten(0, 1)
-        outputs = self._forward(features, token_ids.flatten(), level)
-        self.level_reader.end_level()
-        self.outputs = outputs.unflatten(0, token_ids.shape)
-        with self.stats.stage(DRAFT_FORWARD):
-            return self.head.logits(self.outputs)
+        # of the drafting requests: [num_trees, hidden_size], and where they lie
+        self.last_outputs = outputs[last_pairs]
+        self.last_pairs = self.last_tokens(committed)
 
     def _forward(
         self, features: Tensor, token_ids: Tensor, inputs: LevelInputs
@@ -157,3 +142,49 @@ class PagedEagleHead(PagedHead):
         """Run the head; without a KV cache metadata (by layer) and slots are None."""
         with self.forward_context(attn_metadata, len(token_ids), slots):
             return self.head.read(features, token_ids, positions, self.attend)
+
+
+class PagedEagleHead(PagedPairHead, GraphSource):
+    """EAGLE's head: a source of drafts, and the ``DraftModel`` of a running step.
+
+    A tree's node is read with what the head made of its parent's pair; once it is
+    committed, its pair is read again with the target's own feature.
+    """
+
+    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
+        """Outputs of zeros, at roots without a context."""
+        blank = RootBlocks.blank(num_trees, max_blocks, self.device)
+        size = num_trees, self.config.hidden_size
+        outputs = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return {"outputs": outputs, **vars(blank)}
+
+    def start(self, roots: Roots) -> dict[str, Tensor]:
+        """What was made of the roots' pairs, which were read last."""
+        return {"outputs": self.last_outputs, **vars(self.last_pairs)}
+
+    def grow(
+        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
+    ) -> DraftModel:
+        """Begin trees below the roots' pairs."""
+        outputs, roots = start["outputs"], dict(start)
+        del roots["outputs"]
+        # [num_trees, width, hidden_size], of the level read last
+        self.outputs = outputs[:, None]
+        self.level_reader.begin(RootBlocks(**roots))
+        return self
+
+    def root_logits(self) -> Tensor:
+        """Logits below the roots, [num_drafting, draft_vocab_size]."""
+        with self.stats.stage(DRAFT_FORWARD):
+            return self.head.logits(self.outputs[:, 0])
+
+    def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
+        """Read one more level; see ``DraftModel.extend``."""
+        level = self.level_reader.next_level(parents)
+        trees = torch.arange(len(parents), device=self.device)[:, None]
+        features = self.outputs[trees, parents].flatten(0, 1)
+        outputs = self._forward(features, token_ids.flatten(), level)
+        self.level_reader.end_level()
+        self.outputs = outputs.unflatten(0, token_ids.shape)
+        with self.stats.stage(DRAFT_FORWARD):
+            return self.head.logits(self.outputs)

@@ -117,9 +117,9 @@ class PagedHead(PagedSource):
     def last_tokens(self, committed: CommittedTokens) -> RootBlocks:
         """Where the tokens before the drafting requests' roots lie."""
         drafting = torch.from_numpy(committed.drafting).to(self.device)
-        host_positions = committed.end[committed.drafting] - 1
-        positions = torch.from_numpy(host_positions).to(self.device)
+        positions = torch.from_numpy(committed.end[committed.drafting] - 1)
+        positions = positions.to(self.device)
         table = committed.block_table[drafting]
         column = (positions // self.forks.block_size)[:, None]
         blocks = table.gather(1, column)[:, 0].long()
-        return RootBlocks(host_positions, positions, blocks, table)
+        return RootBlocks(positions, blocks, table)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import CacheConfig, VllmConfig, get_layers_from_vllm_config
@@ -88,17 +87,16 @@ class PagedSource(ModelSource):
         self, inputs: LevelInputs, num_tokens: int
     ) -> dict[str, AttentionMetadata]:
         """What the layers need to know about a forward, by layer."""
-        starts = torch.from_numpy(inputs.query_start_loc.astype(np.int32))
-        lens = torch.from_numpy(inputs.seq_lens.astype(np.int32))
         metadata = CommonAttentionMetadata(
-            query_start_loc=starts.to(self.device),
-            query_start_loc_cpu=starts,
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu_upper_bound=lens,
+            query_start_loc=inputs.query_start_loc,
+            # builders of ours read these on a CPU alone
+            query_start_loc_cpu=inputs.query_start_loc,
+            seq_lens=inputs.seq_lens,
+            seq_lens_cpu_upper_bound=inputs.seq_lens,
             num_reqs=len(inputs.seq_lens),
             num_actual_tokens=num_tokens,
-            max_query_len=int(np.diff(inputs.query_start_loc).max()),
-            max_seq_len=int(inputs.seq_lens.max()),
+            max_query_len=inputs.max_query_len,
+            max_seq_len=inputs.max_seq_len,
             block_table_tensor=inputs.block_table,
             slot_mapping=inputs.slots,
             positions=inputs.positions,

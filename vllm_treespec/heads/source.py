@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.heads import DraftHead
-from vllm_treespec.sources.base import DraftModel, ModelSource, Reads, Roots
+from vllm_treespec.sources.base import DraftModel, GraphSource, Reads, Roots
 
 
-class HeadSource(ModelSource):
+class HeadSource(GraphSource):
     """The head of ``redrafter`` or ``medusa_tree``; it keeps nothing between steps."""
 
     reads = Reads(root_hidden=True)
@@ -19,11 +21,22 @@ class HeadSource(ModelSource):
         """Count the head's time; ``head`` is set when it is loaded."""
         self.stats = stats
 
-    def begin(self, roots: Roots) -> DraftModel:
-        """Begin the trees of a step; see ``DraftHead.draft``."""
+    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
+        """Hidden states of zeros."""
+        weight = next(self.head.parameters())
+        return {"hidden": weight.new_zeros((num_trees, self.head.config.hidden_size))}
+
+    def start(self, roots: Roots) -> dict[str, Tensor]:
+        """The hidden states from which the roots were emitted."""
         assert roots.hidden is not None
+        return {"hidden": roots.hidden}
+
+    def grow(
+        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
+    ) -> DraftModel:
+        """Begin trees; see ``DraftHead.draft``."""
         with self.stats.stage(DRAFT_FORWARD):
-            draft = self.head.draft(roots.hidden, roots.root_token_ids)
+            draft = self.head.draft(start["hidden"], root_token_ids)
             return TimedDraft(draft, self.stats)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_treespec.batch.matching import RunningTrees
@@ -109,13 +110,19 @@ class RootBlocks:
     That is where the root lies, of a head that reads pairs where the last pair lies.
     """
 
-    # int64 [num_trees], positions of the roots, on the host and on the device
-    host_positions: np.ndarray
+    # int64 [num_trees], positions of the roots
     positions: Tensor
     # int64 [num_trees], the blocks that hold the roots
     blocks: Tensor
     # int32 [num_trees, max_blocks], the requests' blocks up to the roots'
     block_table: Tensor
+
+    @classmethod
+    def blank(cls, num_trees: int, max_blocks: int, device: torch.device) -> RootBlocks:
+        """Roots at position 0 of block 0, where nothing lies."""
+        zeros = torch.zeros(num_trees, dtype=torch.int64, device=device)
+        table = torch.zeros((num_trees, max_blocks), dtype=torch.int32, device=device)
+        return cls(zeros, zeros.clone(), table)
 
 
 @dataclass(frozen=True)
@@ -125,13 +132,71 @@ class LevelInputs:
     # int64 [num_trees * width]
     positions: Tensor
     slots: Tensor
-    # int [num_seqs + 1] and [num_seqs], on the host
-    query_start_loc: np.ndarray
-    seq_lens: np.ndarray
+    # int32 [num_seqs + 1] and [num_seqs]
+    query_start_loc: Tensor
+    seq_lens: Tensor
     # int32 [num_seqs, max_blocks]
     block_table: Tensor
+    # rows and tokens of a sequence at most, on the host
+    max_query_len: int
+    max_seq_len: int
     # whether a row sees no later row of its sequence
     causal: bool = True
+
+    @classmethod
+    def of_texts(
+        cls,
+        positions: Tensor,
+        slots: Tensor,
+        query_start_loc: np.ndarray,
+        seq_lens: np.ndarray,
+        block_table: Tensor,
+    ) -> LevelInputs:
+        """Sequences that bring any number of rows, int [n + 1] and [n] on the host."""
+        device = positions.device
+        return cls(
+            positions,
+            slots,
+            torch.from_numpy(query_start_loc.astype(np.int32)).to(device),
+            torch.from_numpy(seq_lens.astype(np.int32)).to(device),
+            block_table,
+            max_query_len=int(np.diff(query_start_loc).max()),
+            max_seq_len=int(seq_lens.max()),
+        )
+
+    @classmethod
+    def of_rows(
+        cls,
+        positions: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_size: int,
+    ) -> LevelInputs:
+        """Sequences that have equally many rows; the host reads nothing of a device.
+
+        Args:
+            positions: int64 [num_rows].
+            slots: int64 [num_rows].
+            seq_lens: int64 [num_seqs].
+            block_table: int32 [num_seqs, max_blocks].
+            block_size: tokens of a block.
+
+        """
+        num_rows, num_seqs = len(positions), len(seq_lens)
+        width = num_rows // num_seqs
+        starts = torch.arange(
+            0, num_rows + 1, width, dtype=torch.int32, device=positions.device
+        )
+        return cls(
+            positions,
+            slots,
+            starts,
+            seq_lens.int(),
+            block_table,
+            max_query_len=width,
+            max_seq_len=block_table.shape[1] * block_size,
+        )
 
 
 class LevelReader(Protocol):

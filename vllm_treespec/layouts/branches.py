@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,32 +156,32 @@ class BranchLevelReader:
     def next_level(self, parents: Tensor) -> LevelInputs:
         """Copy each node's fork from its parent's, and lay the nodes out."""
         self.depth += 1
-        num_trees, width = parents.shape
+        width = parents.shape[1]
         fork = torch.arange(width, device=parents.device)
         self._copy_forks(parents, fork)
         self.width = width
         context = self.roots.positions[:, None]
         slots = self.forks.slot(context, self.depth, self.trees, fork)
-        return LevelInputs(
+        ends = self.roots.positions + self.depth + 1
+        return LevelInputs.of_rows(
             positions=(context + self.depth).repeat(1, width).flatten(),
             slots=slots.flatten(),
-            query_start_loc=np.arange(num_trees * width + 1),
-            seq_lens=(self.roots.host_positions + self.depth + 1).repeat(width),
+            seq_lens=ends.repeat_interleave(width),
             block_table=self.fork_tables[:, :width].flatten(0, 1),
+            block_size=self.forks.block_size,
         )
 
     def block(self, width: int) -> LevelInputs:
         """Lay the rows of each tree out in its first fork."""
         rows = torch.arange(1, width + 1, device=self.trees.device)
-        num_trees = len(self.trees)
         self._copy_roots(rows[:1] - 1)
         context = self.roots.positions[:, None]
-        return LevelInputs(
+        return LevelInputs.of_rows(
             positions=(context + rows).flatten(),
             slots=self.forks.slot(context, rows, self.trees, 0).flatten(),
-            query_start_loc=np.arange(num_trees + 1) * width,
-            seq_lens=self.roots.host_positions + width + 1,
+            seq_lens=self.roots.positions + width + 1,
             block_table=self.fork_tables[:, 0].contiguous(),
+            block_size=self.forks.block_size,
         )
 
     def show(self, block: LevelInputs, causal: bool) -> LevelInputs:

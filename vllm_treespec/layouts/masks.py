@@ -174,14 +174,13 @@ class MaskLevelReader:
 
     def _rows(self, nodes: Tensor, depths: Tensor) -> LevelInputs:
         """Some nodes of every tree, int64 [width]."""
-        num_trees, width = len(self.trees), len(nodes)
         context = self.roots.positions[:, None]
-        return LevelInputs(
+        return LevelInputs.of_rows(
             positions=(context + depths).flatten(),
             slots=self.forks.slot(context, nodes, self.trees[:, None], 0).flatten(),
-            query_start_loc=np.arange(num_trees + 1) * width,
-            seq_lens=self.roots.host_positions + self.num_read,
+            seq_lens=self.roots.positions + self.num_read,
             block_table=self.fork_tables,
+            block_size=self.forks.block_size,
         )
 
     def end_level(self) -> None:

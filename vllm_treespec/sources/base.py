@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -193,6 +193,44 @@ class ModelSource(ABC):
 
     def finish_requests(self, slots: np.ndarray) -> None:
         """Drop what is kept of requests that ended, by their slots, int64 [n]."""
+
+
+class GraphSource(ModelSource):
+    """A source whose trees grow from a few tensors by the device's work alone.
+
+    So a CUDA graph can hold how they grow.
+    """
+
+    @abstractmethod
+    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
+        """What ``start`` gives, for trees without a context.
+
+        Args:
+            num_trees: how many.
+            max_blocks: columns of the block table.
+
+        """
+
+    @abstractmethod
+    def start(self, roots: Roots) -> dict[str, Tensor]:
+        """What the trees of a step grow from, by name, each [num_reqs, ...]."""
+
+    @abstractmethod
+    def grow(
+        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
+    ) -> DraftModel:
+        """Begin trees.
+
+        Args:
+            start: see ``start``, [num_trees, ...].
+            root_token_ids: int64 [num_trees].
+            depth: levels of the trees, at most.
+
+        """
+
+    def begin(self, roots: Roots) -> DraftModel:
+        """Begin the trees of a step; return what its proposer draws from."""
+        return self.grow(self.start(roots), roots.root_token_ids, roots.depth)
 
 
 class TextSource(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from vllm_treespec.sources.base import Roots, Sources
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.noise import HashedNoise, PositionNoise
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.tree import TreeBatch
 
 
@@ -49,6 +51,14 @@ class Candidates:
     found: Continuations | None = None
 
 
+# Draws trees of this index in the schedule in a graph; None: no graph fits.
+Replay = Callable[[int, ProposerInputs, Roots], Draft | None]
+
+
+def no_graph(tree: int, inputs: ProposerInputs, roots: Roots) -> None:
+    """Let trees be drawn without graphs."""
+
+
 class TreeDrafter:
     """Lets the planned tree's proposer draft from the method's sources.
 
@@ -67,11 +77,16 @@ class TreeDrafter:
     ) -> None:
         """Take what a decoder has."""
         self.noise: PositionNoise = HashedNoise(slots, limits.device)
+        self.replay: Replay = no_graph
         self.method = method
         self.sources = sources
         self.slots = slots
         self.limits = limits
         self.stats = stats
+
+    def replay_by(self, replay: Replay) -> None:
+        """Draw trees in graphs, where there is a fitting one."""
+        self.replay = replay
 
     def rank_by(self, noise: PositionNoise) -> None:
         """Rank drafts by the noise of an engine that draws the target's tokens."""
@@ -135,27 +150,27 @@ class TreeDrafter:
         roots = candidates.roots
         assert roots is not None
         proposer = self.method.proposers[plan.tree]
-        models = [s.begin(roots) for s in self.sources.models if models_draft]
         device = self.limits.device
         sampling = end.batch.sampling.select(reqs, torch.from_numpy(reqs).to(device))
         keys, sizes = self.slots.keys(roots.slots), proposer.sizes
         uniforms = keyed_uniforms(keys, roots.positions, DRAFTING, sizes.num_uniforms)
         noise: Tensor | None = None
-        if models and self.method.rule.follows_noise and not sampling.all_greedy:
+        if models_draft and self.method.rule.follows_noise and not sampling.all_greedy:
             noise = self.noise.keys(roots, sizes.max_depth)
-        draft = proposer.propose(
-            ProposerInputs(
-                root_token_ids=roots.root_token_ids,
-                sampling=sampling,
-                uniforms=uniforms.to(device),
-                draft_models=models,
-                noise_keys=noise,
-                noise_of=self.noise.of,
-                continuations=[] if candidates.found is None else [candidates.found],
-                plan=candidates.plan,
-                can_sync=not self.method.batched,
-            )
+        inputs = ProposerInputs(
+            root_token_ids=roots.root_token_ids,
+            sampling=sampling,
+            uniforms=uniforms.to(device),
+            noise_keys=noise,
+            noise_of=self.noise.of,
+            continuations=[] if candidates.found is None else [candidates.found],
+            plan=candidates.plan,
+            can_sync=not self.method.batched,
         )
+        draft = self.replay(plan.tree, inputs, roots) if models_draft else None
+        if draft is None:
+            models = [s.begin(roots) for s in self.sources.models if models_draft]
+            draft = proposer.propose(replace(inputs, draft_models=models))
         proposal = Proposal.from_draft(
             draft,
             plan.tree,

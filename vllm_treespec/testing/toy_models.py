@@ -230,7 +230,7 @@ class ToyDraftModel(ModelSource):
                 table[row, column] = int(forks.block(*spare))
         blocks = table[drafting, positions // BLOCK_SIZE].long()
         on_device = torch.from_numpy(positions)
-        return RootBlocks(positions, on_device, blocks, table[drafting])
+        return RootBlocks(on_device, blocks, table[drafting])
 
     def begin(self, roots: Roots) -> ToyDraftModel:
         """Draw from what was read."""
@@ -262,7 +262,8 @@ class ToyDraftModel(ModelSource):
         assert level.positions.tolist() == [len(path) - 1 - self.lag for path in flat]
         kv = [texts_so_far(path)[self.lag :] for path in flat]
         self.kv.write(level.slots, np.array([row[-1] for row in kv]))
-        self._check(kv, level.query_start_loc, level.seq_lens, level.block_table)
+        starts, lens = level.query_start_loc.numpy(), level.seq_lens.numpy()
+        self._check(kv, starts, lens, level.block_table)
         self.level_reader.end_level()
         return flat
 

@@ -55,8 +55,13 @@ def from_levels(
         [root_column] + [p + s for p, s in zip(parents, starts, strict=True)], dim=1
     )
     flat_valid = torch.cat([torch.ones_like(root_column, dtype=torch.bool), *valid], 1)
-    depths = [depth for depth, width in enumerate(widths) for _ in range(width)]
-    flat_depths = torch.tensor(depths, device=device).expand(num_reqs, -1)
+    flat_depths = torch.cat(
+        [
+            torch.full_like(level, depth)
+            for depth, level in enumerate([root_column, *token_ids])
+        ],
+        dim=1,
+    )
 
     order = torch.argsort(~flat_valid, dim=1, stable=True)[:, :max_nodes]
     new_index = flat_valid.cumsum(1) - 1

@@ -36,6 +36,7 @@ from vllm_treespec.engine.v2.views import (
     target_inputs,
 )
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
+from vllm_treespec.step.captured import captured_trees
 from vllm_treespec.step.decoder import TreeDecoder
 
 if TYPE_CHECKING:
@@ -78,11 +79,17 @@ class TreeRunnerMixin(V2Runner):
         self.decoder = self.drafter.make_decoder(
             self.make_layout, self.draft_model_class, True, engine_limits(self)
         )
-        self.decoder.drafter.rank_by(SamplerNoise(self))
+        drafter = self.decoder.drafter
+        drafter.rank_by(SamplerNoise(self))
         self.aux_layers = self.drafter.aux_layers
         self.speculator = LateDrafts(
-            self.max_num_reqs, self.num_speculative_steps, self.device
+            self.vllm_config,
+            self.max_num_reqs,
+            self.num_speculative_steps,
+            self.device,
+            captured_trees(drafter),
         )
+        drafter.replay_by(self.speculator.replay)
         self.rank_check = RankCheck()
         self.tiers = tiers(1 + self.num_speculative_steps)
         self.lora_state = TreeLoraState(self)
@@ -132,6 +139,7 @@ class TreeRunnerMixin(V2Runner):
         first = self.group_order[0]
         width = self.block_tables.block_tables[first].gpu.shape[1]
         self.host_blocks = HostBlocks(self.max_num_reqs, width)
+        self.speculator.max_blocks = width
         self.connect_attention()
 
     def wait_for_device(self) -> None:

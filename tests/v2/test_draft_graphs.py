@@ -1,0 +1,202 @@
+"""Trees that CUDA graphs draw: equal to those drawn without, and the device's alone."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fast.no_waiting import WAITING
+from tests.v2.engines import Engine, engine
+from tests.v2.prompts import PARAMS, PROMPTS
+from tests.v2.test_graphs import WITH_GRAPHS
+from tests.v2.test_trees import FEW, RANKED, spec_of
+from vllm_treespec.engine.eagle_head import PagedEagleHead
+from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.sampling import laws
+from vllm_treespec.sources.base import Roots
+from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
+from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.source import Source
+
+# in a graph of four: one tree is unused
+THREE = PROMPTS[:3]
+HEADS = ["eagle_tree", "dflash_tree", "redrafter", "medusa_tree"]
+
+
+@contextmanager
+def with_head(method: str, pair: tuple[str, str], folder: Path) -> Iterator[Engine]:
+    """An engine whose trees of a head are drawn in graphs."""
+    spec = spec_of(method, *RANKED[method], pair, folder)
+    with engine(pair[0], spec, max_num_seqs=4, **WITH_GRAPHS) as running:
+        yield running
+
+
+def other_plans(inputs: ProposerInputs, depth: int) -> Iterator[ProposerInputs]:
+    """The same step under plans that leave levels, rows and unlikely drafts out."""
+    yield inputs
+    num_reqs = len(inputs.root_token_ids)
+    prunes = {"prunes": True, "row_cost": 0.01, "max_rows": 3 * num_reqs}
+    kept = {Source.MODEL: [1.0] * num_reqs}
+    for levels in range(1, depth + 1):
+        plan = replace(inputs.plan, max_levels=levels, kept=kept, **prunes)
+        yield replace(inputs, plan=plan)
+
+
+def same(drawn: Draft, expected: Draft) -> bool:
+    """Whether two drafts are equal; claims may differ in the last bits."""
+    parts = ("token_ids", "parents", "depths", "num_nodes")
+    trees = drawn.tree, expected.tree
+    assert drawn.claims is not None
+    assert expected.claims is not None
+    torch.testing.assert_close(drawn.claims, expected.claims)
+    return drawn.levels == expected.levels and all(
+        torch.equal(*(getattr(tree, part) for tree in trees)) for part in parts
+    )
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_graphs_draw_the_same_trees(
+    method: str,
+    pair: tuple[str, str],
+    expected: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Red when a graph misses an input of a step, or an unused tree changes others."""
+    drawn: dict[Sampling, set[int]] = defaultdict(set)
+    with with_head(method, pair, tmp_path) as running:
+        late, decoder = running.runner.speculator, running.runner.decoder
+        (source,), (proposer,) = decoder.sources.models, decoder.method.proposers
+
+        def compared(tree: int, inputs: ProposerInputs, roots: Roots) -> Draft | None:
+            for plan in reversed(list(other_plans(inputs, proposer.sizes.max_depth))):
+                draft = late.replay(tree, plan, roots)
+                assert draft is not None
+                models = [source.begin(roots)]
+                without = proposer.propose(replace(plan, draft_models=models))
+                assert same(draft, without)
+            drawn[Sampling.of(inputs.sampling)].add(len(roots.slots))
+            return draft
+
+        decoder.drafter.replay_by(compared)
+        for kind in ("greedy", "sampled", "narrow"):
+            answers = running.generate(THREE, PARAMS[kind], FEW)
+            assert answers == [answer[:FEW] for answer in expected[kind][: len(THREE)]]
+    assert all(3 in sizes for sizes in drawn.values())
+    assert set(drawn) == set(Sampling)
+
+
+class Launches(TorchDispatchMode):
+    """Notes what a graph would hold of operations: all but the values of tensors.
+
+    Operations inside of kernels, which Triton's interpreter runs, are not noted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, ...]] = []
+        # kept, so that no address is used twice
+        self.made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not in_a_kernel():
+            name = func.overloadpacket.__name__
+            assert name not in WAITING | {"lift_fresh"}, f"{func} is the host's work"
+            leaves = pytree.tree_leaves((args, kwargs))
+            self.found.append((str(func), *map(self.noted, leaves)))
+            for made in pytree.tree_leaves(output):
+                if isinstance(made, Tensor):
+                    self.made.setdefault(address(made), made)
+        return output
+
+    def noted(self, leaf: Any) -> Any:
+        """What of an argument is in a graph: of older tensors their addresses, too."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        known = address(leaf) in self.made
+        shape = leaf.shape, leaf.stride(), leaf.dtype
+        return (*shape, None if known else leaf.data_ptr())
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's storage lies."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def in_a_kernel() -> bool:
+    """Whether Triton's interpreter called."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if f"{Path('triton') / 'runtime'}/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def launches(running: Engine, kinds: tuple[str, ...]) -> dict[TreeShape, list[Any]]:
+    """What every replay of a graph would launch, by its shape."""
+    found: dict[TreeShape, list[Any]] = defaultdict(list)
+    run = CapturedTrees.run
+
+    def noting(self: CapturedTrees, shape: TreeShape) -> None:
+        with Launches() as noted:
+            run(self, shape)
+        found[shape].append(noted.found)
+
+    with patch.object(CapturedTrees, "run", noting):
+        for kind in kinds:
+            running.generate(THREE, PARAMS[kind], FEW)
+    return found
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_replays_launch_the_same(
+    method: str,
+    pair: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when drawing depends on what the host knows of a step, or waits for a value.
+
+    A graph replays what it was captured with. Here it runs anew each time, so the
+    operations, their numbers and the tensors they read must be the same.
+    """
+    monkeypatch.setattr(laws, "is_on_cpu", lambda tensor: False)
+    with with_head(method, pair, tmp_path) as running:
+        found = launches(running, ("greedy", "sampled", "narrow"))
+    assert {shape.sampling for shape in found} == set(Sampling)
+    for replays in found.values():
+        assert len(replays[0]) > 10
+        assert all(replay == replays[0] for replay in replays)
+    assert max(map(len, found.values())) > FEW // 2
+
+
+def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Red when a graph could read what another step left, and no test noticed."""
+    grow = PagedEagleHead.grow
+
+    def wrong(self: PagedEagleHead, start: Any, *others: Any) -> Any:
+        size = len(start["outputs"])
+        if size == len(getattr(self, "last_outputs", ())):
+            start = {**start, "outputs": self.last_outputs}
+        return grow(self, start, *others)
+
+    with with_head("eagle_tree", pair, tmp_path) as running:
+        with patch.object(PagedEagleHead, "grow", wrong):
+            found = launches(running, ("greedy",))
+    assert any(replay != all_[0] for all_ in found.values() for replay in all_)

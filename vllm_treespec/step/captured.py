@@ -1,0 +1,225 @@
+"""Draws trees in tensors that last, so that CUDA graphs can replay how they are drawn.
+
+A graph replays kernels with the addresses and numbers of its capture. So what differs
+from step to step lies in tensors here, and a graph's batch has one of few sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.plan import StepPlan
+from vllm_treespec.sources.base import GraphSource, Roots
+from vllm_treespec.step.drafting import TreeDrafter
+from vllm_treespec.step.method import Method
+from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import TreeBatch
+
+# Larger batches draw without a graph: their kernels take longer than their launches.
+BATCH_SIZES = (1, 2, 4, 8)
+NO_LIMIT = 2**31 - 1
+
+
+class Sampling(Enum):
+    """Which sampling parameters some request of a batch has; each has its kernels."""
+
+    GREEDY = 0
+    TEMPERATURE = 1
+    LIMITS = 2
+
+    @classmethod
+    def of(cls, sampling: SamplingTensors) -> Sampling:
+        """The kind of a batch."""
+        if sampling.all_greedy:
+            return cls.GREEDY
+        if sampling.top_k is None and sampling.top_p is None:
+            return cls.TEMPERATURE
+        return cls.LIMITS
+
+
+class TreeShape(NamedTuple):
+    """What one graph draws."""
+
+    # index in the schedule
+    tree: int
+    # unused ones included
+    num_trees: int
+    # that draft models read at most
+    levels: int
+    sampling: Sampling
+
+
+class CapturedTrees:
+    """The inputs of graphs, what a graph runs, and the trees that it has drawn.
+
+    Trees are valid until the next ones of their shape are drawn: on the device, what
+    reads them was launched before.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        source: GraphSource,
+        noise_of: Callable[[Tensor, Tensor], Tensor],
+        device: torch.device,
+    ) -> None:
+        """Take what draws; nothing is allocated."""
+        self.method = method
+        self.source = source
+        self.noise_of = noise_of
+        self.device = device
+        self.sizes = sorted({min(size, method.max_trees) for size in BATCH_SIZES})
+        self.drafts: dict[TreeShape, Draft] = {}
+
+    def shapes(self) -> Sequence[TreeShape]:
+        """All shapes, those of the largest batches first."""
+        return [
+            TreeShape(tree, size, levels, sampling)
+            for size in reversed(self.sizes)
+            for tree, proposer in enumerate(self.method.proposers)
+            for levels in self._levels(proposer)
+            for sampling in Sampling
+        ]
+
+    def shape_of(self, tree: int, inputs: ProposerInputs) -> TreeShape | None:
+        """The shape of a step's trees; None: they are too many."""
+        num_trees = len(inputs.root_token_ids)
+        size = next((n for n in self.sizes if num_trees <= n), None)
+        if size is None:
+            return None
+        levels = self._levels(self.method.proposers[tree])
+        most = inputs.plan.max_levels
+        read = levels[-1] if most is None else min(max(most, levels[0]), levels[-1])
+        return TreeShape(tree, size, read, Sampling.of(inputs.sampling))
+
+    @staticmethod
+    def _levels(proposer: Proposer) -> range:
+        """Numbers of levels that a plan may allow."""
+        depth = proposer.sizes.max_depth
+        return range(1 if proposer.can_end_early else depth, depth + 1)
+
+    def allocate(self, max_blocks: int) -> None:
+        """Make the inputs of all graphs, and forget what was drawn.
+
+        Args:
+            max_blocks: columns of the block table.
+
+        """
+        size, device = self.sizes[-1], self.device
+        depth = max(proposer.sizes.max_depth for proposer in self.method.proposers)
+        zeros = torch.zeros(size, dtype=torch.int64, device=device)
+        self.start = self.source.blank_start(size, max_blocks)
+        self.root_token_ids = zeros
+        self.temperature = torch.zeros(size, device=device)
+        self.top_k = torch.full_like(zeros, NO_LIMIT)
+        self.top_p = torch.ones(size, device=device)
+        self.noise_keys = zeros[:, None].repeat(1, depth)
+        self.min_log_claims = zeros.double()
+        self.num_drafts = zeros.clone()
+        self.drafts = {}
+
+    def run(self, shape: TreeShape) -> None:
+        """Draw trees of a shape from what lies in the inputs: what a graph captures."""
+        start = {name: part[: shape.num_trees] for name, part in self.start.items()}
+        proposer, inputs = self.method.proposers[shape.tree], self._inputs(shape)
+        model = self.source.grow(
+            start, inputs.root_token_ids, proposer.sizes.draft_depth
+        )
+        draft = proposer.propose(replace(inputs, draft_models=[model]))
+        drawn = _tensors(draft)
+        if shape not in self.drafts:
+            kept = [torch.empty_like(part) for part in drawn]
+            self.drafts[shape] = _with_tensors(draft, kept)
+        for kept_part, part in zip(_tensors(self.drafts[shape]), drawn, strict=True):
+            kept_part.copy_(part)
+
+    def _inputs(self, shape: TreeShape) -> ProposerInputs:
+        """The inputs of a shape, in part the same for all batches."""
+        size, kind = shape.num_trees, shape.sampling
+        limits = kind == Sampling.LIMITS
+        follows = kind != Sampling.GREEDY and self.method.rule.follows_noise
+        return ProposerInputs(
+            self.root_token_ids[:size],
+            SamplingTensors(
+                self.temperature[:size],
+                self.top_k[:size] if limits else None,
+                self.top_p[:size] if limits else None,
+                all_greedy=kind == Sampling.GREEDY,
+            ),
+            uniforms=self.min_log_claims[:size, None][:, :0],
+            noise_keys=self.noise_keys[:size] if follows else None,
+            noise_of=self.noise_of,
+            min_log_claims=self.min_log_claims[:size],
+            num_drafts=self.num_drafts[:size],
+            plan=StepPlan(prunes=True, max_levels=shape.levels),
+        )
+
+    def fill(self, shape: TreeShape, inputs: ProposerInputs, roots: Roots) -> None:
+        """Copy a step's inputs to where its graph reads them.
+
+        Unused trees have no context, and nothing is read of what they draw.
+        """
+        num_trees = len(inputs.root_token_ids)
+        for name, part in self.source.start(roots).items():
+            self.start[name][:num_trees] = part
+            self.start[name][num_trees : shape.num_trees].zero_()
+        self.root_token_ids[:num_trees] = inputs.root_token_ids
+        limits = inputs.max_drafts()
+        self.num_drafts[:num_trees] = NO_LIMIT if limits is None else limits
+        at_least = self.method.proposers[shape.tree].min_probability
+        least = inputs.log_min_claims(Source.MODEL, at_least)
+        self.min_log_claims[:num_trees] = least
+        if shape.sampling != Sampling.GREEDY:
+            self._fill_sampling(num_trees, inputs.sampling)
+        if inputs.noise_keys is not None:
+            depth = inputs.noise_keys.shape[1]
+            self.noise_keys[:num_trees, :depth] = inputs.noise_keys
+
+    def _fill_sampling(self, num_trees: int, given: SamplingTensors) -> None:
+        self.temperature[:num_trees] = given.temperature
+        self.top_k[:num_trees] = NO_LIMIT if given.top_k is None else given.top_k
+        self.top_p[:num_trees] = 1.0 if given.top_p is None else given.top_p
+
+    def drawn(self, shape: TreeShape, num_trees: int) -> Draft:
+        """The first trees that were drawn last."""
+        draft = self.drafts[shape]
+        return _with_tensors(draft, [part[:num_trees] for part in _tensors(draft)])
+
+
+def _tensors(draft: Draft) -> list[Tensor]:
+    """What a ranked draft consists of."""
+    tree, claims = draft.tree, draft.claims
+    assert claims is not None
+    return [tree.token_ids, tree.parents, tree.depths, tree.num_nodes, claims]
+
+
+def _with_tensors(draft: Draft, tensors: Sequence[Tensor]) -> Draft:
+    """The same draft of other tensors, see ``_tensors``."""
+    token_ids, parents, depths, num_nodes, claims = tensors
+    tree = TreeBatch(token_ids, parents, depths, num_nodes)
+    return replace(draft, tree=tree, claims=claims)
+
+
+def captured_trees(drafter: TreeDrafter) -> CapturedTrees | None:
+    """Trees that graphs can draw: the device alone draws them from what a source read.
+
+    None: a method has an index, which is looked up on the host, a draft model, or
+    sampled trees, whose distributions would need memory for each graph.
+    """
+    method, sources = drafter.method, drafter.sources
+    captured = [source for source in sources.models if isinstance(source, GraphSource)]
+    drawn = any(proposer.sizes.num_uniforms for proposer in method.proposers)
+    if not method.batched or sources.text is not None or drawn:
+        return None
+    if len(captured) != 1 or len(sources.models) != 1:
+        return None
+    return CapturedTrees(method, captured[0], drafter.noise.of, drafter.limits.device)
