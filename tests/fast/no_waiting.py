@@ -49,6 +49,18 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OnDevice(NoWaiting):
+    """Refuses what a CUDA graph cannot hold: numbers that come from the host, too."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                raise RuntimeError(f"{func} reads a tensor of the host")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def on_meta(value: Any) -> Any:
     """Tensors without values: they cannot be read, nor meet one of another device."""
     if isinstance(value, Tensor):

@@ -100,7 +100,7 @@ def test_a_request_with_levels_left_runs_no_chain(tmp_path: Path) -> None:
     assert draft.levels_left is not None
     assert draft.levels_left.tolist() == [2, 1]
     # Both requests were read last, and one of them has levels left.
-    with pytest.raises(AssertionError, match="read others than those that draft"):
+    with pytest.raises(AssertionError, match="others were read"):
         begun(head, (0, 2))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.fast.masked_reads import PAGE, bind_head, committed
-from tests.fast.no_waiting import NoWaiting
+from tests.fast.no_waiting import NoWaiting, OnDevice
 from tests.fast.small_engine import engine_config
 from tests.heads import write_head
 from vllm_treespec.batch.stats import StepStats
@@ -62,6 +62,12 @@ def some_tokens(device: torch.device) -> CommittedTokens:
     return tokens
 
 
+def begin(head: Recorded) -> None:
+    """Begin the trees below the pairs that were read."""
+    start = {"outputs": head.last_outputs, **vars(head.last_pairs)}
+    head.grow(start, torch.empty(0), depth=2)
+
+
 @pytest.fixture
 def head(tmp_path: Path) -> Recorded:
     """A head whose store has each slot's number as its feature."""
@@ -89,6 +95,7 @@ def test_pairs_lie_where_their_features_do(head: Recorded) -> None:
 def test_levels_follow_the_last_pairs(head: Recorded) -> None:
     """Red when a level's slots, positions or masks are off, or a parent is another."""
     head.read(some_tokens(head.device))
+    begin(head)
     head.extend(torch.tensor([[7, 8, 9]] * 2), torch.zeros((2, 3), dtype=torch.int64))
     root_features = [2 * PAGE + 100, 4 * PAGE + 3 + 100]
     assert head.features[:, 0].tolist() == np.repeat(root_features, 3).tolist()
@@ -130,7 +137,8 @@ def test_the_host_never_waits(what: str, tmp_path: Path) -> None:
         return
     head.read(tokens)
     ids = torch.zeros((2, 3), dtype=torch.int64, device=device)
-    with NoWaiting():
+    with OnDevice():
+        begin(head)
         head.extend(ids, torch.zeros_like(ids))
 
 

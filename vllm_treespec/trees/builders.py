@@ -68,7 +68,7 @@ def from_levels(
     kept = flat_valid.gather(1, order)
     old_parents = flat_parents.clamp(min=0).gather(1, order)
     new_parents = new_index.gather(1, old_parents).masked_fill(~kept, NO_NODE)
-    new_parents[:, 0] = NO_NODE
+    new_parents[:, 0].fill_(NO_NODE)
     draws = None
     if draft_probs is not None:
         if rows is None:

@@ -17,6 +17,7 @@ from vllm_treespec.engine.seams.seam import Owner, Seam
 from vllm_treespec.engine.seams.v2_table import (
     V2_AXES,
     V2_BATCH,
+    V2_DRAFT_GRAPHS,
     V2_LORA,
     V2_NODE_PROCESSORS,
     V2_RUNNER,
@@ -527,6 +528,7 @@ TOPICS: dict[str, tuple[Seam, ...]] = {
     "V2 runner's batch": V2_BATCH,
     "V2 runner's axes": V2_AXES,
     "V2 runner's adapters": V2_LORA,
+    "V2 runner's graphs of drafts": V2_DRAFT_GRAPHS,
     "V2 runner's sampling": V2_SAMPLING,
     "V2 runner's logits processors": V2_NODE_PROCESSORS,
     "V2 runner's scheduler": V2_SCHEDULER,

@@ -62,6 +62,20 @@ V2_RUNNER = (
         "a step's tokens",
     ),
 )
+_GRAPHS = Owner(f"{_V2}.cudagraph_utils:CudaGraphManager", "cuda")
+V2_DRAFT_GRAPHS = (
+    *_GRAPHS.extended("trees are drawn in CUDA graphs"),
+    *_GRAPHS.overrides("__init__ _init_candidates", "graphs that draw trees"),
+    *_GRAPHS.writes("_capture_descs", "graphs that draw trees"),
+    *_GRAPHS.calls("capture", "graphs that draw trees"),
+    *_GRAPHS.reads("graphs", "trees are drawn in CUDA graphs"),
+    *Owner("vllm.config:CUDAGraphMode", "cuda").calls(
+        "has_full_cudagraphs", "whether trees are drawn in CUDA graphs"
+    ),
+    *Owner(f"{_V2}.cudagraph_utils:BatchExecutionDescriptor", "cuda").extended(
+        "graphs that draw trees"
+    ),
+)
 _STATES = Owner(f"{_V2}.states:RequestState", "cuda")
 _TABLES = Owner(f"{_V2}.block_table:BlockTables", "cuda")
 _OUTPUT_OF_SCHEDULER = Owner("vllm.v1.core.sched.output:SchedulerOutput", "cuda")

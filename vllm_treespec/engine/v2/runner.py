@@ -139,7 +139,7 @@ class TreeRunnerMixin(V2Runner):
         first = self.group_order[0]
         width = self.block_tables.block_tables[first].gpu.shape[1]
         self.host_blocks = HostBlocks(self.max_num_reqs, width)
-        self.speculator.max_blocks = width
+        self.speculator.bind(width)
         self.connect_attention()
 
     def wait_for_device(self) -> None:

@@ -97,6 +97,10 @@ class LateDrafts:
             (max_num_reqs, num_drafts), dtype=torch.int64, device=device
         )
 
+    def bind(self, max_blocks: int) -> None:
+        """Take the columns of the block table."""
+        self.max_blocks = max_blocks
+
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Prepare to capture, if the target has full graphs, too."""
         self.graphs = None

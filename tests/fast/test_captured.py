@@ -1,0 +1,129 @@
+"""Which graphs there are, and that drawing trees in one is the device's work alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fast.no_waiting import OnDevice
+from tests.fast.test_proposers_on_a_device import (
+    NUM_REQS,
+    PROPOSERS,
+    MetaModel,
+    meta_block,
+)
+from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.sampling import laws
+from vllm_treespec.sampling.coupling import noise_of
+from vllm_treespec.sampling.laws import SamplingTensors
+from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.schedule.plan import StepPlan
+from vllm_treespec.scorers import RULES
+from vllm_treespec.sources.base import DraftModel, GraphSource, Reads, Roots
+from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
+from vllm_treespec.step.method import Method
+
+META = torch.device("meta")
+RANKED = ["dynamic_tree", "dflash", "redrafter", "medusa_tree"]
+
+
+class MetaSource(GraphSource):
+    """A head whose trees grow from hidden states without values."""
+
+    reads = Reads(root_hidden=True)
+
+    def __init__(self, proposer: str) -> None:
+        vocabulary = torch.empty(50, dtype=torch.int64, device=META)
+        is_block = proposer == "dflash"
+        self.model = meta_block(vocabulary) if is_block else MetaModel(vocabulary)
+
+    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
+        return {"hidden": torch.zeros((num_trees, 8), device=META)}
+
+    def start(self, roots: Roots) -> dict[str, Tensor]:
+        assert roots.hidden is not None
+        return {"hidden": roots.hidden}
+
+    def grow(
+        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
+    ) -> DraftModel:
+        assert len(start["hidden"]) == len(root_token_ids) == NUM_REQS
+        return self.model
+
+
+def captured(name: str, max_trees: int = NUM_REQS) -> CapturedTrees:
+    """Trees of one of the proposers."""
+    rule = RULES["coupled_draw"]
+    proposer: Proposer = PROPOSERS[name]
+    method = Method(ListedSchedule(()), [proposer], rule, True, max_trees)
+    return CapturedTrees(method, MetaSource(name), noise_of, META)
+
+
+@pytest.mark.parametrize("sampling", Sampling)
+@pytest.mark.parametrize("name", RANKED)
+def test_drawing_is_the_devices_work(
+    name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when drawing waits for the device, or brings numbers from the host to it."""
+    monkeypatch.setattr(laws, "is_on_cpu", lambda tensor: False)
+    trees = captured(name)
+    trees.allocate(max_blocks=4)
+    depth = PROPOSERS[name].sizes.max_depth
+    shape = TreeShape(0, NUM_REQS, depth, sampling)
+    assert shape in trees.shapes()
+    # moves what a proposer moves once, and makes what lasts
+    trees.run(shape)
+    with OnDevice():
+        trees.run(shape)
+    assert trees.drawn(shape, 2).tree.num_nodes.shape == (2,)
+
+
+def test_numbers_of_the_host_are_found() -> None:
+    """Red when a copy from the host would go unnoticed."""
+    with OnDevice(), pytest.raises(RuntimeError, match="tensor of the host"):
+        torch.tensor([1, 2]).to(META)
+
+
+def step(num_reqs: int, max_levels: int | None, top_k: bool) -> ProposerInputs:
+    """A sampled step."""
+    limits = torch.ones(num_reqs, dtype=torch.int64, device=META) if top_k else None
+    return ProposerInputs(
+        torch.zeros(num_reqs, dtype=torch.int64, device=META),
+        SamplingTensors(torch.ones(num_reqs, device=META), limits),
+        torch.empty((num_reqs, 0), device=META),
+        plan=StepPlan(max_levels=max_levels),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "max_levels", "top_k", "expected"),
+    [
+        (1, None, False, (1, 3, Sampling.TEMPERATURE)),
+        (3, 2, False, (4, 2, Sampling.TEMPERATURE)),
+        (4, 9, True, (4, 3, Sampling.LIMITS)),
+        (5, 1, True, (6, 1, Sampling.LIMITS)),
+    ],
+)
+def test_a_step_has_the_smallest_graph_that_fits(
+    num_reqs: int,
+    max_levels: int | None,
+    top_k: bool,
+    expected: tuple[int, int, Sampling],
+) -> None:
+    """Red when a step replays a graph that draws other trees, or needless ones."""
+    trees = captured("dynamic_tree", max_trees=6)
+    shape = trees.shape_of(0, step(num_reqs, max_levels, top_k))
+    assert shape == (0, *expected)
+    assert shape in trees.shapes()
+
+
+def test_large_batches_have_none() -> None:
+    """Red when memory grows with the largest batch, or a batch finds no graph."""
+    trees = captured("dynamic_tree", max_trees=256)
+    assert trees.shape_of(0, step(9, None, False)) is None
+    assert len(trees.shapes()) == 4 * 3 * len(Sampling)
+    # levels that no plan leaves out
+    assert len(captured("medusa_tree", 256).shapes()) == 4 * len(Sampling)
