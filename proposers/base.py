@@ -37,8 +37,11 @@ class ProposerInputs:
     sampling: SamplingTensors
     # float64 [num_reqs, Proposer.sizes.num_uniforms] in [0, 1)
     uniforms: Tensor
-    # those of the method, in its order; none where an index drafts alone
+    # those of the method, in its order, begun when they are first looked at; none where
+    # an index drafts alone
     draft_models: Sequence[DraftModel] = ()
+    # draws in a graph what a proposer would draw from them; None: no graph fits
+    replay: Callable[[Proposer, ProposerInputs], Draft | None] | None = None
     # int64 [num_reqs, at least max_depth], keys of the noise by which the target draws
     # the tokens after nodes of each depth (``uniforms.noise_keys``); None: drafts must
     # not depend on it
@@ -57,6 +60,11 @@ class ProposerInputs:
     plan: StepPlan = PLAIN_PLAN
     # whether the host waits for a value, to leave out levels that are not worth it
     can_sync: bool = False
+
+    def draw(self, proposer: Proposer) -> Draft:
+        """Let a proposer draw from draft models, in a graph where one fits."""
+        draft = None if self.replay is None else self.replay(proposer, self)
+        return proposer.propose(self) if draft is None else draft
 
     @property
     def follows_noise(self) -> bool:
@@ -141,6 +149,11 @@ class Proposer(ABC):
 
         """
         return ()
+
+    @property
+    def of_models(self) -> Proposer | None:
+        """What draws the part of its trees that is drafted by models; None: nothing."""
+        return self
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> Draft:

@@ -89,6 +89,11 @@ class Hybrid(Proposer):
             self.whole_depth = self.model.depth if one_pass else 0
         self.sizes = sizes(num_drafts, depth, top_k, model_depth, one_pass)
 
+    @property
+    def of_models(self) -> dynamic_tree.DynamicTree | None:
+        """The model's part."""
+        return self.model
+
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
         """How likely the index drafts each request's next token."""
         return self.index.index_hits(plan, found)
@@ -118,7 +123,7 @@ class Hybrid(Proposer):
             left = np.minimum(left, rows_left // len(trees))
         roots = inputs.root_token_ids
         num_drafts = torch.from_numpy(left).to(roots.device)
-        drafted = self.model.propose(replace(inputs, num_drafts=num_drafts))
+        drafted = replace(inputs, num_drafts=num_drafts).draw(self.model)
         return merge_drafts(
             grown.draft(roots),
             drafted,

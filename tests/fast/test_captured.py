@@ -59,7 +59,7 @@ def captured(name: str, max_trees: int = NUM_REQS) -> CapturedTrees:
     rule = RULES["coupled_draw"]
     proposer: Proposer = PROPOSERS[name]
     method = Method(ListedSchedule(()), [proposer], rule, True, max_trees)
-    return CapturedTrees(method, MetaSource(name), noise_of, META)
+    return CapturedTrees(method, [proposer], MetaSource(name), noise_of, META)
 
 
 @pytest.mark.parametrize("sampling", Sampling)
@@ -115,7 +115,8 @@ def test_a_step_has_the_smallest_graph_that_fits(
 ) -> None:
     """Red when a step replays a graph that draws other trees, or needless ones."""
     trees = captured("dynamic_tree", max_trees=6)
-    shape = trees.shape_of(0, step(num_reqs, max_levels, top_k))
+    proposer = PROPOSERS["dynamic_tree"]
+    shape = trees.shape_of(proposer, step(num_reqs, max_levels, top_k))
     assert shape == (0, *expected)
     assert shape in trees.shapes()
 
@@ -123,7 +124,8 @@ def test_a_step_has_the_smallest_graph_that_fits(
 def test_large_batches_have_none() -> None:
     """Red when memory grows with the largest batch, or a batch finds no graph."""
     trees = captured("dynamic_tree", max_trees=256)
-    assert trees.shape_of(0, step(9, None, False)) is None
+    proposer = PROPOSERS["dynamic_tree"]
+    assert trees.shape_of(proposer, step(9, None, False)) is None
     assert len(trees.shapes()) == 4 * 3 * len(Sampling)
     # levels that no plan leaves out
     assert len(captured("medusa_tree", 256).shapes()) == 4 * len(Sampling)

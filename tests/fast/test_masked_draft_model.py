@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.fast.masked_reads import PAGE, bind, committed
-from tests.fast.no_waiting import NoWaiting
+from tests.fast.no_waiting import NoWaiting, OnDevice
 from tests.fast.small_engine import engine_config, model_config
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.engine.draft_model import PagedDraftModel
@@ -44,6 +44,12 @@ class Recorded(PagedDraftModel):
         return torch.empty((len(token_ids), 7), device=self.device)
 
 
+def begin(model: Recorded) -> None:
+    """Begin the trees below the roots that were read."""
+    start = {"hidden": model.last_hidden, **vars(model.last_roots)}
+    model.grow(start, torch.empty(0), depth=2)
+
+
 def test_levels_lie_side_by_side(tmp_path: Path) -> None:
     """Red when a level's slots, positions, masks or keys are another node's.
 
@@ -58,6 +64,7 @@ def test_levels_lie_side_by_side(tmp_path: Path) -> None:
     assert inputs.slots.tolist() == [8, 9, 12 * PAGE]
     assert inputs.query_start_loc.tolist() == [0, 2, 3]
     assert inputs.seq_lens.tolist() == [6, 9]
+    begin(model)
     # The copy of a block to itself is the second request's, whose root is there.
     assert model.copies.sources.tolist() == [2, 12]
     assert model.copies.targets.tolist() == [10, 12]
@@ -89,5 +96,6 @@ def test_the_host_never_waits(level: str, tmp_path: Path) -> None:
         return
     model.read(tokens)
     ids = torch.zeros((2, 3), dtype=torch.int64, device=device)
-    with NoWaiting():
+    with OnDevice():
+        begin(model)
         model.extend(ids, torch.zeros_like(ids))

@@ -24,7 +24,7 @@ from tests.v2.prompts import PARAMS, PROMPTS
 from tests.v2.test_graphs import WITH_GRAPHS
 from tests.v2.test_trees import FEW, RANKED, spec_of
 from vllm_treespec.engine.eagle_head import PagedEagleHead
-from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import laws
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
@@ -35,12 +35,12 @@ from vllm_treespec.trees.source import Source
 THREE = PROMPTS[:3]
 # waits for no number of repeats
 BY_A_NUMBER = torch.ops.aten.repeat_interleave.self_int
-HEADS = ["eagle_tree", "dflash_tree", "redrafter", "medusa_tree"]
+METHODS = ["eagle_tree", "dflash_tree", "redrafter", "medusa_tree", "hybrid"]
 
 
 @contextmanager
-def with_head(method: str, pair: tuple[str, str], folder: Path) -> Iterator[Engine]:
-    """An engine whose trees of a head are drawn in graphs."""
+def with_graphs(method: str, pair: tuple[str, str], folder: Path) -> Iterator[Engine]:
+    """An engine whose trees of a model are drawn in graphs."""
     spec = spec_of(method, *RANKED[method], pair, folder)
     with engine(pair[0], spec, max_num_seqs=4, **WITH_GRAPHS) as running:
         yield running
@@ -72,7 +72,7 @@ def same(drawn: Draft, expected: Draft) -> bool:
     )
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", METHODS)
 def test_graphs_draw_the_same_trees(
     method: str,
     pair: tuple[str, str],
@@ -81,15 +81,20 @@ def test_graphs_draw_the_same_trees(
 ) -> None:
     """Red when a graph misses an input of a step, or an unused tree changes others."""
     drawn: dict[Sampling, set[int]] = defaultdict(set)
-    with with_head(method, pair, tmp_path) as running:
+    with with_graphs(method, pair, tmp_path) as running:
         late, decoder = running.runner.speculator, running.runner.decoder
-        (source,), (proposer,) = decoder.sources.models, decoder.method.proposers
-        depth = proposer.sizes.max_depth
+        (source,) = decoder.sources.models
 
-        def compared(tree: int, inputs: ProposerInputs, roots: Roots) -> Draft | None:
+        def compared(
+            roots: Roots, proposer: Proposer, inputs: ProposerInputs
+        ) -> Draft | None:
+            depth = proposer.sizes.max_depth
             for step in (other_plan(inputs, 1 + decoder.step % depth), inputs):
-                draft = late.replay(tree, step, roots)
-                assert draft is not None
+                draft = late.replay(roots, proposer, step)
+                if draft is None:
+                    # it draws the model's part later
+                    assert proposer.of_models is not proposer
+                    return None
                 models = [source.begin(roots)]
                 without = proposer.propose(replace(step, draft_models=models))
                 assert same(draft, without)
@@ -183,11 +188,11 @@ def launches(running: Engine, kinds: tuple[str, ...]) -> dict[TreeShape, list[An
 
     with patch.object(CapturedTrees, "run", noting):
         for kind in kinds:
-            running.generate(THREE, PARAMS[kind], FEW)
+            running.generate(PROMPTS[:2], PARAMS[kind], FEW // 2)
     return found
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", METHODS)
 def test_replays_launch_the_same(
     method: str,
     pair: tuple[str, str],
@@ -200,13 +205,13 @@ def test_replays_launch_the_same(
     operations, their numbers and the tensors they read must be the same.
     """
     monkeypatch.setattr(laws, "is_on_cpu", lambda tensor: False)
-    with with_head(method, pair, tmp_path) as running:
+    with with_graphs(method, pair, tmp_path) as running:
         found = launches(running, ("greedy", "sampled", "narrow"))
     assert {shape.sampling for shape in found} == set(Sampling)
     for replays in found.values():
         assert len(replays[0]) > 10
         assert all(replay == replays[0] for replay in replays)
-    assert max(map(len, found.values())) > FEW // 2
+    assert max(map(len, found.values())) > 1
 
 
 def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> None:
@@ -220,7 +225,7 @@ def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> N
         return grow(self, start, *others)
 
     with (
-        with_head("eagle_tree", pair, tmp_path) as running,
+        with_graphs("eagle_tree", pair, tmp_path) as running,
         patch.object(PagedEagleHead, "grow", wrong),
     ):
         found = launches(running, ("greedy",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,10 @@ from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.heads.base import OutputLayer
 from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks
-from vllm_treespec.sources.base import CommittedTokens, Reads, Roots
+from vllm_treespec.sources.base import CommittedTokens, GraphSource, Reads, Roots
 
 
-class PagedDraftModel(PagedSource):
+class PagedDraftModel(PagedSource, GraphSource):
     """One draft model: a source of drafts, and the ``DraftModel`` of a running step."""
 
     reads = Reads(own_kv=True, catches_up=True)
@@ -170,8 +170,9 @@ class PagedDraftModel(PagedSource):
             ),
         )
         last_rows = torch.from_numpy(query_start_loc[1:] - 1)[committed.drafting]
-        self.root_hidden = hidden[last_rows.to(self.device)]
-        self.level_reader.begin(roots)
+        # of the drafting requests: [num_trees, hidden_size], and where they lie
+        self.last_hidden = hidden[last_rows.to(self.device)]
+        self.last_roots = roots
 
     def _root_blocks(self, committed: CommittedTokens, table: Tensor) -> RootBlocks:
         """Find the blocks of the roots; give a fork block to a root that has none.
@@ -194,8 +195,24 @@ class PagedDraftModel(PagedSource):
         table[drafting, column] = blocks.to(table.dtype)
         return RootBlocks(positions, blocks, table[drafting])
 
-    def begin(self, roots: Roots) -> PagedDraftModel:
-        """Begin the trees of a step: the roots were read last."""
+    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
+        """Hidden states of zeros, at roots without a context."""
+        blank = RootBlocks.blank(num_trees, max_blocks, self.device)
+        size = num_trees, self.model_config.get_hidden_size()
+        hidden = torch.zeros(size, dtype=self.model_config.dtype, device=self.device)
+        return {"hidden": hidden, **vars(blank)}
+
+    def start(self, roots: Roots) -> dict[str, Tensor]:
+        """What was made of the roots, which were read last."""
+        return {"hidden": self.last_hidden, **vars(self.last_roots)}
+
+    def grow(
+        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
+    ) -> PagedDraftModel:
+        """Begin trees below the roots."""
+        where = dict(start)
+        self.root_hidden = where.pop("hidden")
+        self.level_reader.begin(RootBlocks(**where))
         return self
 
     def root_logits(self) -> Tensor:

@@ -166,11 +166,10 @@ class PagedEagleHead(PagedPairHead, GraphSource):
         self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
     ) -> DraftModel:
         """Begin trees below the roots' pairs."""
-        outputs, roots = start["outputs"], dict(start)
-        del roots["outputs"]
+        where = dict(start)
         # [num_trees, width, hidden_size], of the level read last
-        self.outputs = outputs[:, None]
-        self.level_reader.begin(RootBlocks(**roots))
+        self.outputs = where.pop("outputs")[:, None]
+        self.level_reader.begin(RootBlocks(**where))
         return self
 
     def root_logits(self) -> Tensor:

@@ -235,7 +235,7 @@ def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
     if top_p is not None:
         mass_below = ordered.softmax(dim=-1).cumsum(dim=-1)
         outside = mass_below <= 1 - top_p[:, None]
-        outside[..., -1] = False
+        outside[..., -1].fill_(False)
         ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, index, ordered)
 

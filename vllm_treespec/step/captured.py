@@ -49,8 +49,8 @@ class Sampling(Enum):
 class TreeShape(NamedTuple):
     """What one graph draws."""
 
-    # index in the schedule
-    tree: int
+    # number of the proposer
+    proposer: int
     # unused ones included
     num_trees: int
     # that draft models read at most
@@ -68,12 +68,14 @@ class CapturedTrees:
     def __init__(
         self,
         method: Method,
+        proposers: Sequence[Proposer],
         source: GraphSource,
         noise_of: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
     ) -> None:
         """Take what draws; nothing is allocated."""
-        self.method = method
+        self.follows_noise = method.rule.follows_noise
+        self.proposers = proposers
         self.source = source
         self.noise_of = noise_of
         self.device = device
@@ -83,23 +85,24 @@ class CapturedTrees:
     def shapes(self) -> Sequence[TreeShape]:
         """All shapes, those of the largest batches first."""
         return [
-            TreeShape(tree, size, levels, sampling)
+            TreeShape(number, size, levels, sampling)
             for size in reversed(self.sizes)
-            for tree, proposer in enumerate(self.method.proposers)
+            for number, proposer in enumerate(self.proposers)
             for levels in self._levels(proposer)
             for sampling in Sampling
         ]
 
-    def shape_of(self, tree: int, inputs: ProposerInputs) -> TreeShape | None:
-        """The shape of a step's trees; None: they are too many."""
+    def shape_of(self, proposer: Proposer, inputs: ProposerInputs) -> TreeShape | None:
+        """The shape of a step's trees; None: no graph draws them, or not so many."""
         num_trees = len(inputs.root_token_ids)
         size = next((n for n in self.sizes if num_trees <= n), None)
-        if size is None:
+        if size is None or proposer not in self.proposers:
             return None
-        levels = self._levels(self.method.proposers[tree])
+        levels = self._levels(proposer)
         most = inputs.plan.max_levels
         read = levels[-1] if most is None else min(max(most, levels[0]), levels[-1])
-        return TreeShape(tree, size, read, Sampling.of(inputs.sampling))
+        number = self.proposers.index(proposer)
+        return TreeShape(number, size, read, Sampling.of(inputs.sampling))
 
     @staticmethod
     def _levels(proposer: Proposer) -> range:
@@ -115,7 +118,7 @@ class CapturedTrees:
 
         """
         size, device = self.sizes[-1], self.device
-        depth = max(proposer.sizes.max_depth for proposer in self.method.proposers)
+        depth = max(proposer.sizes.max_depth for proposer in self.proposers)
         zeros = torch.zeros(size, dtype=torch.int64, device=device)
         self.start = self.source.blank_start(size, max_blocks)
         self.root_token_ids = zeros
@@ -130,7 +133,7 @@ class CapturedTrees:
     def run(self, shape: TreeShape) -> None:
         """Draw trees of a shape from what lies in the inputs: what a graph captures."""
         start = {name: part[: shape.num_trees] for name, part in self.start.items()}
-        proposer, inputs = self.method.proposers[shape.tree], self._inputs(shape)
+        proposer, inputs = self.proposers[shape.proposer], self._inputs(shape)
         model = self.source.grow(
             start, inputs.root_token_ids, proposer.sizes.draft_depth
         )
@@ -146,7 +149,7 @@ class CapturedTrees:
         """The inputs of a shape, in part the same for all batches."""
         size, kind = shape.num_trees, shape.sampling
         limits = kind == Sampling.LIMITS
-        follows = kind != Sampling.GREEDY and self.method.rule.follows_noise
+        follows = kind != Sampling.GREEDY and self.follows_noise
         return ProposerInputs(
             self.root_token_ids[:size],
             SamplingTensors(
@@ -175,7 +178,7 @@ class CapturedTrees:
         self.root_token_ids[:num_trees] = inputs.root_token_ids
         limits = inputs.max_drafts()
         self.num_drafts[:num_trees] = NO_LIMIT if limits is None else limits
-        at_least = self.method.proposers[shape.tree].min_probability
+        at_least = self.proposers[shape.proposer].min_probability
         least = inputs.log_min_claims(Source.MODEL, at_least)
         self.min_log_claims[:num_trees] = least
         if shape.sampling != Sampling.GREEDY:
@@ -210,16 +213,19 @@ def _with_tensors(draft: Draft, tensors: Sequence[Tensor]) -> Draft:
 
 
 def captured_trees(drafter: TreeDrafter) -> CapturedTrees | None:
-    """Trees that graphs can draw: the device alone draws them from what a source read.
+    """Trees that graphs can draw: the device alone draws them from what a model read.
 
-    None: a method has an index, which is looked up on the host, a draft model, or
-    sampled trees, whose distributions would need memory for each graph.
+    None: draft models draw nothing, several do, or they draw samples, whose
+    distributions would need memory for each graph.
     """
-    method, sources = drafter.method, drafter.sources
-    captured = [source for source in sources.models if isinstance(source, GraphSource)]
-    drawn = any(proposer.sizes.num_uniforms for proposer in method.proposers)
-    if not method.batched or sources.text is not None or drawn:
+    method, models = drafter.method, drafter.sources.models
+    parts = [proposer.of_models for proposer in method.proposers]
+    proposers = [part for part in parts if part is not None]
+    drawn = any(proposer.sizes.num_uniforms for proposer in proposers)
+    sources = [source for source in models if isinstance(source, GraphSource)]
+    if not method.batched or not proposers or drawn:
         return None
-    if len(captured) != 1 or len(sources.models) != 1:
+    if len(sources) != 1 or len(models) != 1:
         return None
-    return CapturedTrees(method, captured[0], drafter.noise.of, drafter.limits.device)
+    noise_of, device = drafter.noise.of, drafter.limits.device
+    return CapturedTrees(method, proposers, sources[0], noise_of, device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +15,10 @@ from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch
-from vllm_treespec.proposers import ProposerInputs
+from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms
 from vllm_treespec.schedule.plan import StepPlan
-from vllm_treespec.sources.base import Roots, Sources
+from vllm_treespec.sources.base import DraftModel, ModelSource, Roots, Sources
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.noise import HashedNoise, PositionNoise
@@ -51,12 +53,28 @@ class Candidates:
     found: Continuations | None = None
 
 
-# Draws trees of this index in the schedule in a graph; None: no graph fits.
-Replay = Callable[[int, ProposerInputs, Roots], Draft | None]
+# Draws what a proposer would draw below some roots in a graph; None: no graph fits.
+Replay = Callable[[Roots, Proposer, ProposerInputs], Draft | None]
 
 
-def no_graph(tree: int, inputs: ProposerInputs, roots: Roots) -> None:
-    """Let trees be drawn without graphs."""
+class LateModels(Sequence[DraftModel]):
+    """The draft models of a step, begun when one of them is first looked at."""
+
+    def __init__(self, sources: Sequence[ModelSource], roots: Roots) -> None:
+        """Begin none."""
+        self.sources = sources
+        self.roots = roots
+
+    @cached_property
+    def begun(self) -> list[DraftModel]:
+        """All of them."""
+        return [source.begin(self.roots) for source in self.sources]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.begun[index]
 
 
 class TreeDrafter:
@@ -77,7 +95,7 @@ class TreeDrafter:
     ) -> None:
         """Take what a decoder has."""
         self.noise: PositionNoise = HashedNoise(slots, limits.device)
-        self.replay: Replay = no_graph
+        self.replay: Replay | None = None
         self.method = method
         self.sources = sources
         self.slots = slots
@@ -155,22 +173,22 @@ class TreeDrafter:
         keys, sizes = self.slots.keys(roots.slots), proposer.sizes
         uniforms = keyed_uniforms(keys, roots.positions, DRAFTING, sizes.num_uniforms)
         noise: Tensor | None = None
-        if models_draft and self.method.rule.follows_noise and not sampling.all_greedy:
+        models = self.sources.models if models_draft else ()
+        if models and self.method.rule.follows_noise and not sampling.all_greedy:
             noise = self.noise.keys(roots, sizes.max_depth)
         inputs = ProposerInputs(
             root_token_ids=roots.root_token_ids,
             sampling=sampling,
             uniforms=uniforms.to(device),
+            draft_models=LateModels(models, roots),
+            replay=partial(self.replay, roots) if self.replay and models else None,
             noise_keys=noise,
             noise_of=self.noise.of,
             continuations=[] if candidates.found is None else [candidates.found],
             plan=candidates.plan,
             can_sync=not self.method.batched,
         )
-        draft = self.replay(plan.tree, inputs, roots) if models_draft else None
-        if draft is None:
-            models = [s.begin(roots) for s in self.sources.models if models_draft]
-            draft = proposer.propose(replace(inputs, draft_models=models))
+        draft = inputs.draw(proposer)
         proposal = Proposal.from_draft(
             draft,
             plan.tree,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_treespec.engine.v2.vllm_types import InputBatch
-    from vllm_treespec.proposers import ProposerInputs
+    from vllm_treespec.proposers import Proposer, ProposerInputs
     from vllm_treespec.sources.base import Roots
     from vllm_treespec.trees.draft import Draft
 
@@ -113,19 +113,21 @@ class LateDrafts:
             self.graphs.trees.allocate(self.max_blocks)
             self.graphs.capture(self.graphs.forward, "Capturing CUDA graphs of drafts")
 
-    def replay(self, tree: int, inputs: ProposerInputs, roots: Roots) -> Draft | None:
+    def replay(
+        self, roots: Roots, proposer: Proposer, inputs: ProposerInputs
+    ) -> Draft | None:
         """Draw a step's trees in a graph; None: no graph fits.
 
         Args:
-            tree: index in the schedule.
-            inputs: of the step, without draft models.
             roots: of the requests that draft.
+            proposer: what would draw.
+            inputs: of the step.
 
         """
         if self.graphs is None:
             return None
         trees = self.graphs.trees
-        shape = trees.shape_of(tree, inputs)
+        shape = trees.shape_of(proposer, inputs)
         if shape is None:
             return None
         graph = self.graphs.graphs.get(DraftGraph.of(shape))
