@@ -15,6 +15,7 @@ from tests.fast.test_proposers_on_a_device import (
     MetaModel,
     meta_block,
 )
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import laws
 from vllm_treespec.sampling.coupling import noise_of
@@ -59,7 +60,8 @@ def captured(name: str, max_trees: int = NUM_REQS) -> CapturedTrees:
     rule = RULES["coupled_draw"]
     proposer: Proposer = PROPOSERS[name]
     method = Method(ListedSchedule(()), [proposer], rule, True, max_trees)
-    return CapturedTrees(method, [proposer], MetaSource(name), noise_of, META)
+    source = MetaSource(name)
+    return CapturedTrees(method, [proposer], source, noise_of, META, StepStats())
 
 
 @pytest.mark.parametrize("sampling", Sampling)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import StepPlan
@@ -72,8 +73,10 @@ class CapturedTrees:
         source: GraphSource,
         noise_of: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
+        stats: StepStats,
     ) -> None:
         """Take what draws; nothing is allocated."""
+        self.stats = stats
         self.follows_noise = method.rule.follows_noise
         self.proposers = proposers
         self.source = source
@@ -228,4 +231,4 @@ def captured_trees(drafter: TreeDrafter) -> CapturedTrees | None:
     if len(sources) != 1 or len(models) != 1:
         return None
     noise_of, device = drafter.noise.of, drafter.limits.device
-    return CapturedTrees(method, proposers, sources[0], noise_of, device)
+    return CapturedTrees(method, proposers, sources[0], noise_of, device, drafter.stats)

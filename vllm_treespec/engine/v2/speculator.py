@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     CudaGraphManager,
 )
 
+from vllm_treespec.batch.stats import DRAFT_FORWARD
 from vllm_treespec.step.captured import CapturedTrees, TreeShape
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ class LateDrafts:
         if self.graphs is not None:
             self.graphs.trees.allocate(self.max_blocks)
             self.graphs.capture(self.graphs.forward, "Capturing CUDA graphs of drafts")
+            # forwards of no step
+            self.graphs.trees.stats.reset()
+            self.graphs.trees.stats.hand_over()
 
     def replay(
         self, roots: Roots, proposer: Proposer, inputs: ProposerInputs
@@ -134,7 +138,8 @@ class LateDrafts:
         if graph is None:
             return None
         trees.fill(shape, inputs, roots)
-        graph.replay()
+        with trees.stats.stage(DRAFT_FORWARD):
+            graph.replay()
         return trees.drawn(shape, len(roots.slots))
 
     def propose(
