@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from benchmarks.gpu import card
+from benchmarks.gpu import card, heads
 from benchmarks.harness import options, plan, plot, report
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.adapters import GPU_V2
@@ -35,7 +35,6 @@ PLAIN_DEFAULT, PLAIN_SYNC = "plain-default", "plain-v1-sync"
 STOCK_NGRAM, STOCK_EAGLE = "stock-ngram", "stock-eagle3"
 NGRAM = {"method": "ngram_gpu", "num_speculative_tokens": 7, "prompt_lookup_max": 3}
 EAGLE_DRAFTS = 5
-DRAFT_VOCABULARY = 32000
 STAGES = ("tree_build", "score", "commit", "draft")
 
 
@@ -74,7 +73,7 @@ class Shape(NamedTuple):
             folder,
             architectures=["LlamaForCausalLMEagle3"],
             num_hidden_layers=1,
-            draft_vocab_size=min(self.vocab_size, DRAFT_VOCABULARY),
+            draft_vocab_size=min(self.vocab_size, heads.DRAFT_VOCABULARY),
         )
 
 
@@ -158,6 +157,11 @@ class Work:
             **(ours if side.family == FAMILY else {}),
             **side.engine,
             **self.stock_head(side, shape, models),
+            **(
+                heads.tree_arguments(models, shape, side.budget, most, self.device)
+                if side.family == heads.TREES
+                else {}
+            ),
             **self.extra,
         }
         named = {"name": f"{shape}-{side.name}", "engine": engine}
@@ -214,6 +218,7 @@ def named_sides(nodes: str, chosen: str) -> list[Side]:
     Engines on the V2 runner have processes of their own, as users have them.
     """
     sync = {"async_scheduling": False}
+    counts = options.numbers(nodes, "--nodes", int, 1)
     every = [
         Side(name=PLAIN_SYNC, family=PLAIN, engine=sync, environment=V1_RUNNER),
         Side(name=PLAIN_DEFAULT, family=PLAIN, engine={}, one_process=False),
@@ -234,7 +239,19 @@ def named_sides(nodes: str, chosen: str) -> list[Side]:
                 one_process=environment != V2_RUNNER,
             )
             for name, environment in (("ours", {}), ("ours-v2", V2_RUNNER))
-            for count in options.numbers(nodes, "--nodes", int, 1)
+            for count in counts
+        ),
+        *(
+            Side(
+                name=f"{heads.TREES}-{count}",
+                family=heads.TREES,
+                engine={},
+                environment=V2_RUNNER,
+                budget=count - 1,
+                one_process=False,
+            )
+            for count in counts
+            if count > 1
         ),
     ]
     return choose_sides(every, options.words(chosen))
@@ -281,7 +298,11 @@ def gpu_step(
             sizes = options.numbers(batches, "--batches", int, 1)
             more = options.json_object(extra, "--extra")
             work = Work("steps", sizes, [acceptance], context, steps, temperature, more)
-        made = random_plan(shapes, named_sides(nodes, sides), work, folder, fresh)
+        chosen = named_sides(nodes, sides)
+        made = random_plan(shapes, chosen, work, folder, fresh)
+        if any(side.family == heads.TREES for side in chosen):
+            for shape in options.words(shapes):
+                heads.write_weights(folder / "models", shape, SHAPES[shape])
         origin = card.origin("gpu-step", commit)
         made = replace(made, commit=origin["commit"])
         plan.run_plan(made, origin, contents, render)
@@ -310,7 +331,7 @@ def row_of(stored: plan.StoredCell) -> Row:
     return {
         "shape": cell.options["shape"],
         "side": side.name.removeprefix(f"{cell.options['shape']}-"),
-        "nodes": side.budget + 1 if side.family == FAMILY else 0,
+        "nodes": side.budget + 1 if side.family in (FAMILY, heads.TREES) else 0,
         "batch": cell.batch_size,
         "temperature": cell.temperature,
         "context": cell.options["context"],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import card, end_to_end, kernel, step
+from benchmarks.gpu import card, end_to_end, heads, kernel, step
 from benchmarks.gpu.end_to_end import COLUMNS, comparisons, lossless_sides
 from benchmarks.gpu.engine import ForwardTimers
 from benchmarks.gpu.kernel_calls import (
@@ -46,6 +46,7 @@ from benchmarks.harness.report import table_of, written
 from tests.fast.stored_cells import measured as measured_cell
 from tests.fast.stored_cells import reported
 from tests.reference import attention
+from vllm_treespec.heads import load_eagle_head
 from vllm_treespec.tools.launch import OnEvent
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job, Side
 from vllm_treespec.tools.store import settings_of, store
@@ -215,8 +216,11 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
     """Red when a resumed run starts an engine that has nothing to do."""
     plan = plan_of(tmp_path, [1, 8])
     jobs = [job for _, job in plan.todo()]
-    sync, default, ngram, eagle, ours, v2 = (job.side for job in jobs)
-    assert [len(job.cells) for job in jobs] == [2] * 6
+    sync, default, ngram, eagle, ours, v2, trees = (job.side for job in jobs)
+    assert [len(job.cells) for job in jobs] == [2] * 7
+    # its weights are written when it is run
+    assert trees.engine["additional_config"]["treespec"]["num_drafts"] == 7
+    assert trees.environment == v2.environment
     assert ngram.engine["speculative_config"]["method"] == "ngram_gpu"
     assert (Path(eagle.engine["speculative_config"]["model"]) / "config.json").exists()
     assert not v2.one_process
@@ -240,9 +244,19 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
         ("8b-stock-eagle3", 3),
         ("8b-ours-8", 2),
         ("8b-ours-v2-8", 3),
+        ("8b-eagle-v2-8", 3),
     ]
     with pytest.raises(ValueError, match="other settings"):
         plan_of(tmp_path, [1, 8], enforce_eager=True)
+
+
+def test_heads_of_random_weights(tmp_path: Path) -> None:
+    """Red when the step table's head is none that engines load."""
+    shape = step.Shape(64, 128, 8, 4, 2, 16, 100)
+    heads.write_weights(tmp_path, "small", shape)
+    head = load_eagle_head(str(heads.folder_of(tmp_path, "small")), 8)
+    assert head.config.layers == (2, 4, 5)
+    assert head.config.hidden_size == 64
 
 
 def engine_result(cell: Cell, seconds: float = 1.0, **more: Any) -> CellResult:

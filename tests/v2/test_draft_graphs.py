@@ -20,19 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fast.no_waiting import WAITING
 from tests.v2.engines import Engine, engine
-from tests.v2.prompts import PARAMS, PROMPTS
+from tests.v2.prompts import PARAMS
 from tests.v2.test_graphs import WITH_GRAPHS
-from tests.v2.test_trees import FEW, RANKED, spec_of
+from tests.v2.test_trees import FEW, RANKED, SHORT, spec_of
 from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import laws
 from vllm_treespec.sources.base import Roots
+from vllm_treespec.step import captured
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
 
-# in a graph of four: one tree is unused
-THREE = PROMPTS[:3]
 # waits for no number of repeats
 BY_A_NUMBER = torch.ops.aten.repeat_interleave.self_int
 METHODS = ["eagle_tree", "dflash_tree", "redrafter", "medusa_tree", "hybrid"]
@@ -42,7 +41,11 @@ METHODS = ["eagle_tree", "dflash_tree", "redrafter", "medusa_tree", "hybrid"]
 def with_graphs(method: str, pair: tuple[str, str], folder: Path) -> Iterator[Engine]:
     """An engine whose trees of a model are drawn in graphs."""
     spec = spec_of(method, *RANKED[method], pair, folder)
-    with engine(pair[0], spec, max_num_seqs=4, **WITH_GRAPHS) as running:
+    # of four trees, of which two or three are unused
+    with (
+        patch.object(captured, "BATCH_SIZES", (4,)),
+        engine(pair[0], spec, max_num_seqs=4, **WITH_GRAPHS) as running,
+    ):
         yield running
 
 
@@ -103,9 +106,9 @@ def test_graphs_draw_the_same_trees(
 
         decoder.drafter.replay_by(compared)
         for kind in ("greedy", "sampled", "narrow"):
-            answers = running.generate(THREE, PARAMS[kind], FEW)
-            assert answers == [answer[:FEW] for answer in expected[kind][: len(THREE)]]
-    assert all(3 in sizes for sizes in drawn.values())
+            answers = running.generate(SHORT, PARAMS[kind], FEW)
+            assert answers == [answer[:FEW] for answer in expected[kind][: len(SHORT)]]
+    assert all(len(SHORT) in sizes for sizes in drawn.values())
     assert set(drawn) == set(Sampling)
 
 
@@ -188,7 +191,7 @@ def launches(running: Engine, kinds: tuple[str, ...]) -> dict[TreeShape, list[An
 
     with patch.object(CapturedTrees, "run", noting):
         for kind in kinds:
-            running.generate(PROMPTS[:2], PARAMS[kind], FEW // 2)
+            running.generate(SHORT, PARAMS[kind], FEW // 2)
     return found
 
 
