@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.coupling import noise_of
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import PLAIN_PLAN, StepPlan
@@ -92,7 +93,7 @@ class ProposerInputs:
         claims = self.min_claims(source, min_probability)
         logs = [math.log(claim) if claim else -math.inf for claim in claims]
         device = self.root_token_ids.device
-        return torch.tensor(logs, dtype=torch.float64).to(device)
+        return on_device(torch.tensor(logs, dtype=torch.float64), device)
 
     def max_drafts(self) -> Tensor | None:
         """Draft tokens that each tree of a model may have, int64 [num_reqs].
@@ -132,12 +133,14 @@ class Proposer(ABC):
         min_probability: joint probability of a model's draft at least; None: what the
             plan says.
         can_end_early: whether a plan may let a model read fewer levels.
+        reads_sampling: whether drafts depend on the requests' sampling parameters.
 
     """
 
     num_beam_tokens: int | None = None
     min_probability: float | None = 0.0
     can_end_early: bool = False
+    reads_sampling: bool = True
     sizes: TreeSizes
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:

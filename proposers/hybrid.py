@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.proposers import dflash, dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
@@ -122,7 +122,7 @@ class Hybrid(Proposer):
             rows_left = max_rows - sum(map(len, trees))
             left = np.minimum(left, rows_left // len(trees))
         roots = inputs.root_token_ids
-        num_drafts = torch.from_numpy(left).to(roots.device)
+        num_drafts = on_device(left, roots.device)
         drafted = replace(inputs, num_drafts=num_drafts).draw(self.model)
         return merge_drafts(
             grown.draft(roots),

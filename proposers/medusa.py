@@ -70,6 +70,8 @@ class Medusa(Proposer):
     claims the product that it was chosen for.
     """
 
+    reads_sampling = False
+
     def __init__(
         self, num_drafts: int, rank_accuracies: Sequence[Sequence[float]]
     ) -> None:

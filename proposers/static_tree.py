@@ -81,6 +81,8 @@ class StaticTree(Proposer):
     accuracies along its path.
     """
 
+    reads_sampling = False
+
     name = "static_tree"
 
     def __init__(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import (
@@ -73,9 +74,9 @@ class GrownTrees:
                 self.num_nodes[:, None],
             ]
         )
-        on_device = torch.from_numpy(host).to(root_token_ids.device, non_blocking=True)
+        numbers = on_device(host, root_token_ids.device)
         width = self.token_ids.shape[1]
-        token_ids, parents, depths, claims, num_nodes = on_device.split(
+        token_ids, parents, depths, claims, num_nodes = numbers.split(
             [width] * 4 + [1], dim=1
         )
         token_ids[:, 0] = root_token_ids
@@ -143,8 +144,8 @@ class Suffix(Proposer):
             share, token = found.likeliest[row]
             if share >= (self.min_probability or 0.0):
                 tokens[row], claims[row] = token, share
-        host = torch.from_numpy(np.stack([tokens, claims.view(np.int64)]))
-        token_ids, bits = host.to(device).unbind()
+        host = np.stack([tokens, claims.view(np.int64)])
+        token_ids, bits = on_device(host, device)
         return ShadowDrafts(token_ids, bits.view(torch.float64))
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:

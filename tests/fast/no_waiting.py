@@ -43,8 +43,14 @@ class NoWaiting(TorchDispatchMode):
             for index in pytree.tree_leaves(args[1:2])
             if isinstance(index, Tensor)
         )
-        is_copied = len({tensor.device for tensor in tensors}) > 1
-        if is_mask or is_copied or name in WAITING:
+        is_mixed = len({tensor.device for tensor in tensors}) > 1
+        given = kwargs or {}
+        is_blocking = (
+            name == "_to_copy"
+            and given.get("device", tensors[0].device) != tensors[0].device
+            and not given.get("non_blocking")
+        )
+        if is_mask or is_mixed or is_blocking or name in WAITING:
             raise RuntimeError(f"{func} makes the host wait")
         return func(*args, **(kwargs or {}))
 

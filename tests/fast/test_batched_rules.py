@@ -335,10 +335,9 @@ def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
     on_a_device = patch.object(sampling, "is_on_cpu", return_value=False)
     with NoWaiting(), on_a_device:
         score(tree, target, numbers, RULES[name], sizes)
+    there = on_meta(tree), on_meta(target), on_meta(numbers)
     with NoWaiting():
-        found = score(
-            on_meta(tree), on_meta(target), numbers.to("meta"), RULES[name], sizes
-        )
+        found = score(*there, RULES[name], sizes)
     assert found.path.shape == (6, sizes.max_depth)
 
 

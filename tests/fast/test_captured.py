@@ -20,8 +20,8 @@ from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import laws
 from vllm_treespec.sampling.coupling import noise_of
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.plan import StepPlan
+from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import RULES
 from vllm_treespec.sources.base import DraftModel, GraphSource, Reads, Roots
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
@@ -59,9 +59,11 @@ def captured(name: str, max_trees: int = NUM_REQS) -> CapturedTrees:
     """Trees of one of the proposers."""
     rule = RULES["coupled_draw"]
     proposer: Proposer = PROPOSERS[name]
-    method = Method(ListedSchedule(()), [proposer], rule, True, max_trees)
+    schedule = AdaptiveScheduler((), max_trees)
+    method = Method(schedule, [proposer], rule, True, max_trees)
     source = MetaSource(name)
-    return CapturedTrees(method, [proposer], source, noise_of, META, StepStats())
+    more = noise_of, META, StepStats()
+    return CapturedTrees(method, 64, [proposer], source, *more)
 
 
 @pytest.mark.parametrize("sampling", Sampling)
@@ -75,7 +77,8 @@ def test_drawing_is_the_devices_work(
     trees.allocate(max_blocks=4)
     depth = PROPOSERS[name].sizes.max_depth
     shape = TreeShape(0, NUM_REQS, depth, sampling)
-    assert shape in trees.shapes()
+    if PROPOSERS[name].reads_sampling:
+        assert shape in trees.shapes()
     # moves what a proposer moves once, and makes what lasts
     trees.run(shape)
     with OnDevice():
@@ -129,5 +132,6 @@ def test_large_batches_have_none() -> None:
     proposer = PROPOSERS["dynamic_tree"]
     assert trees.shape_of(proposer, step(9, None, False)) is None
     assert len(trees.shapes()) == 4 * 3 * len(Sampling)
-    # levels that no plan leaves out
-    assert len(captured("medusa_tree", 256).shapes()) == 4 * len(Sampling)
+    # levels that no plan leaves out, drafts that do not depend on temperatures
+    assert len(captured("dflash", 256).shapes()) == 4 * len(Sampling)
+    assert len(captured("medusa_tree", 256).shapes()) == 4

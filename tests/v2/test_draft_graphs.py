@@ -22,28 +22,39 @@ from tests.fast.no_waiting import WAITING
 from tests.v2.engines import Engine, engine
 from tests.v2.prompts import PARAMS
 from tests.v2.test_graphs import WITH_GRAPHS
-from tests.v2.test_trees import FEW, RANKED, SHORT, spec_of
+from tests.v2.test_trees import HYBRID, RANKED, SHORT, spec_of
 from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import laws
+from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.step import captured
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
 
+# tokens of an answer
+FEW = 6
 # waits for no number of repeats
 BY_A_NUMBER = torch.ops.aten.repeat_interleave.self_int
-METHODS = ["eagle_tree", "dflash_tree", "redrafter", "medusa_tree", "hybrid"]
+METHODS = {
+    # an index that drafts deeper than the model
+    "hybrid": ("draft model", {**HYBRID, "depth": 9, "model_depth": 3}),
+    **{
+        method: RANKED[method]
+        for method in ("eagle_tree", "dflash_tree", "redrafter", "medusa_tree")
+    },
+}
 
 
 @contextmanager
 def with_graphs(method: str, pair: tuple[str, str], folder: Path) -> Iterator[Engine]:
     """An engine whose trees of a model are drawn in graphs."""
-    spec = spec_of(method, *RANKED[method], pair, folder)
+    spec = spec_of(method, *METHODS[method], pair, folder)
     # of four trees, of which two or three are unused
     with (
         patch.object(captured, "BATCH_SIZES", (4,)),
+        patch.object(ListedSchedule, "cuts_levels", method == "eagle_tree"),
         engine(pair[0], spec, max_num_seqs=4, **WITH_GRAPHS) as running,
     ):
         yield running
@@ -73,43 +84,6 @@ def same(drawn: Draft, expected: Draft) -> bool:
     return drawn.levels == expected.levels and all(
         torch.equal(*(getattr(tree, part) for tree in trees)) for part in parts
     )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_graphs_draw_the_same_trees(
-    method: str,
-    pair: tuple[str, str],
-    expected: dict[str, list[list[int]]],
-    tmp_path: Path,
-) -> None:
-    """Red when a graph misses an input of a step, or an unused tree changes others."""
-    drawn: dict[Sampling, set[int]] = defaultdict(set)
-    with with_graphs(method, pair, tmp_path) as running:
-        late, decoder = running.runner.speculator, running.runner.decoder
-        (source,) = decoder.sources.models
-
-        def compared(
-            roots: Roots, proposer: Proposer, inputs: ProposerInputs
-        ) -> Draft | None:
-            depth = proposer.sizes.max_depth
-            for step in (other_plan(inputs, 1 + decoder.step % depth), inputs):
-                draft = late.replay(roots, proposer, step)
-                if draft is None:
-                    # it draws the model's part later
-                    assert proposer.of_models is not proposer
-                    return None
-                models = [source.begin(roots)]
-                without = proposer.propose(replace(step, draft_models=models))
-                assert same(draft, without)
-            drawn[Sampling.of(inputs.sampling)].add(len(roots.slots))
-            return draft
-
-        decoder.drafter.replay_by(compared)
-        for kind in ("greedy", "sampled", "narrow"):
-            answers = running.generate(SHORT, PARAMS[kind], FEW)
-            assert answers == [answer[:FEW] for answer in expected[kind][: len(SHORT)]]
-    assert all(len(SHORT) in sizes for sizes in drawn.values())
-    assert set(drawn) == set(Sampling)
 
 
 class Launches(TorchDispatchMode):
@@ -179,7 +153,8 @@ def without_copies() -> Iterator[None]:
         yield
 
 
-def launches(running: Engine, kinds: tuple[str, ...]) -> dict[TreeShape, list[Any]]:
+@contextmanager
+def noted_replays() -> Iterator[dict[TreeShape, list[Any]]]:
     """What every replay of a graph would launch, by its shape."""
     found: dict[TreeShape, list[Any]] = defaultdict(list)
     run = CapturedTrees.run
@@ -190,31 +165,61 @@ def launches(running: Engine, kinds: tuple[str, ...]) -> dict[TreeShape, list[An
         found[shape].append(noted.found)
 
     with patch.object(CapturedTrees, "run", noting):
-        for kind in kinds:
-            running.generate(SHORT, PARAMS[kind], FEW // 2)
-    return found
+        yield found
+
+
+def compare(running: Engine) -> None:
+    """Compare each tree that a graph draws with the one that is drawn without."""
+    late, decoder = running.runner.speculator, running.runner.decoder
+    (source,) = decoder.sources.models
+
+    def compared(
+        roots: Roots, proposer: Proposer, inputs: ProposerInputs
+    ) -> Draft | None:
+        steps = [inputs]
+        if decoder.method.schedule.cuts_levels:
+            levels = 1 + decoder.step % proposer.sizes.max_depth
+            steps.insert(0, other_plan(inputs, levels))
+        for step in steps:
+            draft: Draft | None = late.replay(roots, proposer, step)
+            if draft is None:
+                # it draws the model's part later
+                assert proposer.of_models is not proposer
+                return None
+            models = [source.begin(roots)]
+            without = proposer.propose(replace(step, draft_models=models))
+            assert same(draft, without)
+        return draft
+
+    decoder.drafter.replay_by(compared)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_replays_launch_the_same(
+def test_graphs_draw_the_same_trees(
     method: str,
     pair: tuple[str, str],
+    expected: dict[str, list[list[int]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Red when drawing depends on what the host knows of a step, or waits for a value.
+    """Red when a graph misses an input of a step, or an unused tree changes others.
 
-    A graph replays what it was captured with. Here it runs anew each time, so the
-    operations, their numbers and the tensors they read must be the same.
+    Red, too, when drawing depends on what the host knows of a step, or waits for a
+    value: a graph replays what it was captured with. Here it runs anew each time, so
+    the operations, their numbers and the tensors they read must be the same.
     """
     monkeypatch.setattr(laws, "is_on_cpu", lambda tensor: False)
-    with with_graphs(method, pair, tmp_path) as running:
-        found = launches(running, ("greedy", "sampled", "narrow"))
-    assert {shape.sampling for shape in found} == set(Sampling)
-    for replays in found.values():
+    with with_graphs(method, pair, tmp_path) as running, noted_replays() as noted:
+        compare(running)
+        for kind in ("greedy", "sampled", "narrow"):
+            answers = running.generate(SHORT, PARAMS[kind], FEW)
+            assert answers == [answer[:FEW] for answer in expected[kind][: len(SHORT)]]
+    kinds = {Sampling.GREEDY} if method == "medusa_tree" else set(Sampling)
+    assert {shape.sampling for shape in noted} == kinds
+    for replays in noted.values():
         assert len(replays[0]) > 10
         assert all(replay == replays[0] for replay in replays)
-    assert max(map(len, found.values())) > 1
+    assert max(map(len, noted.values())) > 2
 
 
 def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> None:
@@ -222,14 +227,14 @@ def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> N
     grow = PagedEagleHead.grow
 
     def wrong(self: PagedEagleHead, start: Any, *others: Any) -> Any:
-        size = len(start["outputs"])
-        if size == len(getattr(self, "last_outputs", ())):
-            start = {**start, "outputs": self.last_outputs}
-        return grow(self, start, *others)
+        outputs = torch.zeros_like(start["outputs"])
+        outputs[: len(self.last_outputs)] = self.last_outputs
+        return grow(self, {**start, "outputs": outputs}, *others)
 
     with (
         with_graphs("eagle_tree", pair, tmp_path) as running,
         patch.object(PagedEagleHead, "grow", wrong),
+        noted_replays() as noted,
     ):
-        found = launches(running, ("greedy",))
-    assert any(replay != all_[0] for all_ in found.values() for replay in all_)
+        running.generate(SHORT, PARAMS["greedy"], FEW // 2)
+    assert any(replay != all_[0] for all_ in noted.values() for replay in all_)

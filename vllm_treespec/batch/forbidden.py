@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.texts import TextView
 
 
@@ -148,9 +149,8 @@ def leaving_out(
             for token in tokens
         ],
         dtype=torch.int64,
-        device=logits.device,
     ).reshape(-1, 2)
-    at = places[:, 0], places[:, 1]
+    at = tuple(on_device(places, logits.device).T)
     before = logits[at]
     logits[at] = -torch.inf
     yield

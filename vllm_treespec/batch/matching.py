@@ -15,6 +15,7 @@ from vllm_treespec.batch.views import (
     cut_rows,
     ragged_rows,
 )
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import TreeBatch
@@ -282,20 +283,20 @@ def running_trees(
         return None
     reqs, root_rows = matched.reqs, batch.root_rows[matched.reqs]
     host = np.stack([reqs, matched.proposal_rows, matched.node_limits, root_rows])
-    on_device = torch.from_numpy(host).to(device)
+    reqs_there, rows_there, limits_there, roots_there = on_device(host, device)
     tree, rows = proposal.tree, matched.proposal_rows
     if not np.array_equal(rows, np.arange(tree.num_reqs)):
-        tree = tree.select(on_device[1])
+        tree = tree.select(rows_there)
     num_nodes = np.minimum(matched.node_limits, 1 + proposal.num_drafts[rows])
     # Draws that add no node are cut, too.
     if tree.draws is not None or (num_nodes < proposal.num_drawn[rows]).any():
-        tree = tree.cut(on_device[2])
+        tree = tree.cut(limits_there)
     query_starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     return RunningTrees(
         tree=tree,
         tree_index=proposal.tree_index,
-        reqs=on_device[0],
-        root_rows=on_device[3],
+        reqs=reqs_there,
+        root_rows=roots_there,
         host_reqs=reqs,
         query_starts=query_starts[reqs],
         num_nodes=num_nodes,

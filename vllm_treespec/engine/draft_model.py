@@ -21,6 +21,7 @@ from vllm_treespec.engine.head_source import PackedLinear, shared_weights
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.heads.base import OutputLayer
 from vllm_treespec.heads.files import read_hot_tokens
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks
 from vllm_treespec.sources.base import CommittedTokens, GraphSource, Reads, Roots
 
@@ -154,13 +155,13 @@ class PagedDraftModel(PagedSource, GraphSource):
         query_start_loc = np.cumsum([0, *(end - committed.first)])
         table = committed.block_table.clone()
         roots = self._root_blocks(committed, table)
-        places = torch.from_numpy(positions).to(self.device)
-        rows = torch.from_numpy(reqs).to(self.device)
+        places = on_device(positions, self.device)
+        rows = on_device(reqs, self.device)
         size = self.forks.block_size
         blocks = table[rows, places // size].long()
         token_ids = committed.token_ids[committed.reqs[reqs], positions]
         hidden = self._forward(
-            torch.from_numpy(token_ids).to(self.device),
+            on_device(token_ids, self.device),
             LevelInputs.of_texts(
                 positions=places,
                 slots=blocks * size + places % size,
@@ -169,9 +170,9 @@ class PagedDraftModel(PagedSource, GraphSource):
                 block_table=table,
             ),
         )
-        last_rows = torch.from_numpy(query_start_loc[1:] - 1)[committed.drafting]
+        last_rows = (query_start_loc[1:] - 1)[committed.drafting]
         # of the drafting requests: [num_trees, hidden_size], and where they lie
-        self.last_hidden = hidden[last_rows.to(self.device)]
+        self.last_hidden = hidden[on_device(last_rows, self.device)]
         self.last_roots = roots
 
     def _root_blocks(self, committed: CommittedTokens, table: Tensor) -> RootBlocks:
@@ -183,14 +184,13 @@ class PagedDraftModel(PagedSource, GraphSource):
 
         """
         forks = self.forks
-        drafting = torch.from_numpy(committed.drafting).to(self.device)
-        positions = torch.from_numpy(committed.end[committed.drafting])
-        positions = positions.to(self.device)
+        drafting = on_device(committed.drafting, self.device)
+        positions = on_device(committed.end[committed.drafting], self.device)
         column = positions // forks.block_size
-        num_blocks = torch.from_numpy(committed.num_blocks[committed.drafting])
+        num_blocks = committed.num_blocks[committed.drafting]
         trees = torch.arange(len(drafting), device=self.device)
         spare = forks.block(trees, forks.forks_per_tree - 1, 0)
-        has_block = column < num_blocks.to(self.device)
+        has_block = column < on_device(num_blocks, self.device)
         blocks = torch.where(has_block, table[drafting, column].long(), spare)
         table[drafting, column] = blocks.to(table.dtype)
         return RootBlocks(positions, blocks, table[drafting])

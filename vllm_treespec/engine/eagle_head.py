@@ -16,6 +16,7 @@ from vllm_treespec.batch.reading import kv_slots, token_places
 from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import EagleHead, EagleHeadConfig, load_eagle_head
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks, TreeLayout
 from vllm_treespec.sources.base import (
     CommittedTokens,
@@ -102,21 +103,21 @@ class PagedPairHead(PagedHead):
         reqs, positions = token_places(committed.first, committed.end)
         slots = kv_slots(committed.host_table, reqs, positions, self.forks.block_size)
         places = np.stack([positions, slots])
-        on_device = torch.from_numpy(places).to(self.device)
+        positions_there, slots_there = on_device(places, self.device)
         ends = np.cumsum(committed.end - committed.first)
         token_ids = committed.token_ids[committed.reqs[reqs], positions + 1]
         outputs = self._forward(
-            self.store.read(on_device[1]),
-            torch.from_numpy(token_ids).long().to(self.device),
+            self.store.read(slots_there),
+            on_device(token_ids.astype(np.int64), self.device),
             LevelInputs.of_texts(
-                positions=on_device[0],
-                slots=on_device[1],
+                positions=positions_there,
+                slots=slots_there,
                 query_start_loc=np.concatenate([[0], ends]),
                 seq_lens=committed.end,
                 block_table=committed.block_table,
             ),
         )
-        last_pairs = torch.from_numpy(ends[committed.drafting] - 1).to(self.device)
+        last_pairs = on_device(ends[committed.drafting] - 1, self.device)
         # of the drafting requests: [num_trees, hidden_size], and where they lie
         self.last_outputs = outputs[last_pairs]
         self.last_pairs = self.last_tokens(committed)

@@ -16,6 +16,7 @@ from vllm_treespec.engine.head_source import pack_layers, shared_weights
 from vllm_treespec.engine.paged_source import PagedSource
 from vllm_treespec.heads import DFlashHead, EagleHead, read_head_config
 from vllm_treespec.heads.config import DecoderHeadConfig
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import RootBlocks
 from vllm_treespec.sources.base import FINAL_LAYER, CommittedTokens
 
@@ -116,9 +117,8 @@ class PagedHead(PagedSource):
 
     def last_tokens(self, committed: CommittedTokens) -> RootBlocks:
         """Where the tokens before the drafting requests' roots lie."""
-        drafting = torch.from_numpy(committed.drafting).to(self.device)
-        positions = torch.from_numpy(committed.end[committed.drafting] - 1)
-        positions = positions.to(self.device)
+        drafting = on_device(committed.drafting, self.device)
+        positions = on_device(committed.end[committed.drafting] - 1, self.device)
         table = committed.block_table[drafting]
         column = (positions // self.forks.block_size)[:, None]
         blocks = table.gather(1, column)[:, 0].long()

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.heads import LyannaHead
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sources.base import Reads, Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, ReusingSource
 
@@ -44,7 +45,7 @@ class ChainSource(ReusingSource):
         assert roots.hidden is not None
         # A pair lies where its first token does: one before the root.
         host = np.stack([fresh, roots.positions[fresh] - 1])
-        rows, positions = torch.from_numpy(host).to(roots.root_token_ids.device)
+        rows, positions = on_device(host, roots.root_token_ids.device)
         with self.stats.stage(DRAFT_FORWARD):
             state = self.head.features(roots.hidden[rows])
             token_ids: Tensor | None = roots.root_token_ids[rows]

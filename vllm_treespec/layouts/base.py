@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.batch.views import TargetInputs
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.trees.sizes import TreeSizes
@@ -157,8 +158,8 @@ class LevelInputs:
         return cls(
             positions,
             slots,
-            torch.from_numpy(query_start_loc.astype(np.int32)).to(device),
-            torch.from_numpy(seq_lens.astype(np.int32)).to(device),
+            on_device(query_start_loc.astype(np.int32), device),
+            on_device(seq_lens.astype(np.int32), device),
             block_table,
             max_query_len=int(np.diff(query_start_loc).max()),
             max_seq_len=int(seq_lens.max()),

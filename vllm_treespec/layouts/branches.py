@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.batch.views import TargetInputs
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import (
     ForkSpace,
     LayoutLimits,
@@ -99,7 +100,7 @@ class BranchLayout:
         plan = self.shared_plans[0].plan
         if plan is not None:
             return plan.node_rows
-        starts = torch.from_numpy(trees.query_starts).to(trees.reqs.device)
+        starts = on_device(trees.query_starts, trees.reqs.device)
         return starts[:, None] + trees.tree.depths
 
     def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.batch.views import TargetInputs
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.kernels.kv_move import KvMover
 from vllm_treespec.layouts.base import (
     ForkSpace,
@@ -75,8 +76,7 @@ class MaskLayout:
         """Give the nodes their masks and their depths' positions."""
         batch = inputs.batch
         host = host_nodes(trees, self.limits.sizes.max_depth)
-        on_device = torch.from_numpy(host).to(trees.reqs.device, non_blocking=True)
-        rows, roots_of_nodes, masks, depths = on_device
+        rows, roots_of_nodes, masks, depths = on_device(host, trees.reqs.device)
         self.root_positions = roots = batch.context_lens[trees.reqs].long()
         self.block_tables = {
             number: batch.groups[number].block_table[trees.reqs]
@@ -87,7 +87,7 @@ class MaskLayout:
 
     def query_rows(self, trees: RunningTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]."""
-        starts = torch.from_numpy(trees.query_starts).to(trees.reqs.device)
+        starts = on_device(trees.query_starts, trees.reqs.device)
         nodes = torch.arange(trees.tree.max_nodes, device=starts.device)
         return starts[:, None] + nodes
 

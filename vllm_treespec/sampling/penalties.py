@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.texts import TextView
 
 
@@ -186,17 +187,15 @@ class PenalisedTexts:
             for text, row in zip(seen, nodes.tolist(), strict=True)
         ]
 
-        def on_device(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(ancestors.device)
-
+        device = ancestors.device
         return Penalties(
-            repetition=on_device(view.repetition[reqs]),
-            frequency=on_device(view.frequency[reqs]),
-            presence=on_device(view.presence[reqs]),
-            tokens=on_device(padded([text.tokens for text in seen])),
-            counts=on_device(padded([text.counts for text in seen])),
-            node_tokens=on_device(nodes),
-            node_counts=on_device(np.array(node_counts)),
+            repetition=on_device(view.repetition[reqs], device),
+            frequency=on_device(view.frequency[reqs], device),
+            presence=on_device(view.presence[reqs], device),
+            tokens=on_device(padded([text.tokens for text in seen]), device),
+            counts=on_device(padded([text.counts for text in seen]), device),
+            node_tokens=on_device(nodes, device),
+            node_counts=on_device(np.array(node_counts), device),
             ancestors=ancestors,
         )
 

@@ -58,6 +58,11 @@ class Schedule(ABC):
         self.aid = Aid("The schedule of draft trees", "every step is plain")
 
     @property
+    def cuts_levels(self) -> bool:
+        """Whether plans may let draft models read fewer levels."""
+        return False
+
+    @property
     def rest_steps(self) -> int:
         """Plain steps that follow the planned one, if the same requests go on decoding.
 

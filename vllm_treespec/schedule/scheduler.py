@@ -118,6 +118,11 @@ class AdaptiveScheduler(Schedule):
         self.cost.begin_with(forwards)
 
     @property
+    def cuts_levels(self) -> bool:
+        """Levels are as many as are worth their forwards."""
+        return True
+
+    @property
     def step(self) -> int:
         """Number of the current step."""
         return self.steps[ANY_SIZE]

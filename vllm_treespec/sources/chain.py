@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sources.base import ModelSource, Roots
 
 Resample = Literal["off", "replace", "merge"]
@@ -224,4 +225,4 @@ class ReusingSource(ModelSource):
 
 def _on_device(numbers: np.ndarray, like: Tensor) -> Tensor:
     """Rows of whole numbers, int64, on the device of ``like``."""
-    return torch.from_numpy(numbers.astype(np.int64)).to(like.device)
+    return on_device(numbers.astype(np.int64), like.device)

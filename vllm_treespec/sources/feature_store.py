@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_device
+
 # Tokens whose hidden states wait at most until something is made of them.
 MAX_WAITING = 256
 
@@ -58,10 +60,10 @@ class WaitingStates:
         _, from_last = np.unique(places[0, ::-1], return_index=True)
         rows = places.shape[1] - 1 - from_last
         if len(rows) == places.shape[1]:
-            return torch.from_numpy(places).to(states.device), states
+            return on_device(places, states.device), states
         told = np.concatenate([rows[None], places[:, rows]])
-        on_device = torch.from_numpy(told).to(states.device)
-        return on_device[1:], states[on_device[0]]
+        kept = on_device(told, states.device)
+        return kept[1:], states[kept[0]]
 
 
 class FeatureStore:

@@ -69,6 +69,7 @@ class CapturedTrees:
     def __init__(
         self,
         method: Method,
+        max_reqs: int,
         proposers: Sequence[Proposer],
         source: GraphSource,
         noise_of: Callable[[Tensor, Tensor], Tensor],
@@ -82,7 +83,9 @@ class CapturedTrees:
         self.source = source
         self.noise_of = noise_of
         self.device = device
-        self.sizes = sorted({min(size, method.max_trees) for size in BATCH_SIZES})
+        most = min(method.max_trees, max_reqs)
+        self.sizes = sorted({min(size, most) for size in BATCH_SIZES})
+        self.cuts_levels = method.schedule.cuts_levels
         self.drafts: dict[TreeShape, Draft] = {}
 
     def shapes(self) -> Sequence[TreeShape]:
@@ -92,7 +95,7 @@ class CapturedTrees:
             for size in reversed(self.sizes)
             for number, proposer in enumerate(self.proposers)
             for levels in self._levels(proposer)
-            for sampling in Sampling
+            for sampling in (Sampling if proposer.reads_sampling else [Sampling.GREEDY])
         ]
 
     def shape_of(self, proposer: Proposer, inputs: ProposerInputs) -> TreeShape | None:
@@ -104,14 +107,16 @@ class CapturedTrees:
         levels = self._levels(proposer)
         most = inputs.plan.max_levels
         read = levels[-1] if most is None else min(max(most, levels[0]), levels[-1])
-        number = self.proposers.index(proposer)
-        return TreeShape(number, size, read, Sampling.of(inputs.sampling))
+        sampling = Sampling.GREEDY
+        if proposer.reads_sampling:
+            sampling = Sampling.of(inputs.sampling)
+        return TreeShape(self.proposers.index(proposer), size, read, sampling)
 
-    @staticmethod
-    def _levels(proposer: Proposer) -> range:
+    def _levels(self, proposer: Proposer) -> range:
         """Numbers of levels that a plan may allow."""
         depth = proposer.sizes.max_depth
-        return range(1 if proposer.can_end_early else depth, depth + 1)
+        can_end = self.cuts_levels and proposer.can_end_early
+        return range(1 if can_end else depth, depth + 1)
 
     def allocate(self, max_blocks: int) -> None:
         """Make the inputs of all graphs, and forget what was drawn.
@@ -187,8 +192,9 @@ class CapturedTrees:
         if shape.sampling != Sampling.GREEDY:
             self._fill_sampling(num_trees, inputs.sampling)
         if inputs.noise_keys is not None:
-            depth = inputs.noise_keys.shape[1]
-            self.noise_keys[:num_trees, :depth] = inputs.noise_keys
+            # an index beside the model drafts deeper
+            depth = self.proposers[shape.proposer].sizes.max_depth
+            self.noise_keys[:num_trees, :depth] = inputs.noise_keys[:, :depth]
 
     def _fill_sampling(self, num_trees: int, given: SamplingTensors) -> None:
         self.temperature[:num_trees] = given.temperature
@@ -215,11 +221,16 @@ def _with_tensors(draft: Draft, tensors: Sequence[Tensor]) -> Draft:
     return replace(draft, tree=tree, claims=claims)
 
 
-def captured_trees(drafter: TreeDrafter) -> CapturedTrees | None:
+def captured_trees(drafter: TreeDrafter, max_reqs: int) -> CapturedTrees | None:
     """Trees that graphs can draw: the device alone draws them from what a model read.
 
     None: draft models draw nothing, several do, or they draw samples, whose
     distributions would need memory for each graph.
+
+    Args:
+        drafter: with its method and sources.
+        max_reqs: of a step.
+
     """
     method, models = drafter.method, drafter.sources.models
     parts = [proposer.of_models for proposer in method.proposers]
@@ -230,5 +241,12 @@ def captured_trees(drafter: TreeDrafter) -> CapturedTrees | None:
         return None
     if len(sources) != 1 or len(models) != 1:
         return None
-    noise_of, device = drafter.noise.of, drafter.limits.device
-    return CapturedTrees(method, proposers, sources[0], noise_of, device, drafter.stats)
+    return CapturedTrees(
+        method,
+        max_reqs,
+        proposers,
+        sources[0],
+        drafter.noise.of,
+        drafter.limits.device,
+        drafter.stats,
+    )

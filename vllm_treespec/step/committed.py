@@ -17,6 +17,7 @@ from vllm_treespec.batch.reading import (
     token_places,
 )
 from vllm_treespec.batch.views import EmittedBatch
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.sources.base import CommittedTokens, ModelSource
 
@@ -199,7 +200,7 @@ def committed_tokens(
     batch: EmittedBatch, plan: ReadingPlan, features: dict[int, Tensor] | None = None
 ) -> CommittedTokens:
     """The tokens of a plan, with what sources need to find their KV."""
-    reqs = torch.from_numpy(plan.reqs).to(batch.blocks.device_table.device)
+    reqs = on_device(plan.reqs, batch.blocks.device_table.device)
     return CommittedTokens(
         token_ids=batch.token_ids,
         reqs=plan.reqs,
@@ -242,11 +243,11 @@ def committed_rows(
     starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     offsets = np.cumsum(counts) - counts
     within = np.arange(counts.sum()) - np.repeat(offsets, counts)
-    host_rows = torch.from_numpy(np.repeat(starts, counts) + within)
-    rows = host_rows.to(batch.blocks.device_table.device)
+    host_rows = np.repeat(starts, counts) + within
+    rows = on_device(host_rows, batch.blocks.device_table.device)
     if trees is None or scored is None or node_rows is None:
         return rows
-    first = torch.from_numpy(offsets[trees.host_reqs]).to(rows.device)
+    first = on_device(offsets[trees.host_reqs], rows.device)
     rows[first] = node_rows[:, 0]
     depths = 1 + torch.arange(scored.path.shape[1], device=rows.device)
     accepted = node_rows.gather(1, scored.path.clamp(min=0))

@@ -23,6 +23,7 @@ from vllm_treespec.batch.views import (
     ScheduledBatch,
     TargetInputs,
 )
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.clock import StepClock
@@ -139,7 +140,7 @@ class TreeDecoder:
     @property
     def root_rows(self) -> Tensor:
         """Row of each request's root among the step's logits, int64 [num_reqs]."""
-        return torch.from_numpy(self.batch.root_rows).to(self.limits.device)
+        return on_device(self.batch.root_rows, self.limits.device)
 
     def score(self, logits: Tensor, sampling: SamplingView) -> ScorerOutput | None:
         """Verify the step's trees; None when there are none.
@@ -189,7 +190,7 @@ class TreeDecoder:
         else:
             count = 1 + self.sizes.max_draws
             numbers = keyed_uniforms(keys, root_positions, SCORING, count)
-        return numbers.to(self.limits.device)
+        return on_device(numbers, self.limits.device)
 
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
         """Draw the tokens of requests without a tree; see ``draw_without_trees``."""

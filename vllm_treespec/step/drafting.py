@@ -8,13 +8,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms
 from vllm_treespec.schedule.plan import StepPlan
@@ -169,7 +169,7 @@ class TreeDrafter:
         assert roots is not None
         proposer = self.method.proposers[plan.tree]
         device = self.limits.device
-        sampling = end.batch.sampling.select(reqs, torch.from_numpy(reqs).to(device))
+        sampling = end.batch.sampling.select(reqs, on_device(reqs, device))
         keys, sizes = self.slots.keys(roots.slots), proposer.sizes
         uniforms = keyed_uniforms(keys, roots.positions, DRAFTING, sizes.num_uniforms)
         noise: Tensor | None = None
@@ -179,7 +179,7 @@ class TreeDrafter:
         inputs = ProposerInputs(
             root_token_ids=roots.root_token_ids,
             sampling=sampling,
-            uniforms=uniforms.to(device),
+            uniforms=on_device(uniforms, device),
             draft_models=LateModels(models, roots),
             replay=partial(self.replay, roots) if self.replay and models else None,
             noise_keys=noise,
@@ -220,14 +220,14 @@ class TreeDrafter:
         """Requests that draft, with what the sources read of them."""
         batch, device = end.batch, self.limits.device
         positions = batch.end[drafting]
-        root_token_ids = torch.from_numpy(batch.token_ids[drafting, positions])
+        root_token_ids = batch.token_ids[drafting, positions].astype(np.int64)
         hidden = end.hidden
         if hidden is not None:
-            hidden = hidden[torch.from_numpy(drafting).to(device)]
+            hidden = hidden[on_device(drafting, device)]
         return Roots(
             slots=batch.slots[drafting],
             positions=positions,
-            root_token_ids=root_token_ids.long().to(device),
+            root_token_ids=on_device(root_token_ids, device),
             accepted=end.accepted[drafting],
             depth=depth,
             hidden=hidden,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.batch.requests import RequestSlots
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.coupling import noise_of
 from vllm_treespec.sampling.uniforms import noise_keys
 from vllm_treespec.sources.base import Roots
@@ -34,7 +35,7 @@ class HashedNoise:
     def keys(self, roots: Roots, count: int) -> Tensor:
         """Keys of the noise of the tokens behind each root, int64 [num_reqs, count]."""
         keys = self.slots.keys(roots.slots)
-        return noise_keys(keys, roots.positions, count).to(self.device)
+        return on_device(noise_keys(keys, roots.positions, count), self.device)
 
     def of(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         """Noise of tokens, float64; see ``coupling.noise_of``."""

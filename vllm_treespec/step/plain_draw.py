@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.batch.views import SamplingView, ScheduledBatch
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.uniforms import noise_keys
 from vllm_treespec.scorers import TargetLogits, score
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW, draw_after
@@ -87,8 +88,9 @@ def draw_without_trees(
     host_reqs = np.flatnonzero(drawn_for)
     if not len(host_reqs):
         return None
-    reqs = torch.from_numpy(host_reqs).to(logits.device)
+    reqs = on_device(host_reqs, logits.device)
     keys = target.slots.keys(batch.slots[host_reqs])
-    noise = noise_keys(keys, batch.root_positions[host_reqs], 1).to(logits.device)
+    noise = noise_keys(keys, batch.root_positions[host_reqs], 1)
+    noise = on_device(noise, logits.device)
     with target.at(logits, sampling, batch, host_reqs, reqs) as roots:
         return PlainDraw(host_reqs, reqs, draw_plainly(roots, noise, batched))

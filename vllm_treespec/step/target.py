@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm_treespec.batch.forbidden import leaving_out, limited_rows
 from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.views import SamplingView, ScheduledBatch
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.penalties import PenalisedTexts, no_drafts
 from vllm_treespec.scorers import TargetLogits
 from vllm_treespec.trees.tree import ancestor_bits
@@ -69,9 +69,6 @@ class StepTarget:
         forbidden = self.slots.forbidden(slots)
         limited = limited_rows(forbidden, host_reqs, rows, sampling.texts, trees)
         of_reqs = sampling.select(host_reqs, reqs)
-        if trees is None:
-            root_rows = torch.from_numpy(rows).to(reqs.device)
-        else:
-            root_rows = trees.root_rows
+        root_rows = on_device(rows, reqs.device) if trees is None else trees.root_rows
         with leaving_out(logits, limited, sampling.texts):
             yield TargetLogits(logits, root_rows, of_reqs, penalties)

@@ -67,7 +67,7 @@ V2_DRAFT_GRAPHS = (
     *_GRAPHS.extended("trees are drawn in CUDA graphs"),
     *_GRAPHS.overrides("__init__ _init_candidates", "graphs that draw trees"),
     *_GRAPHS.writes("_capture_descs", "graphs that draw trees"),
-    *_GRAPHS.calls("capture", "graphs that draw trees"),
+    *_GRAPHS.calls("capture run_fullgraph", "graphs that draw trees"),
     *_GRAPHS.reads("graphs", "trees are drawn in CUDA graphs"),
     *Owner("vllm.config:CUDAGraphMode", "cuda").calls(
         "has_full_cudagraphs", "whether trees are drawn in CUDA graphs"

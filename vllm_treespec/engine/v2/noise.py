@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.kernels.gumbel import gumbel_noise
 from vllm_treespec.sampling.gumbel import gumbel_keys
 
@@ -28,8 +28,7 @@ class SamplerNoise:
         names = map(runner.decoder.slots.name, roots.slots.tolist())
         rows = [runner.req_states.req_id_to_index[name] for name in names]
         seeds = runner.sampler.sampling_states.seeds.np[rows]
-        keys = torch.from_numpy(gumbel_keys(seeds, roots.positions, count))
-        return keys.to(runner.device, non_blocking=True)
+        return on_device(gumbel_keys(seeds, roots.positions, count), runner.device)
 
     def of(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         """Noise of tokens, float64."""

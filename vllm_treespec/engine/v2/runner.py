@@ -35,6 +35,7 @@ from vllm_treespec.engine.v2.views import (
     scheduled_batch,
     target_inputs,
 )
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.step.captured import captured_trees
 from vllm_treespec.step.decoder import TreeDecoder
@@ -87,7 +88,7 @@ class TreeRunnerMixin(V2Runner):
             self.max_num_reqs,
             self.num_speculative_steps,
             self.device,
-            captured_trees(drafter),
+            captured_trees(drafter, self.max_num_reqs),
         )
         drafter.replay_by(self.speculator.replay)
         self.rank_check = RankCheck()
@@ -248,9 +249,8 @@ class TreeRunnerMixin(V2Runner):
         tokens = np.zeros((len(rows), self.num_speculative_steps), dtype=np.int64)
         for line, drafts in zip(tokens, self.drafts.values(), strict=True):
             line[: len(drafts)] = drafts
-        index = torch.tensor(rows).to(self.device, non_blocking=True)
-        on_device = torch.from_numpy(tokens).to(self.device, non_blocking=True)
-        self.req_states.draft_tokens[index] = on_device
+        index = on_device(np.array(rows), self.device)
+        self.req_states.draft_tokens[index] = on_device(tokens, self.device)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Forget the requests that ended, and discard trees of preempted ones."""

@@ -134,12 +134,13 @@ class LateDrafts:
         shape = trees.shape_of(proposer, inputs)
         if shape is None:
             return None
-        graph = self.graphs.graphs.get(DraftGraph.of(shape))
-        if graph is None:
+        graph = DraftGraph.of(shape)
+        if graph not in self.graphs.graphs:
+            # vLLM draws in runs before it captures
             return None
         trees.fill(shape, inputs, roots)
         with trees.stats.stage(DRAFT_FORWARD):
-            graph.replay()
+            self.graphs.run_fullgraph(graph)
         return trees.drawn(shape, len(roots.slots))
 
     def propose(

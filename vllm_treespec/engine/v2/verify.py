@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm_treespec.engine.v2.custom_processors import watch_custom_processors
 from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.engine.v2.views import final_sampling
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.kernels.follow import follow_trees
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.trees.tree import MAX_NODES
@@ -64,12 +65,12 @@ class TreeSampler:
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if invalid_drafts is not None:
-            num_nodes = torch.from_numpy(1 + decoder.batch.num_drafts)
+            num_nodes = on_device(1 + decoder.batch.num_drafts, logits.device)
             decoder.cut_trees(
                 valid_nodes(
                     invalid_drafts,
                     batch.cu_num_logits.long(),
-                    num_nodes.to(logits.device, non_blocking=True),
+                    num_nodes,
                 )
             )
         sampled, processed = sampler.sample(
@@ -123,7 +124,7 @@ class TreeSampler:
             trees.tree,
             sampled,
             batch.cu_num_logits,
-            torch.from_numpy(tree_of).to(sampled.device, non_blocking=True),
+            on_device(tree_of, sampled.device),
             decoder.sizes.max_depth,
         )
         decoder.accept(followed.scored)
