@@ -28,7 +28,7 @@ from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
 from vllm_treespec.step.method import Method
 
 META = torch.device("meta")
-RANKED = ["dynamic_tree", "dflash", "redrafter", "medusa_tree"]
+RANKED = ["dynamic_tree", "dflash", "redrafter", "medusa_tree", "static_tree"]
 
 
 class MetaSource(GraphSource):
