@@ -154,9 +154,12 @@ class Proposer(ABC):
         return ()
 
     @property
-    def of_models(self) -> Proposer | None:
-        """What draws the part of its trees that is drafted by models; None: nothing."""
-        return self
+    def graph_part(self) -> Proposer | None:
+        """What draws from a draft model by the device's work alone; None: nothing does.
+
+        So a CUDA graph can hold it. Its trees have claims, and no draws.
+        """
+        return None
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> Draft:

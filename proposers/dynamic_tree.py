@@ -93,6 +93,11 @@ class DynamicTree(Proposer):
         """Sizes of the trees, see ``__init__``."""
         return sizes(top_k, depth, num_drafts)
 
+    @property
+    def graph_part(self) -> DynamicTree:
+        """All of it."""
+        return self
+
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models

@@ -90,7 +90,7 @@ class Hybrid(Proposer):
         self.sizes = sizes(num_drafts, depth, top_k, model_depth, one_pass)
 
     @property
-    def of_models(self) -> dynamic_tree.DynamicTree | None:
+    def graph_part(self) -> dynamic_tree.DynamicTree | None:
         """The model's part."""
         return self.model
 

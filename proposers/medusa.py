@@ -106,6 +106,11 @@ class Medusa(Proposer):
         self.depths = torch.tensor([0] + [len(p) for p in paths])
         self.claims = claims_of_tree(paths, rank_accuracies)
 
+    @property
+    def graph_part(self) -> Medusa:
+        """All of it."""
+        return self
+
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Fill the tree for every request."""
         (draft_model,) = inputs.draft_models

@@ -48,6 +48,11 @@ class ReDrafter(Proposer):
         self.num_drafts = min(num_drafts, self.num_beam_tokens)
         self.sizes = sizes(beam_width, length, num_drafts)
 
+    @property
+    def graph_part(self) -> ReDrafter:
+        """All of it."""
+        return self
+
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request, one draft forward per level."""
         (draft_model,) = inputs.draft_models

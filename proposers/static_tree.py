@@ -126,6 +126,11 @@ class StaticTree(Proposer):
             max_parents=1 + sum(read),
         )
 
+    @property
+    def graph_part(self) -> StaticTree:
+        """All of it."""
+        return self
+
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Fill the tree for every request, one draft forward per level."""
         (draft_model,) = inputs.draft_models

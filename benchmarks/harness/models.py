@@ -13,6 +13,7 @@ from benchmarks.harness.options import console
 from benchmarks.harness.provenance import model, sha256
 from vllm_treespec.heads import read_head_config
 from vllm_treespec.tools.assets import (
+    DFLASH,
     EAGLE,
     LYANNA,
     MEDUSA,
@@ -28,6 +29,7 @@ SHIPPED_HEADS = {
     "medusa": MEDUSA,
     "eagle": EAGLE,
     "lyanna": LYANNA,
+    "dflash": DFLASH,
 }
 
 

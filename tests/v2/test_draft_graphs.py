@@ -184,7 +184,7 @@ def compare(running: Engine) -> None:
             draft: Draft | None = late.replay(roots, proposer, step)
             if draft is None:
                 # it draws the model's part later
-                assert proposer.of_models is not proposer
+                assert proposer.graph_part is not proposer
                 return None
             models = [source.begin(roots)]
             without = proposer.propose(replace(step, draft_models=models))

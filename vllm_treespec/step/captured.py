@@ -224,8 +224,7 @@ def _with_tensors(draft: Draft, tensors: Sequence[Tensor]) -> Draft:
 def captured_trees(drafter: TreeDrafter, max_reqs: int) -> CapturedTrees | None:
     """Trees that graphs can draw: the device alone draws them from what a model read.
 
-    None: draft models draw nothing, several do, or they draw samples, whose
-    distributions would need memory for each graph.
+    None: there is not one such model, or no proposer draws by the device's work alone.
 
     Args:
         drafter: with its method and sources.
@@ -233,11 +232,10 @@ def captured_trees(drafter: TreeDrafter, max_reqs: int) -> CapturedTrees | None:
 
     """
     method, models = drafter.method, drafter.sources.models
-    parts = [proposer.of_models for proposer in method.proposers]
+    parts = [proposer.graph_part for proposer in method.proposers]
     proposers = [part for part in parts if part is not None]
-    drawn = any(proposer.sizes.num_uniforms for proposer in proposers)
     sources = [source for source in models if isinstance(source, GraphSource)]
-    if not method.batched or not proposers or drawn:
+    if not method.batched or not proposers:
         return None
     if len(sources) != 1 or len(models) != 1:
         return None

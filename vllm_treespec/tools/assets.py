@@ -34,6 +34,7 @@ WEIGHTS = "model.safetensors"
 DRAFTER = "smollm2-135m-draft"
 REDRAFTER, MEDUSA = "redrafter-smollm2-135m", "medusa-smollm2-135m"
 EAGLE, LYANNA = "eagle-smollm2-135m", "lyanna-smollm2-135m"
+DFLASH = "dflash-smollm2-135m"
 
 
 class AssetError(RuntimeError):
