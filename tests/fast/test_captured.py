@@ -16,6 +16,7 @@ from tests.fast.test_proposers_on_a_device import (
     meta_block,
 )
 from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.heads.source import HeadSource
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import laws
 from vllm_treespec.sampling.coupling import noise_of
@@ -23,7 +24,7 @@ from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import RULES
-from vllm_treespec.sources.base import DraftModel, GraphSource, Reads, Roots
+from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
 from vllm_treespec.step.method import Method
 
@@ -31,10 +32,8 @@ META = torch.device("meta")
 RANKED = ["dynamic_tree", "dflash", "redrafter", "medusa_tree", "static_tree"]
 
 
-class MetaSource(GraphSource):
+class MetaSource(HeadSource):
     """A head whose trees grow from hidden states without values."""
-
-    reads = Reads(root_hidden=True)
 
     def __init__(self, proposer: str) -> None:
         vocabulary = torch.empty(50, dtype=torch.int64, device=META)
@@ -43,10 +42,6 @@ class MetaSource(GraphSource):
 
     def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
         return {"hidden": torch.zeros((num_trees, 8), device=META)}
-
-    def start(self, roots: Roots) -> dict[str, Tensor]:
-        assert roots.hidden is not None
-        return {"hidden": roots.hidden}
 
     def grow(
         self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int

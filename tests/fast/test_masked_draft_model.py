@@ -46,7 +46,7 @@ class Recorded(PagedDraftModel):
 
 def begin(model: Recorded) -> None:
     """Begin the trees below the roots that were read."""
-    start = {"hidden": model.last_hidden, **vars(model.last_roots)}
+    start = {"states": model.last_states, **vars(model.last_roots)}
     model.grow(start, torch.empty(0), depth=2)
 
 

@@ -64,7 +64,7 @@ def some_tokens(device: torch.device) -> CommittedTokens:
 
 def begin(head: Recorded) -> None:
     """Begin the trees below the pairs that were read."""
-    start = {"outputs": head.last_outputs, **vars(head.last_pairs)}
+    start = {"states": head.last_states, **vars(head.last_roots)}
     head.grow(start, torch.empty(0), depth=2)
 
 
@@ -103,7 +103,7 @@ def test_levels_follow_the_last_pairs(head: Recorded) -> None:
     first, second = 10 * PAGE, 12 * PAGE + 3
     slots = [first + 1, first + 2, first + 3, second + 1, second + 2, second + 3]
     assert head.inputs.slots.tolist() == slots
-    head.outputs[0, :, 0] = torch.tensor([1.0, 2.0, 3.0])
+    head.states[0, :, 0] = torch.tensor([1.0, 2.0, 3.0])
     head.extend(torch.tensor([[5, 6]] * 2), torch.tensor([[1, 2], [0, 2]]))
     assert head.features[:2, 0].tolist() == [2.0, 3.0]
     assert head.inputs.positions.tolist() == [6] * 2 + [9] * 2

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fast.no_waiting import WAITING
 from tests.v2.engines import Engine, engine
+from tests.v2.operations import TRITON
 from tests.v2.prompts import PARAMS
 from tests.v2.test_graphs import WITH_GRAPHS
 from tests.v2.test_trees import HYBRID, RANKED, SHORT, spec_of
@@ -130,7 +131,7 @@ def in_a_kernel() -> bool:
     """Whether Triton's interpreter called."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if f"{Path('triton') / 'runtime'}/" in frame.f_code.co_filename:
+        if TRITON in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False
@@ -227,9 +228,9 @@ def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> N
     grow = PagedEagleHead.grow
 
     def wrong(self: PagedEagleHead, start: Any, *others: Any) -> Any:
-        outputs = torch.zeros_like(start["outputs"])
-        outputs[: len(self.last_outputs)] = self.last_outputs
-        return grow(self, {**start, "outputs": outputs}, *others)
+        states = torch.zeros_like(start["states"])
+        states[: len(self.last_states)] = self.last_states
+        return grow(self, {**start, "states": states}, *others)
 
     with (
         with_graphs("eagle_tree", pair, tmp_path) as running,

@@ -46,7 +46,7 @@ class ChainHead(ReusingSource, PagedPairHead):
         """Run the chains of a step, where none is left over."""
 
         def run(fresh: np.ndarray) -> Tensor:
-            assert len(fresh) == len(self.last_outputs), "others were read"
+            assert len(fresh) == len(self.last_states), "others were read"
             return self.run_chains(roots.depth)
 
         return self.memory.begin(roots, run, self.head.info_logits, self.vocabulary)
@@ -58,8 +58,8 @@ class ChainHead(ReusingSource, PagedPairHead):
             [num_drafting, depth, draft_vocab_size].
 
         """
-        self.level_reader.begin(self.last_pairs)
-        state = self.last_outputs
+        self.level_reader.begin(self.last_roots)
+        state = self.last_states
         parents = torch.zeros((len(state), 1), dtype=torch.int64, device=state.device)
         states = [state]
         for _ in range(depth - 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,15 @@ from vllm_treespec.batch.reading import token_places
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.engine.draft_weights import DraftModelLoader
 from vllm_treespec.engine.head_source import PackedLinear, shared_weights
-from vllm_treespec.engine.paged_source import PagedSource
+from vllm_treespec.engine.paged_source import LevelSource
 from vllm_treespec.heads.base import OutputLayer
 from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks
-from vllm_treespec.sources.base import CommittedTokens, GraphSource, Reads, Roots
+from vllm_treespec.sources.base import CommittedTokens, Reads
 
 
-class PagedDraftModel(PagedSource, GraphSource):
+class PagedDraftModel(LevelSource):
     """One draft model: a source of drafts, and the ``DraftModel`` of a running step."""
 
     reads = Reads(own_kv=True, catches_up=True)
@@ -68,11 +68,17 @@ class PagedDraftModel(PagedSource, GraphSource):
             quant_config=None,
         )
         super().__init__(config, prefix, stats)
+        self.dtype = self.model_config.dtype
         self.num_rows = self.model_config.get_vocab_size()
         self.num_shared = min(target.get_vocab_size(), self.num_rows)
         self.lacks_rows = self.num_shared < target.get_vocab_size()
         if self.lacks_rows:
             self.vocabulary = torch.arange(self.num_shared, device=self.device)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the states behind the last layer."""
+        return self.model_config.get_hidden_size()
 
     @property
     def attention_shape(self) -> tuple[int, int]:
@@ -171,8 +177,7 @@ class PagedDraftModel(PagedSource, GraphSource):
             ),
         )
         last_rows = (query_start_loc[1:] - 1)[committed.drafting]
-        # of the drafting requests: [num_trees, hidden_size], and where they lie
-        self.last_hidden = hidden[on_device(last_rows, self.device)]
+        self.last_states = hidden[on_device(last_rows, self.device)]
         self.last_roots = roots
 
     def _root_blocks(self, committed: CommittedTokens, table: Tensor) -> RootBlocks:
@@ -195,30 +200,10 @@ class PagedDraftModel(PagedSource, GraphSource):
         table[drafting, column] = blocks.to(table.dtype)
         return RootBlocks(positions, blocks, table[drafting])
 
-    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
-        """Hidden states of zeros, at roots without a context."""
-        blank = RootBlocks.blank(num_trees, max_blocks, self.device)
-        size = num_trees, self.model_config.get_hidden_size()
-        hidden = torch.zeros(size, dtype=self.model_config.dtype, device=self.device)
-        return {"hidden": hidden, **vars(blank)}
-
-    def start(self, roots: Roots) -> dict[str, Tensor]:
-        """What was made of the roots, which were read last."""
-        return {"hidden": self.last_hidden, **vars(self.last_roots)}
-
-    def grow(
-        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
-    ) -> PagedDraftModel:
-        """Begin trees below the roots."""
-        where = dict(start)
-        self.root_hidden = where.pop("hidden")
-        self.level_reader.begin(RootBlocks(**where))
-        return self
-
     def root_logits(self) -> Tensor:
         """Logits after the committed tokens, [num_drafting, vocab_size]."""
         with self.stats.stage(DRAFT_FORWARD):
-            return self.output_layer(self.root_hidden)
+            return self.output_layer(self.states[:, 0])
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Read one more level; see ``DraftModel.extend``."""

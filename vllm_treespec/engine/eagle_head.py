@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +15,11 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_treespec.batch.reading import kv_slots, token_places
 from vllm_treespec.batch.stats import DRAFT_FORWARD, KEEP_FEATURES, StepStats
 from vllm_treespec.engine.paged_head import PagedHead
+from vllm_treespec.engine.paged_source import LevelSource
 from vllm_treespec.heads import EagleHead, EagleHeadConfig, load_eagle_head
 from vllm_treespec.host_copies import on_device
-from vllm_treespec.layouts.base import LevelInputs, RootBlocks, TreeLayout
-from vllm_treespec.sources.base import (
-    CommittedTokens,
-    DraftModel,
-    GraphSource,
-    Reads,
-    Roots,
-)
+from vllm_treespec.layouts.base import LevelInputs, TreeLayout
+from vllm_treespec.sources.base import CommittedTokens, Reads
 from vllm_treespec.sources.feature_store import FeatureStore, block_bytes
 
 
@@ -119,8 +114,8 @@ class PagedPairHead(PagedHead):
         )
         last_pairs = on_device(ends[committed.drafting] - 1, self.device)
         # of the drafting requests: [num_trees, hidden_size], and where they lie
-        self.last_outputs = outputs[last_pairs]
-        self.last_pairs = self.last_tokens(committed)
+        self.last_states = outputs[last_pairs]
+        self.last_roots = self.last_tokens(committed)
 
     def _forward(
         self, features: Tensor, token_ids: Tensor, inputs: LevelInputs
@@ -145,46 +140,30 @@ class PagedPairHead(PagedHead):
             return self.head.read(features, token_ids, positions, self.attend)
 
 
-class PagedEagleHead(PagedPairHead, GraphSource):
+class PagedEagleHead(PagedPairHead, LevelSource):
     """EAGLE's head: a source of drafts, and the ``DraftModel`` of a running step.
 
     A tree's node is read with what the head made of its parent's pair; once it is
     committed, its pair is read again with the target's own feature.
     """
 
-    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
-        """Outputs of zeros, at roots without a context."""
-        blank = RootBlocks.blank(num_trees, max_blocks, self.device)
-        size = num_trees, self.config.hidden_size
-        outputs = torch.zeros(size, dtype=self.dtype, device=self.device)
-        return {"outputs": outputs, **vars(blank)}
-
-    def start(self, roots: Roots) -> dict[str, Tensor]:
-        """What was made of the roots' pairs, which were read last."""
-        return {"outputs": self.last_outputs, **vars(self.last_pairs)}
-
-    def grow(
-        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
-    ) -> DraftModel:
-        """Begin trees below the roots' pairs."""
-        where = dict(start)
-        # [num_trees, width, hidden_size], of the level read last
-        self.outputs = where.pop("outputs")[:, None]
-        self.level_reader.begin(RootBlocks(**where))
-        return self
+    @property
+    def hidden_size(self) -> int:
+        """Width of what the head makes of a pair."""
+        return self.config.hidden_size
 
     def root_logits(self) -> Tensor:
         """Logits below the roots, [num_drafting, draft_vocab_size]."""
         with self.stats.stage(DRAFT_FORWARD):
-            return self.head.logits(self.outputs[:, 0])
+            return self.head.logits(self.states[:, 0])
 
     def extend(self, token_ids: Tensor, parents: Tensor) -> Tensor:
         """Read one more level; see ``DraftModel.extend``."""
         level = self.level_reader.next_level(parents)
         trees = torch.arange(len(parents), device=self.device)[:, None]
-        features = self.outputs[trees, parents].flatten(0, 1)
+        features = self.states[trees, parents].flatten(0, 1)
         outputs = self._forward(features, token_ids.flatten(), level)
         self.level_reader.end_level()
-        self.outputs = outputs.unflatten(0, token_ids.shape)
+        self.states = outputs.unflatten(0, token_ids.shape)
         with self.stats.stage(DRAFT_FORWARD):
-            return self.head.logits(self.outputs)
+            return self.head.logits(self.states)

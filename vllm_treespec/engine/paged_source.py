@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_treespec.batch.stats import StepStats
-from vllm_treespec.layouts.base import LevelInputs, TreeLayout
+from vllm_treespec.layouts.base import LevelInputs, RootBlocks, TreeLayout
 from vllm_treespec.layouts.block_copies import BlockCopier
-from vllm_treespec.sources.base import ModelSource
+from vllm_treespec.sources.base import DraftModel, GraphSource, ModelSource, Roots
 
 
 class PagedSource(ModelSource):
@@ -133,3 +133,44 @@ class PagedSource(ModelSource):
             **graph,
         )
         return context
+
+
+class LevelSource(PagedSource, GraphSource, DraftModel):
+    """A source that grows trees from what it made of the last committed tokens.
+
+    Attributes:
+        last_states: [num_trees, hidden_size], set when tokens were read.
+        last_roots: where these tokens lie.
+        states: [num_trees, width, hidden_size], of the level read last.
+
+    """
+
+    last_states: Tensor
+    last_roots: RootBlocks
+    states: Tensor
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Width of the states."""
+
+    def blank_start(self, num_trees: int, max_blocks: int) -> dict[str, Tensor]:
+        """States of zeros, at roots without a context."""
+        blank = RootBlocks.blank(num_trees, max_blocks, self.device)
+        size = num_trees, self.hidden_size
+        states = torch.zeros(size, dtype=self.dtype, device=self.device)
+        return {"states": states, **vars(blank)}
+
+    def start(self, roots: Roots) -> dict[str, Tensor]:
+        """What was made of the tokens that were read last."""
+        return {"states": self.last_states, **vars(self.last_roots)}
+
+    def grow(
+        self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int
+    ) -> Self:
+        """Begin trees below these tokens."""
+        where = dict(start)
+        self.states = where.pop("states")[:, None]
+        self.level_reader.begin(RootBlocks(**where))
+        return self

@@ -24,6 +24,7 @@ from vllm_treespec.batch.views import (
     TargetInputs,
     scheduler_room,
 )
+from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.penalties import PenaltyView
 from vllm_treespec.sampling.texts import TextView
 
@@ -75,7 +76,7 @@ def forbidden_of(
     if params.allowed_token_ids:
         not_allowed = torch.ones(vocab_size, dtype=torch.bool)
         not_allowed[params.allowed_token_ids] = False
-        not_allowed = not_allowed.to(device)
+        not_allowed = on_device(not_allowed, device)
     return Forbidden(
         not_allowed,
         bad_words=params.bad_words_token_ids or (),
