@@ -12,7 +12,7 @@ from vllm_treespec.engine.v2.gpu_worker import TreeGPUWorker
 from vllm_treespec.engine.v2.verify import TreeSampler
 
 if TYPE_CHECKING:
-    from vllm_treespec.batch.matching import RunningTrees
+    from vllm_treespec.batch.matching import PlacedTrees
     from vllm_treespec.engine.v2.vllm_types import InputBatch
 
 
@@ -20,7 +20,7 @@ class OracleSampler(TreeSampler):
     """Has drafts accepted by coins."""
 
     def follow(
-        self, trees: RunningTrees, sampled: Tensor, batch: InputBatch
+        self, trees: PlacedTrees, sampled: Tensor, batch: InputBatch
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Follow the trees, then let coins decide what is accepted."""
         tokens, _, _ = super().follow(trees, sampled, batch)
@@ -28,7 +28,7 @@ class OracleSampler(TreeSampler):
         assert isinstance(decoder, OracleDecoder)
         assert decoder.scored is not None
         decoder.accept(decoder.by_coins(trees.tree, decoder.scored))
-        return self.emitted(tokens[:, 0], decoder.scored)
+        return self.put_together(tokens[:, 0], decoder.scored)
 
 
 class OracleRunner(TreeGPUModelRunner):

@@ -45,7 +45,7 @@ def test_noise_is_murmurhash() -> None:
     """Red when a hash loses a bit, or a token gets the noise of another request."""
     seeds, positions = [0, 7, -5, 2**62 + 99], [0, 3, 2**31 + 1, 12]
     tokens = torch.tensor([[0, 5, 128_255], [1, 2, 3], [9, 8, 7], [4, 4, 2**31]])
-    keys = torch.from_numpy(gumbel_keys(np.array(seeds), np.array(positions), 2))
+    keys = gumbel_keys(np.array(seeds), torch.tensor(positions), 2)
     noise = gumbel_noise(keys[..., None], tokens[:, None])
     assert noise.shape == (4, 2, 3)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):

@@ -13,9 +13,7 @@ from vllm_treespec.batch.matching import (
     PADDING_TOKEN_ID,
     Proposal,
     RunningTrees,
-    in_one_copy,
     match,
-    on_host,
     running_trees,
 )
 from vllm_treespec.batch.reading import plan_reading
@@ -29,6 +27,7 @@ from vllm_treespec.batch.views import (
     ragged_rows,
     scheduler_room,
 )
+from vllm_treespec.host_copies import HostCopy, on_host
 from vllm_treespec.sampling.texts import TextView
 from vllm_treespec.sampling.uniforms import numbered_key, seeded_key
 from vllm_treespec.schedule.clock import claims_of
@@ -318,7 +317,8 @@ def test_one_copy_brings_what_lies_on_the_host() -> None:
         "shares": torch.tensor([0.5, -1.0, 1e-300], dtype=torch.float64),
         "counts": torch.tensor([7, 8, 9]),
     }
-    copied, there = in_one_copy(tensors), on_host({**tensors, "none": None})
+    copied = HostCopy(tensors, wait=False).arrived()
+    there = on_host({**tensors, "none": None})
     assert copied.keys() == there.keys() == tensors.keys()
     for name, numbers in there.items():
         assert np.array_equal(copied[name], numbers)

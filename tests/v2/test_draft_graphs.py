@@ -28,9 +28,9 @@ from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import laws
 from vllm_treespec.schedule.listed import ListedSchedule
-from vllm_treespec.sources.base import Roots
 from vllm_treespec.step import captured
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
+from vllm_treespec.step.drafting import Start
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
 
@@ -175,19 +175,20 @@ def compare(running: Engine) -> None:
     (source,) = decoder.sources.models
 
     def compared(
-        roots: Roots, proposer: Proposer, inputs: ProposerInputs
+        start: Start, proposer: Proposer, inputs: ProposerInputs
     ) -> Draft | None:
         steps = [inputs]
         if decoder.method.schedule.cuts_levels:
             levels = 1 + decoder.step % proposer.sizes.max_depth
             steps.insert(0, other_plan(inputs, levels))
         for step in steps:
-            draft: Draft | None = late.replay(roots, proposer, step)
+            draft: Draft | None = late.replay(start, proposer, step)
             if draft is None:
                 # it draws the model's part later
                 assert proposer.graph_part is not proposer
                 return None
-            models = [source.begin(roots)]
+            depth = proposer.sizes.draft_depth
+            models = [source.grow(start(source), step.root_token_ids, depth)]
             without = proposer.propose(replace(step, draft_models=models))
             assert same(draft, without)
         return draft
@@ -225,7 +226,12 @@ def test_graphs_draw_the_same_trees(
 
 def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> None:
     """Red when a graph could read what another step left, and no test noticed."""
-    grow = PagedEagleHead.grow
+    grow, start_unseen = PagedEagleHead.grow, PagedEagleHead.start_unseen
+
+    def keeping(self: PagedEagleHead, sampled: Any) -> Any:
+        start = start_unseen(self, sampled)
+        self.last_states = start["states"]
+        return start
 
     def wrong(self: PagedEagleHead, start: Any, *others: Any) -> Any:
         states = torch.zeros_like(start["states"])
@@ -235,6 +241,7 @@ def test_tensors_of_a_step_are_found(pair: tuple[str, str], tmp_path: Path) -> N
     with (
         with_graphs("eagle_tree", pair, tmp_path) as running,
         patch.object(PagedEagleHead, "grow", wrong),
+        patch.object(PagedEagleHead, "start_unseen", keeping),
         noted_replays() as noted,
     ):
         running.generate(SHORT, PARAMS["greedy"], FEW // 2)

@@ -15,7 +15,7 @@ from vllm_treespec.batch.views import (
     cut_rows,
     ragged_rows,
 )
-from vllm_treespec.host_copies import on_device
+from vllm_treespec.host_copies import on_device, on_host
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import TreeBatch
@@ -76,52 +76,48 @@ class Proposal:
         ``node_limits`` int64 [num_trees] must not depend on what was drawn; None: the
         trees are whole.
         """
-        tree, claims, sources = draft.tree, draft.claims, draft.sources
-        shadow = draft.shadow
         if node_limits is None:
-            node_limits = np.full(tree.num_reqs, tree.max_nodes)
-        host = on_host(
-            {
-                "token_ids": tree.token_ids[:, 1:],
-                "parents": tree.parents[:, 1:],
-                "num_nodes": tree.num_nodes,
-                "claims": None if claims is None else claims[:, 1:],
-                "sources": None if sources is None else sources[:, 1:],
-                "shadow_token_ids": None if shadow is None else shadow.token_ids,
-                "shadow_claims": None if shadow is None else shadow.claims,
-            }
-        )
-        drawn = host.pop("num_nodes")
+            node_limits = np.full(draft.tree.num_reqs, draft.tree.max_nodes)
+        host = on_host(read_on_host(draft))
+        places = tree_index, step, slots, reqs
+        return cls.on_host(draft, host, *places, node_limits, num_caught_up)
+
+    @classmethod
+    def on_host(
+        cls,
+        draft: Draft,
+        host: Mapping[str, np.ndarray],
+        tree_index: int,
+        step: int,
+        slots: np.ndarray,
+        reqs: np.ndarray,
+        node_limits: np.ndarray,
+        num_caught_up: int = 0,
+    ) -> Proposal:
+        """The same of drafts that are on the ``host``, see ``read_on_host``."""
+        drawn = host["num_nodes"]
         return cls(
-            tree,
+            draft.tree,
             tree_index,
             step,
             slots,
             reqs,
+            host["token_ids"],
+            host["parents"],
             num_drafts=np.minimum(drawn, node_limits) - 1,
             node_limits=node_limits,
             num_drawn=drawn,
+            claims=host.get("claims"),
+            sources=host.get("sources"),
+            shadow_token_ids=host.get("shadow_token_ids"),
+            shadow_claims=host.get("shadow_claims"),
             num_levels=draft.levels,
             num_caught_up=num_caught_up,
-            **host,
         )
 
     def without(self, slots: np.ndarray) -> Proposal:
         """Leave out the trees of the requests in these slots, int64 [n]."""
-        lost = np.isin(self.slots, slots)
-        return replace(self, slots=np.where(lost, NO_SLOT, self.slots))
-
-    def rows_of(self, slots: np.ndarray) -> np.ndarray:
-        """Find the trees of the requests in these slots, int64 [n].
-
-        Returns:
-            int64 [n], rows of the trees; -1 where a request has none.
-
-        """
-        row_of = np.full(1 + max(slots.max(), self.slots.max()), -1)
-        kept = np.flatnonzero(self.slots != NO_SLOT)
-        row_of[self.slots[kept]] = kept
-        return row_of[slots]
+        return replace(self, slots=without_trees(self.slots, slots))
 
     def is_branching(self, rows: np.ndarray, num_nodes: np.ndarray) -> bool:
         """Whether a node of these trees has two children.
@@ -159,38 +155,46 @@ class Proposal:
         return cut_rows(self.parents, self.num_drafts.tolist())
 
 
-def on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, np.ndarray]:
-    """Bring tensors to the host, waiting for the device once; leave out None.
+def read_on_host(draft: Draft) -> dict[str, Tensor | None]:
+    """What the host reads of a draft, by the names of a proposal."""
+    tree, claims, sources = draft.tree, draft.claims, draft.sources
+    shadow = draft.shadow
+    return {
+        "token_ids": tree.token_ids[:, 1:],
+        "parents": tree.parents[:, 1:],
+        "num_nodes": tree.num_nodes,
+        "claims": None if claims is None else claims[:, 1:],
+        "sources": None if sources is None else sources[:, 1:],
+        "shadow_token_ids": None if shadow is None else shadow.token_ids,
+        "shadow_claims": None if shadow is None else shadow.claims,
+    }
+
+
+def rows_of(slots_of_trees: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Find the trees of requests.
 
     Args:
-        tensors: int64 or float64, all on one device, [n] or [n, width].
+        slots_of_trees: int64 [num_trees].
+        slots: int64 [n], of the requests.
+
+    Returns:
+        int64 [n], rows of the trees; -1 where a request has none.
 
     """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if all(tensor.device.type == "cpu" for tensor in given.values()):
-        return {name: tensor.numpy() for name, tensor in given.items()}
-    return in_one_copy(given)
+    row_of = np.full(1 + max(slots.max(), slots_of_trees.max()), -1)
+    kept = np.flatnonzero(slots_of_trees != NO_SLOT)
+    row_of[slots_of_trees[kept]] = kept
+    return row_of[slots]
 
 
-def in_one_copy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Do the same by one copy of all of them."""
-    columns = [t.view(torch.int64).reshape(len(t), -1) for t in tensors.values()]
-    ends = np.cumsum([column.shape[1] for column in columns])
-    together = torch.cat(columns, dim=1).cpu().numpy()
-    found = {}
-    for (name, tensor), part in zip(
-        tensors.items(), np.split(together, ends[:-1], axis=1), strict=True
-    ):
-        numbers = np.ascontiguousarray(part).reshape(tuple(tensor.shape))
-        found[name] = (
-            numbers.view(np.float64) if tensor.is_floating_point() else numbers
-        )
-    return found
+def without_trees(of_trees: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Slots of trees, those of some requests discarded."""
+    return np.where(np.isin(of_trees, slots), NO_SLOT, of_trees)
 
 
 @dataclass(frozen=True)
-class RunningTrees:
-    """The trees that the target scores in the running step."""
+class PlacedTrees:
+    """The trees that the target scores in the running step, and their places in it."""
 
     tree: TreeBatch
     # which tree of the schedule they were drawn as
@@ -204,6 +208,18 @@ class RunningTrees:
     host_reqs: np.ndarray
     # int64 [num_trees], first query row of each tree's request
     query_starts: np.ndarray
+    # int64 [num_trees]
+    slots: np.ndarray
+    # int64 [num_trees], rows of the proposal
+    proposal_rows: np.ndarray
+    # whether any of them may have a node with two children
+    branching: bool
+
+
+@dataclass(frozen=True)
+class RunningTrees(PlacedTrees):
+    """Trees of which the host knows all nodes."""
+
     # int64 [num_trees], as the trees' ``num_nodes``
     num_nodes: np.ndarray
     # int64 [num_trees], positions of the roots
@@ -211,12 +227,6 @@ class RunningTrees:
     # int64 [num_trees, max_nodes - 1], tokens and parents of the draft nodes
     token_ids: np.ndarray
     parents: np.ndarray
-    # int64 [num_trees]
-    slots: np.ndarray
-    # int64 [num_trees], rows of the proposal
-    proposal_rows: np.ndarray
-    # whether any of them has a node with two children
-    branching: bool
 
     def drafts(self, tree: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of a tree's draft nodes."""
@@ -252,7 +262,7 @@ def match(proposal: Proposal, batch: ScheduledBatch, step: int) -> Match:
         step: number of the running step.
 
     """
-    row = proposal.rows_of(batch.slots)
+    row = rows_of(proposal.slots, batch.slots)
     returned = (row >= 0) & (batch.num_drafts > 0) & (proposal.step == step - 1)
     returned &= batch.num_drafts < batch.room
     width = max(batch.num_drafts.max(), proposal.token_ids.shape[1])
@@ -284,21 +294,19 @@ def running_trees(
     reqs, root_rows = matched.reqs, batch.root_rows[matched.reqs]
     host = np.stack([reqs, matched.proposal_rows, matched.node_limits, root_rows])
     reqs_there, rows_there, limits_there, roots_there = on_device(host, device)
-    tree, rows = proposal.tree, matched.proposal_rows
-    if not np.array_equal(rows, np.arange(tree.num_reqs)):
-        tree = tree.select(rows_there)
+    rows = matched.proposal_rows
+    tree = trees_in(rows, rows_there, proposal.tree)
     num_nodes = np.minimum(matched.node_limits, 1 + proposal.num_drafts[rows])
     # Draws that add no node are cut, too.
     if tree.draws is not None or (num_nodes < proposal.num_drawn[rows]).any():
         tree = tree.cut(limits_there)
-    query_starts = np.cumsum(batch.num_scheduled) - batch.num_scheduled
     return RunningTrees(
         tree=tree,
         tree_index=proposal.tree_index,
         reqs=reqs_there,
         root_rows=roots_there,
         host_reqs=reqs,
-        query_starts=query_starts[reqs],
+        query_starts=batch.query_starts[reqs],
         num_nodes=num_nodes,
         root_positions=batch.root_positions[reqs],
         token_ids=proposal.token_ids[rows],
@@ -307,6 +315,13 @@ def running_trees(
         proposal_rows=rows,
         branching=proposal.is_branching(rows, num_nodes),
     )
+
+
+def trees_in(rows: np.ndarray, rows_there: Tensor, tree: TreeBatch) -> TreeBatch:
+    """The trees in these rows, int64 [n], on the host and on the device."""
+    if np.array_equal(rows, np.arange(tree.num_reqs)):
+        return tree
+    return tree.select(rows_there)
 
 
 def count_by_source(sources: np.ndarray) -> np.ndarray:

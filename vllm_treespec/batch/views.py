@@ -52,6 +52,11 @@ class ScheduledBatch:
         return self.num_computed + self.num_scheduled - self.num_rows
 
     @cached_property
+    def query_starts(self) -> np.ndarray:
+        """First query row of each request, int64 [num_reqs]."""
+        return np.cumsum(self.num_scheduled) - self.num_scheduled
+
+    @cached_property
     def only_decodes(self) -> bool:
         """Whether no request reads more than its last token and drafts."""
         return np.array_equal(self.num_scheduled, self.num_rows)

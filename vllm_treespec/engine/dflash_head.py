@@ -17,11 +17,17 @@ from vllm_treespec.engine.paged_head import PagedHead
 from vllm_treespec.heads import DFlashHead, DFlashHeadConfig, load_dflash_head
 from vllm_treespec.heads.dflash import BlockDraft
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks
-from vllm_treespec.sources.base import CommittedTokens, GraphSource, Reads, Roots
+from vllm_treespec.sources.base import (
+    CommittedTokens,
+    DeviceSource,
+    Reads,
+    Roots,
+    SampledTokens,
+)
 from vllm_treespec.sources.feature_store import WaitingStates
 
 
-class PagedDFlashHead(PagedHead, GraphSource):
+class PagedDFlashHead(PagedHead, DeviceSource):
     """A head of DFlash's kind (arXiv 2602.06036) as a source of drafts.
 
     Of a committed token its layers have keys and values that are made of the target's
@@ -74,6 +80,10 @@ class PagedDFlashHead(PagedHead, GraphSource):
         if not self.waiting.num_tokens:
             return
         (slots, positions), states = self.waiting.take()
+        self._write(slots, positions, states)
+
+    def _write(self, slots: Tensor, positions: Tensor, states: Tensor) -> None:
+        """Write keys and values of tokens, int64 [n] and [n, -1]; slot -1: none."""
         of_layers = self.head.context_kv(self.head.features(states), positions)
         for layer, (key, value) in zip(self.layers, of_layers, strict=True):
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
@@ -87,6 +97,19 @@ class PagedDFlashHead(PagedHead, GraphSource):
         with self.stats.stage(KEEP_FEATURES):
             self.write()
         return {**vars(self.last_tokens(self.committed))}
+
+    def start_unseen(self, sampled: SampledTokens) -> dict[str, Tensor]:
+        """Write the step's keys and values, behind those that wait."""
+        features = [sampled.features[layer] for layer in self.reads.features]
+        with self.stats.stage(KEEP_FEATURES):
+            self.write()
+            self._write(
+                sampled.slots(self.forks.block_size).flatten(),
+                sampled.positions.flatten(),
+                torch.cat(features, dim=-1).flatten(0, 1),
+            )
+        last = sampled.root_positions - 1
+        return {**vars(self.blocks_at(last, sampled.block_table))}
 
     def grow(
         self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int

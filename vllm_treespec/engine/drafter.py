@@ -34,7 +34,7 @@ from vllm_treespec.heads import (
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
 from vllm_treespec.schedule.base import Schedule, ScheduledTree
 from vllm_treespec.schedule.listed import ListedSchedule
-from vllm_treespec.schedule.plan import MAX_SLOWDOWN
+from vllm_treespec.schedule.plan import MAX_SLOWDOWN, StepPlan
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
 from vllm_treespec.scorers import Rule, TypicalAcceptance
 from vllm_treespec.sources.base import FINAL_LAYER, Sources
@@ -206,11 +206,17 @@ class TreeDrafter:
         for model in self.models:
             model.load(target_model)
 
-    def propose(self, batch: EmittedBatch) -> Proposal | None:
-        """Draw the next trees at the end of a step."""
+    def propose(
+        self, batch: EmittedBatch, plan: StepPlan | None = None
+    ) -> Proposal | None:
+        """Draw the next trees at the end of a step; see ``TreeDecoder.draft``."""
+        self.save_schedule()
+        return self.decoder.draft(batch, plan)
+
+    def save_schedule(self) -> None:
+        """Keep what the schedule has learned for the next start, now and then."""
         if self.cache is not None:
             self.cache.save_if_due()
-        return self.decoder.draft(batch)
 
 
 def engine_limits(runner: V1Runner | V2Runner) -> EngineLimits:

@@ -19,7 +19,12 @@ from vllm_treespec.engine.paged_source import LevelSource
 from vllm_treespec.heads import EagleHead, EagleHeadConfig, load_eagle_head
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import LevelInputs, TreeLayout
-from vllm_treespec.sources.base import CommittedTokens, Reads
+from vllm_treespec.sources.base import (
+    CommittedTokens,
+    DeviceSource,
+    Reads,
+    SampledTokens,
+)
 from vllm_treespec.sources.feature_store import FeatureStore, block_bytes
 
 
@@ -140,7 +145,7 @@ class PagedPairHead(PagedHead):
             return self.head.read(features, token_ids, positions, self.attend)
 
 
-class PagedEagleHead(PagedPairHead, LevelSource):
+class PagedEagleHead(PagedPairHead, LevelSource, DeviceSource):
     """EAGLE's head: a source of drafts, and the ``DraftModel`` of a running step.
 
     A tree's node is read with what the head made of its parent's pair; once it is
@@ -151,6 +156,27 @@ class PagedEagleHead(PagedPairHead, LevelSource):
     def hidden_size(self) -> int:
         """Width of what the head makes of a pair."""
         return self.config.hidden_size
+
+    def start_unseen(self, sampled: SampledTokens) -> dict[str, Tensor]:
+        """Read the step's pairs, whose features are at hand."""
+        features = [sampled.features[layer] for layer in self.reads.features]
+        states = torch.cat(features, dim=-1).flatten(0, 1)
+        token_ids, first = sampled.next_token_ids, sampled.positions[:, 0]
+        outputs = self._forward(
+            self.head.features(states),
+            token_ids.flatten(),
+            LevelInputs.of_rows(
+                positions=sampled.positions.flatten(),
+                slots=sampled.slots(self.forks.block_size).flatten(),
+                seq_lens=first + token_ids.shape[1],
+                block_table=sampled.block_table,
+                block_size=self.forks.block_size,
+            ),
+        )
+        return {
+            "states": sampled.last(outputs.unflatten(0, token_ids.shape)),
+            **vars(self.blocks_at(sampled.root_positions - 1, sampled.block_table)),
+        }
 
     def root_logits(self) -> Tensor:
         """Logits below the roots, [num_drafting, draft_vocab_size]."""

@@ -119,7 +119,9 @@ class PagedHead(PagedSource):
         """Where the tokens before the drafting requests' roots lie."""
         drafting = on_device(committed.drafting, self.device)
         positions = on_device(committed.end[committed.drafting] - 1, self.device)
-        table = committed.block_table[drafting]
+        return self.blocks_at(positions, committed.block_table[drafting])
+
+    def blocks_at(self, positions: Tensor, table: Tensor) -> RootBlocks:
+        """Where tokens lie, int64 [n], by their requests' blocks [n, max_blocks]."""
         column = (positions // self.forks.block_size)[:, None]
-        blocks = table.gather(1, column)[:, 0].long()
-        return RootBlocks(positions, blocks, table)
+        return RootBlocks(positions, table.gather(1, column)[:, 0].long(), table)

@@ -8,10 +8,16 @@ from torch import Tensor
 
 from vllm_treespec.batch.stats import DRAFT_FORWARD, StepStats
 from vllm_treespec.heads import DraftHead
-from vllm_treespec.sources.base import DraftModel, GraphSource, Reads, Roots
+from vllm_treespec.sources.base import (
+    DeviceSource,
+    DraftModel,
+    Reads,
+    Roots,
+    SampledTokens,
+)
 
 
-class HeadSource(GraphSource):
+class HeadSource(DeviceSource):
     """The head of ``redrafter`` or ``medusa_tree``; it keeps nothing between steps."""
 
     reads = Reads(root_hidden=True)
@@ -30,6 +36,10 @@ class HeadSource(GraphSource):
         """The hidden states from which the roots were emitted."""
         assert roots.hidden is not None
         return {"hidden": roots.hidden}
+
+    def start_unseen(self, sampled: SampledTokens) -> dict[str, Tensor]:
+        """The same of a step that the host has not seen."""
+        return {"hidden": sampled.hidden}
 
     def grow(
         self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int

@@ -2,7 +2,7 @@
 
 vLLM adds Gumbel noise to logits: a MurmurHash3 of the request's seed, the position and
 the token (``vllm/v1/worker/gpu/sample/gumbel.py``). ``sampling/gumbel.py`` has hashed
-the first two.
+the first.
 """
 
 from __future__ import annotations
@@ -18,26 +18,33 @@ BLOCK = 128
 NUM_WARPS = 1
 
 
+@triton.jit
+def mixed(state, part):
+    """Mix 32 more bits into a state of MurmurHash3, uint32 both."""
+    part = part * 0xCC9E2D51
+    part = ((part << 15) | (part >> 17)) * 0x1B873593
+    state ^= part
+    return ((state << 13) | (state >> 19)) * 5 + 0xE6546B64
+
+
 @triton.jit(
     do_not_specialize=["total"],
     do_not_specialize_on_alignment=["keys", "token_ids", "noise"],
 )
 def gumbel_kernel(
-    keys,  # int64 [total], 32 bits each
+    keys,  # int64 [total], the hash of a seed and a position, 32 bits each
     token_ids,  # int64 [total]
     noise,  # float64 [total]
     total,
     BLOCK: tl.constexpr,
 ):
-    """Mix a token into each key, and finish the hash."""
+    """Mix a position and a token into each hash, and finish it."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < total
-    state = tl.load(keys + place, mask=inside, other=0).to(tl.uint32)
-    part = tl.load(token_ids + place, mask=inside, other=0).to(tl.uint32)
-    part = part * 0xCC9E2D51
-    part = ((part << 15) | (part >> 17)) * 0x1B873593
-    state ^= part
-    state = ((state << 13) | (state >> 19)) * 5 + 0xE6546B64
+    key = tl.load(keys + place, mask=inside, other=0)
+    token = tl.load(token_ids + place, mask=inside, other=0)
+    state = mixed((key >> 32).to(tl.uint32), key.to(tl.uint32))
+    state = mixed(state, token.to(tl.uint32))
     state ^= 16
     state = (state ^ (state >> 16)) * 0x85EBCA6B
     state = (state ^ (state >> 13)) * 0xC2B2AE35

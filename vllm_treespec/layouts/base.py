@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.matching import PlacedTrees
 from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.block_copies import BlockCopier
@@ -254,13 +254,13 @@ class TreeLayout(Protocol):
         They are in the first group.
         """
 
-    def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+    def prepare_inputs(self, trees: PlacedTrees, inputs: TargetInputs) -> None:
         """Lay the nodes out; row ``i`` of a request's logits stays node ``i``."""
 
-    def query_rows(self, trees: RunningTrees) -> Tensor:
+    def query_rows(self, trees: PlacedTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]; anything elsewhere."""
 
-    def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
+    def commit(self, trees: PlacedTrees, scored: ScorerOutput) -> None:
         """Bring the accepted paths' KV into the requests' own slots."""
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.matching import PlacedTrees
 from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import (
@@ -73,7 +73,7 @@ class BranchLayout:
         """Read levels for a draft model, each node in a fork of its own."""
         return BranchLevelReader(self.forks, copier)
 
-    def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+    def prepare_inputs(self, trees: PlacedTrees, inputs: TargetInputs) -> None:
         """Put each tree's nodes in branch order, and give them their positions."""
         # A copy where the engine's is int32: commit comes after the engine's update.
         context_lens = inputs.batch.context_lens.long()
@@ -95,7 +95,7 @@ class BranchLayout:
         logits_rows = (trees.root_rows[:, None] + nodes)[is_node]
         inputs.logits_indices[logits_rows] = rows.to(inputs.logits_indices.dtype)
 
-    def query_rows(self, trees: RunningTrees) -> Tensor:
+    def query_rows(self, trees: PlacedTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]."""
         plan = self.shared_plans[0].plan
         if plan is not None:
@@ -103,7 +103,7 @@ class BranchLayout:
         starts = on_device(trees.query_starts, trees.reqs.device)
         return starts[:, None] + trees.tree.depths
 
-    def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
+    def commit(self, trees: PlacedTrees, scored: ScorerOutput) -> None:
         """Copy the accepted branches' fork blocks over the requests' own blocks."""
         plan = self.shared_plans[0].plan
         if plan is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.matching import PlacedTrees, RunningTrees
 from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.kernels.kv_move import KvMover
@@ -23,7 +23,7 @@ from vllm_treespec.layouts.block_copies import BlockCopier
 from vllm_treespec.layouts.branch_plan import fork_block_table
 from vllm_treespec.layouts.node_masks import NodeMasks
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.trees.tree import ancestors
+from vllm_treespec.trees.tree import ancestor_bits, ancestors
 
 
 class MaskLayout:
@@ -72,11 +72,14 @@ class MaskLayout:
         """Read levels for a draft model, all nodes in one fork."""
         return MaskLevelReader(self.forks, copier, self.masks)
 
-    def prepare_inputs(self, trees: RunningTrees, inputs: TargetInputs) -> None:
+    def prepare_inputs(self, trees: PlacedTrees, inputs: TargetInputs) -> None:
         """Give the nodes their masks and their depths' positions."""
         batch = inputs.batch
-        host = host_nodes(trees, self.limits.sizes.max_depth)
-        rows, roots_of_nodes, masks, depths = on_device(host, trees.reqs.device)
+        max_depth = self.limits.sizes.max_depth
+        nodes: Sequence[Tensor] | Tensor = self._device_nodes(trees)
+        if isinstance(trees, RunningTrees):
+            nodes = on_device(host_nodes(trees, max_depth), trees.reqs.device)
+        rows, roots_of_nodes, masks, depths = nodes
         self.root_positions = roots = batch.context_lens[trees.reqs].long()
         self.block_tables = {
             number: batch.groups[number].block_table[trees.reqs]
@@ -85,13 +88,23 @@ class MaskLayout:
         self.masks.set_masks(rows, masks, trees.reqs, roots)
         inputs.place_nodes(rows, roots_of_nodes, depths)
 
-    def query_rows(self, trees: RunningTrees) -> Tensor:
+    def _device_nodes(self, trees: PlacedTrees) -> Sequence[Tensor]:
+        """The same as ``host_nodes`` where the host has not seen the trees.
+
+        Entries that hold no node have a row, too. They see their trees as a chain.
+        """
+        tree, rows = trees.tree, self.query_rows(trees)
+        bits = ancestor_bits(tree, self.limits.sizes.max_depth)
+        roots = rows[:, :1].expand_as(rows)
+        return [part.flatten() for part in (rows, roots, bits, tree.depths)]
+
+    def query_rows(self, trees: PlacedTrees) -> Tensor:
         """Query row of every node, int64 [num_trees, max_nodes]."""
         starts = on_device(trees.query_starts, trees.reqs.device)
         nodes = torch.arange(trees.tree.max_nodes, device=starts.device)
         return starts[:, None] + nodes
 
-    def commit(self, trees: RunningTrees, scored: ScorerOutput) -> None:
+    def commit(self, trees: PlacedTrees, scored: ScorerOutput) -> None:
         """Move the accepted nodes' keys and values up to their depths' slots."""
         for number, mover in self.movers.items():
             mover.move(

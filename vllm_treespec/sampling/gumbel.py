@@ -2,33 +2,38 @@
 
 vLLM adds Gumbel noise to logits: a MurmurHash3 of the request's seed, the position and
 the token (``vllm/v1/worker/gpu/sample/gumbel.py``). Drafts that are ranked by the same
-noise are the likelier ones. A kernel mixes the tokens in (``kernels/gumbel.py``).
+noise are the likelier ones. Seeds are hashed here; a kernel mixes positions and tokens
+in (``kernels/gumbel.py``).
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_treespec.host_copies import on_device
 
 
-def gumbel_keys(
-    seeds: np.ndarray, root_positions: np.ndarray, count: int
-) -> np.ndarray:
+def gumbel_keys(seeds: np.ndarray, root_positions: Tensor, count: int) -> Tensor:
     """Keys of the noise by which the tokens behind each root are drawn.
 
     Args:
         seeds: int64 [num_reqs], vLLM's own of each request.
-        root_positions: int64 [num_reqs].
+        root_positions: int64 [num_reqs], on the host or the device.
         count: positions behind each root.
 
     Returns:
-        int64 [num_reqs, count]: column d is for the token after a node of depth d.
+        int64 [num_reqs, count], where the positions are: column d is for the token
+        after a node of depth d. The lower 32 bits are the position.
 
     """
-    positions = root_positions[:, None] + np.arange(count)
-    state = np.zeros(positions.shape, dtype=np.uint32)
-    for part in (seeds[:, None], seeds[:, None] >> 32, positions):
+    state = np.zeros(len(seeds), dtype=np.uint32)
+    for part in (seeds, seeds >> 32):
         state = _mixed(state, part.astype(np.uint32))
-    return state.astype(np.int64)
+    device = root_positions.device
+    hashed = on_device(state.astype(np.int64), device) << 32
+    return (hashed + root_positions)[:, None] + torch.arange(count, device=device)
 
 
 def _mixed(state: np.ndarray, part: np.ndarray) -> np.ndarray:

@@ -31,3 +31,7 @@ class TextView:
         first = max(end - count, self.num_prompt_tokens[req])
         last: list[int] = self.token_ids[req, first:end].tolist()
         return last
+
+
+# of nobody, where no text is read
+NO_TEXTS = TextView(np.zeros((0, 0), np.int32), *np.zeros((2, 0), np.int64))

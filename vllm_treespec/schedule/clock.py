@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from vllm_treespec.aids import aiding
-from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.batch.matching import Proposal, rows_of
 from vllm_treespec.batch.stats import StepStats
-from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch, ScheduledBatch
+from vllm_treespec.batch.views import EmittedBatch, ScheduledBatch
 from vllm_treespec.schedule.base import Schedule
 from vllm_treespec.schedule.plan import (
     PLAIN_PLAN,
@@ -26,11 +27,13 @@ from vllm_treespec.trees.source import Source
 
 # What a step drafts with that draws no tree, in statistics.
 PLAIN = "plain"
+# Plans of steps that run; a schedule that has failed observes none.
+MAX_PLANNED = 8
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The latest plan, and the step at whose end it was made."""
+    """A plan, and the step at whose end it was made."""
 
     plan: StepPlan
     # name of the tree, or "plain"
@@ -61,8 +64,9 @@ class StepClock:
     """Stands between a decoder and its schedule.
 
     At the end of a step, unless it ``rests``, comes ``observe``, then ``plan``, and
-    ``drafted`` last. Where a schedule fails, or what is noted for it, all later steps
-    are plain.
+    ``drafted`` last. An engine that does not wait for a step plans the one after it
+    before it observes it. Where a schedule fails, or what is noted for it, all later
+    steps are plain.
     """
 
     def __init__(
@@ -79,6 +83,10 @@ class StepClock:
         # of trees, by their index: to make a name takes longer than to plan
         self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
         self.last = Planned(PLAIN_PLAN, PLAIN, frozenset(), 0, False, False, 0.0)
+        # of the steps that were not observed
+        self.planned = deque([self.last], maxlen=MAX_PLANNED)
+        # of a clock in seconds, when a step was observed last
+        self.observed = 0.0
         self.only_decoded = False
         # from the last plan to the drafts
         self.drafting_seconds = 0.0
@@ -105,63 +113,35 @@ class StepClock:
         """The same, before the step is noted."""
         num_steps = 1 + self.rest.num_steps
         holds = self.last.only_decoded and num_steps <= self.schedule.rest_steps
-        return holds and self._goes_on(scheduled)
+        return holds and self._goes_on(self.last, scheduled)
 
-    def plan(
-        self,
-        batch: EmittedBatch,
-        reqs: np.ndarray,
-        limits: np.ndarray,
-        num_behind: np.ndarray,
-    ) -> StepPlan:
+    def plan(self, requests: RunningRequests, ran: np.ndarray) -> StepPlan:
         """Plan a step.
 
         Args:
-            batch: the step before.
-            reqs: int64 [n], places of the requests that may draft.
-            limits: int64 [n], draft tokens that their trees may have.
-            num_behind: int64 [n], tokens of earlier steps that draft models would have
-                to read.
+            requests: that may draft in it.
+            ran: int64 [num_reqs], slots of all that ran in the step before.
 
         """
-        sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
         nothing = PLAIN_PLAN, PLAIN
-        plan, mode = self.aid.run(
-            nothing, self._plan, batch, reqs, sampled, limits, num_behind
-        )
+        plan, mode = self.aid.run(nothing, self._plan, requests)
         self.rest = Timed()
-        ran = frozenset(batch.slots.tolist())
         self.last = Planned(
             plan,
             mode,
-            ran,
-            batch.num_reqs,
-            bool((sampled & batch.emitted[reqs]).any()),
+            frozenset(ran.tolist()),
+            requests.num_reqs,
+            any(requests.sampled),
             self.only_decoded,
             self.clock(),
         )
+        self.planned.append(self.last)
         self.stats.count_step(mode)
         return plan
 
-    def _plan(
-        self,
-        batch: EmittedBatch,
-        reqs: np.ndarray,
-        sampled: np.ndarray,
-        limits: np.ndarray,
-        num_behind: np.ndarray,
-    ) -> tuple[StepPlan, str]:
-        """The schedule's plan, see ``plan``, and the name of its tree."""
-        emitted = batch.emitted[reqs]
-        plan = self.schedule.plan(
-            RunningRequests(
-                batch.num_reqs,
-                batch.slots[reqs[emitted]].tolist(),
-                sampled[emitted].tolist(),
-                limits[emitted].tolist(),
-                num_behind[emitted].tolist(),
-            )
-        )
+    def _plan(self, requests: RunningRequests) -> tuple[StepPlan, str]:
+        """The schedule's plan, and the name of its tree."""
+        plan = self.schedule.plan(requests)
         return plan, PLAIN if plan.tree is None else self.modes[plan.tree]
 
     @aiding
@@ -175,6 +155,8 @@ class StepClock:
     ) -> None:
         """Note how long a step took, and what was accepted of its trees.
 
+        It is the first one that was planned and not observed.
+
         Args:
             scheduled: the step before its forward.
             batch: the same after its tokens were emitted.
@@ -186,38 +168,42 @@ class StepClock:
 
         """
         self.only_decoded = scheduled.only_decodes
-        result = self._result(batch, proposal, accepted, by_source)
+        planned = self.planned.popleft()
+        result = self._result(planned, batch, proposal, accepted, by_source)
         num_drawn = 0 if proposal is None else len(proposal.slots)
         as_planned = (num_drawn > 0) == (result.tree is not None)
         seconds = None
         if as_planned and len(result.slots) == num_drawn:
-            timed = self._timed(scheduled, batch, int(result.work.caught_up))
+            caught_up = int(result.work.caught_up)
+            timed = self._timed(planned, scheduled, batch, caught_up)
             if timed.num_steps:
-                seconds = timed.end - self.last.time
-                self.stats.count_timed(self.last.mode, seconds, timed.num_tokens)
+                seconds = timed.end - max(planned.time, self.observed)
+                self.stats.count_timed(planned.mode, seconds, timed.num_tokens)
                 seconds /= timed.num_steps
+        self.observed = self.clock()
         result = replace(result, seconds=seconds)
         log_step(result)
         self.schedule.observe(result)
 
     def _result(
         self,
+        planned: Planned,
         batch: EmittedBatch,
         proposal: Proposal | None,
         accepted: np.ndarray,
         by_source: np.ndarray,
     ) -> StepResult:
         """What the trees of a step brought, see ``observe``; its time is left out."""
-        last, num_steps = self.last, 1 + self.rest.num_steps
-        work = Work(last.num_reqs, last.sampled, lookup=float(last.plan.lookup))
+        plan, num_steps = planned.plan, 1 + self.rest.num_steps
+        work = Work(planned.num_reqs, planned.sampled, lookup=float(plan.lookup))
         if proposal is None:
             return StepResult(
-                last.plan.tree,
+                plan.tree,
                 work,
                 drafting_seconds=self.drafting_seconds,
                 num_steps=num_steps,
             )
-        rows = proposal.rows_of(batch.slots)
+        rows = rows_of(proposal.slots, batch.slots)
         # A tree that did not come back tells nothing.
         came = (accepted >= 0) | (proposal.num_drafts[rows] == 0)
         places = np.flatnonzero(came & (rows >= 0) & batch.emitted)
@@ -233,7 +219,7 @@ class StepClock:
                 proposal, rows, tree.sources, num_accepted, by_source[places], emitted
             )
         return StepResult(
-            last.plan.tree,
+            plan.tree,
             work._replace(
                 rows=int(num_drafts.sum()),
                 drafted=float(num_drafts.any()),
@@ -256,23 +242,27 @@ class StepClock:
         self.drafting_seconds = self.clock() - self.last.time
 
     def _timed(
-        self, scheduled: ScheduledBatch, batch: EmittedBatch, num_caught_up: int
+        self,
+        planned: Planned,
+        scheduled: ScheduledBatch,
+        batch: EmittedBatch,
+        num_caught_up: int,
     ) -> Timed:
-        """The steps since the last plan, less the last one if it did other work, too.
+        """The steps since a plan, less the last one if it did other work, too.
 
         That draft models read a prompt before they draft is such work, unless it is
         known how many tokens they caught up on.
         """
-        reading_is_known = self.last.only_decoded or num_caught_up > 0
-        if not (reading_is_known and self._goes_on(scheduled)):
+        reading_is_known = planned.only_decoded or num_caught_up > 0
+        if not (reading_is_known and self._goes_on(planned, scheduled)):
             return self.rest
         num_tokens = self.rest.num_tokens + int(batch.num_emitted.sum())
         return Timed(1 + self.rest.num_steps, num_tokens, self.clock())
 
-    def _goes_on(self, scheduled: ScheduledBatch) -> bool:
-        """Whether a step only decoded, for the requests of the last plan."""
+    def _goes_on(self, planned: Planned, scheduled: ScheduledBatch) -> bool:
+        """Whether a step only decoded, for the requests of a plan."""
         slots = set(scheduled.slots.tolist())
-        return scheduled.only_decodes and self.last.slots == slots
+        return scheduled.only_decodes and planned.slots == slots
 
     def forget(self, slots: np.ndarray) -> None:
         """Forget the requests that ended, by their slots, int64 [n].
@@ -282,6 +272,8 @@ class StepClock:
         if len(slots):
             self.aid.run(None, self.schedule.forget, slots.tolist())
             self.last = replace(self.last, slots=frozenset())
+            ended = [replace(plan, slots=frozenset()) for plan in self.planned]
+            self.planned = deque(ended, maxlen=MAX_PLANNED)
 
 
 def compared(

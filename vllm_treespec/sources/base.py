@@ -67,6 +67,57 @@ class CommittedTokens:
 
 
 @dataclass(frozen=True)
+class SampledTokens:
+    """What a step committed of requests that decode, known to the device alone.
+
+    A request committed its root and the accepted drafts. Entries behind its last token
+    hold anything that can be read.
+    """
+
+    # int64 [num_reqs], committed tokens of each request, at least 1
+    num_tokens: Tensor
+    # int64 [num_reqs, width], positions of the committed tokens
+    positions: Tensor
+    # int64 [num_reqs, width], the token behind each of them; the last one is the root
+    # of the tree that comes next
+    next_token_ids: Tensor
+    # int32 [num_reqs, max_blocks]
+    block_table: Tensor
+    # layer -> [num_reqs, width, hidden_size], of the committed tokens
+    features: dict[int, Tensor]
+    # [num_reqs, hidden_size], the target's final one, from which the root was emitted
+    hidden: Tensor
+
+    @property
+    def root_token_ids(self) -> Tensor:
+        """Next roots, int64 [num_reqs]."""
+        return self.next_token_ids.gather(1, self.num_tokens[:, None] - 1)[:, 0]
+
+    @property
+    def root_positions(self) -> Tensor:
+        """Positions of the next roots, int64 [num_reqs]."""
+        return self.positions[:, 0] + self.num_tokens
+
+    def slots(self, block_size: int) -> Tensor:
+        """KV slots of the committed tokens, -1 behind the last; [num_reqs, width]."""
+        last_column = self.block_table.shape[1] - 1
+        columns = (self.positions // block_size).clamp(max=last_column)
+        blocks = self.block_table.gather(1, columns).long()
+        slots = blocks * block_size + self.positions % block_size
+        return slots.masked_fill(self.positions >= self.root_positions[:, None], -1)
+
+    def last(self, of_tokens: Tensor) -> Tensor:
+        """What belongs to each request's last committed token, [num_reqs, size].
+
+        Args:
+            of_tokens: [num_reqs, width, size].
+
+        """
+        rows = (self.num_tokens - 1)[:, None, None].expand(-1, 1, of_tokens.shape[2])
+        return of_tokens.gather(1, rows)[:, 0]
+
+
+@dataclass(frozen=True)
 class Roots:
     """The requests that draft in a step."""
 
@@ -231,6 +282,20 @@ class GraphSource(ModelSource):
     def begin(self, roots: Roots) -> DraftModel:
         """Begin the trees of a step; return what its proposer draws from."""
         return self.grow(self.start(roots), roots.root_token_ids, roots.depth)
+
+
+class DeviceSource(GraphSource):
+    """A source that reads a step by the device's work alone, too.
+
+    So trees can be drawn before the host knows what they grow from.
+    """
+
+    @abstractmethod
+    def start_unseen(self, sampled: SampledTokens) -> dict[str, Tensor]:
+        """Read what a step committed, and return the same as ``start``.
+
+        It takes the place of ``read``. All that came before was read.
+        """
 
 
 class TextSource(ABC):

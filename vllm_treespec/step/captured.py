@@ -18,8 +18,8 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import StepPlan
-from vllm_treespec.sources.base import GraphSource, Roots
-from vllm_treespec.step.drafting import TreeDrafter
+from vllm_treespec.sources.base import GraphSource
+from vllm_treespec.step.drafting import Start, TreeDrafter
 from vllm_treespec.step.method import Method
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
@@ -174,13 +174,13 @@ class CapturedTrees:
             plan=StepPlan(prunes=True, max_levels=shape.levels),
         )
 
-    def fill(self, shape: TreeShape, inputs: ProposerInputs, roots: Roots) -> None:
+    def fill(self, shape: TreeShape, inputs: ProposerInputs, start: Start) -> None:
         """Copy a step's inputs to where its graph reads them.
 
         Unused trees have no context, and nothing is read of what they draw.
         """
         num_trees = len(inputs.root_token_ids)
-        for name, part in self.source.start(roots).items():
+        for name, part in start(self.source).items():
             self.start[name][:num_trees] = part
             self.start[name][num_trees : shape.num_trees].zero_()
         self.root_token_ids[:num_trees] = inputs.root_token_ids

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.matching import PlacedTrees
 from vllm_treespec.batch.reading import (
     ReadingPlan,
     ReadMarks,
@@ -79,6 +79,25 @@ class CommittedReader:
         if self.late_sources:
             first = (batch.num_computed - num_rested).clip(min=0)
             self.marks.mark_written(batch.blocks.host_table, first, batch.end)
+
+    def note_read(self, batch: EmittedBatch) -> None:
+        """Note a step of which the sources read all tokens before it was over."""
+        if self.late_sources:
+            span = batch.blocks.host_table, batch.num_computed, batch.end
+            self.marks.mark_written(*span)
+            self.marks.mark_read(*span)
+
+    def has_read(self, table: np.ndarray, end: np.ndarray) -> bool:
+        """Whether the sources have read all tokens of requests before ``end``.
+
+        Args:
+            table: int32 [num_reqs, max_blocks].
+            end: int64 [num_reqs].
+
+        """
+        if not self.late_sources:
+            return True
+        return np.array_equal(self.marks.first_unread(table, end), end)
 
     def num_behind(self, batch: EmittedBatch, reqs: np.ndarray) -> np.ndarray:
         """Tokens of earlier steps that sources must read to draft, int64 [n].
@@ -217,7 +236,7 @@ def committed_tokens(
 
 def committed_rows(
     batch: EmittedBatch,
-    trees: RunningTrees | None = None,
+    trees: PlacedTrees | None = None,
     scored: ScorerOutput | None = None,
     node_rows: Tensor | None = None,
 ) -> Tensor | slice:
@@ -259,7 +278,7 @@ def committed_rows(
 def last_hidden(
     batch: EmittedBatch,
     root_rows: Tensor,
-    trees: RunningTrees | None,
+    trees: PlacedTrees | None,
     scored: ScorerOutput | None,
 ) -> Tensor:
     """Hidden states from which the last tokens were emitted, [num_reqs, hidden_size].

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.batch.matching import (
+    PlacedTrees,
     Proposal,
     RunningTrees,
     match,
@@ -17,7 +18,14 @@ from vllm_treespec.batch.matching import (
 )
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.stats import StepStats
+from vllm_treespec.batch.unseen import (
+    SeenTrees,
+    StepTrees,
+    UnseenTrees,
+    place_unseen,
+)
 from vllm_treespec.batch.views import (
+    GREEDY_BELOW,
     EmittedBatch,
     SamplingView,
     ScheduledBatch,
@@ -25,11 +33,12 @@ from vllm_treespec.batch.views import (
 )
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import TreeLayout
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.clock import StepClock
-from vllm_treespec.schedule.plan import StepPlan
+from vllm_treespec.schedule.plan import RunningRequests, StepPlan
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
-from vllm_treespec.sources.base import Sources
+from vllm_treespec.sources.base import SampledTokens, Sources
 from vllm_treespec.step.committed import CommittedReader, committed_rows, last_hidden
 from vllm_treespec.step.drafting import StepEnd, TreeDrafter
 from vllm_treespec.step.method import EngineLimits, Method
@@ -54,6 +63,9 @@ class TreeDecoder:
     with its logits, ``commit`` when tokens are emitted, and at the end ``draft``, if it
     does not ``rest``. It reports requests through ``slots``, ``discard_trees`` and
     ``finish_requests``.
+
+    An adapter that does not wait for a step's tokens calls ``plan`` and
+    ``draft_unseen`` in the place of ``draft``, and ``note`` when they are there.
 
     A *tree* comes back when the scheduler sends the drafts that were proposed for its
     request in the step before, or the first ones of them. Other drafts are read as a
@@ -80,9 +92,9 @@ class TreeDecoder:
         self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
         self.target = StepTarget(self.slots, self.sizes.max_depth)
         self.step = 0
-        self.proposal: Proposal | None = None
+        self.proposal: Proposal | UnseenTrees | None = None
         self.clock = StepClock(method.schedule, stats)
-        self.trees: RunningTrees | None = None
+        self.trees: PlacedTrees | None = None
         self.scored: ScorerOutput | None = None
         # int64 [num_trees, max_nodes], query row of every node of ``trees``
         self.node_rows: Tensor | None = None
@@ -122,10 +134,12 @@ class TreeDecoder:
             if self.trees is not None and self.trees.branching:
                 self.layout.prepare_inputs(self.trees, inputs())
 
-    def _match(self, batch: ScheduledBatch) -> RunningTrees | None:
+    def _match(self, batch: ScheduledBatch) -> PlacedTrees | None:
         """Find the trees that come back, cut to what was scheduled."""
         if self.proposal is None or not batch.num_drafts.any():
             return None
+        if isinstance(self.proposal, UnseenTrees):
+            return place_unseen(self.proposal, batch, self.step, self.limits.device)
         matched = match(self.proposal, batch, self.step)
         if self.limits.rank and len(matched.differing_slots):
             request = self.slots.name(int(matched.differing_slots[0]))
@@ -153,6 +167,7 @@ class TreeDecoder:
         trees = self.trees
         if trees is None:
             return None
+        assert isinstance(trees, RunningTrees), "an engine's sampler verifies others"
         reqs = trees.host_reqs, trees.reqs
         with self.target.at(logits, sampling, self.batch, *reqs, trees) as target:
             numbers = torch.empty((len(trees.slots), 0))
@@ -239,26 +254,103 @@ class TreeDecoder:
             return False
         return all(num_emitted) and self.clock.rests(self.batch)
 
-    def draft(self, batch: EmittedBatch) -> Proposal | None:
-        """Draw the next trees; None when no request drafts."""
+    def draft(
+        self, batch: EmittedBatch, plan: StepPlan | None = None
+    ) -> Proposal | None:
+        """Draw the next trees; None when no request drafts.
+
+        Args:
+            batch: after the step.
+            plan: of the next one; None: it is made here.
+
+        """
         with self.stats.stage("draft"):
-            accepted = self._accepted(batch)
-            self._observe(batch, accepted)
+            step = self.running.seen(batch)
+            self.trees = step.trees
+            self._observe(step, batch)
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
             rows = self._note(batch, reqs)
-            plan = self._plan(batch, reqs)
-            self.proposal = self._draw(plan, batch, reqs, rows, accepted)
+            if plan is None:
+                plan = self._plan(batch, reqs)
+            accepted = step.accepted(batch)
+            self.proposal = proposal = self._draw(plan, batch, reqs, rows, accepted)
             self.clock.drafted()
-            return self.proposal
+            return proposal
 
-    def _observe(self, batch: EmittedBatch, accepted: np.ndarray) -> None:
-        """Let the schedule learn from the step, int64 [num_reqs] accepted drafts."""
+    @property
+    def running(self) -> StepTrees:
+        """The trees of the step that runs."""
+        return StepTrees(self.batch, self.trees, self.proposal)
+
+    def plan(self, slots: np.ndarray, sampled: np.ndarray) -> StepPlan:
+        """Plan the step behind one that is not over.
+
+        Args:
+            slots: int64 [num_reqs], requests that all emit a token and may draft.
+            sampled: bool [num_reqs], which are not greedy.
+
+        """
+        requests = RunningRequests(
+            num_reqs=len(slots),
+            slots=slots.tolist(),
+            sampled=sampled.tolist(),
+            limits=self.slots.max_drafts(slots).tolist(),
+            num_behind=[0] * len(slots),
+        )
+        return self.clock.plan(requests, slots)
+
+    def draft_unseen(
+        self,
+        plan: StepPlan,
+        slots: np.ndarray,
+        sampled: SampledTokens,
+        sampling: SamplingTensors,
+        noise_keys: Tensor | None,
+    ) -> UnseenTrees:
+        """Draw the trees behind a step that is not over; see ``TreeDrafter``.
+
+        Args:
+            plan: of the next step.
+            slots: int64 [num_reqs], of the requests.
+            sampled: what the step committed of them.
+            sampling: of them.
+            noise_keys: by which their tokens are drawn.
+
+        """
+        assert plan.tree is not None
+        with self.stats.stage("draft"):
+            plan_of = plan.of_slots(slots.tolist())
+            draft = self.drafter.draw_unseen(plan_of, sampled, sampling, noise_keys)
+            self.proposal = unseen = UnseenTrees.from_draft(
+                draft, plan.tree, self.step, slots, np.arange(len(slots))
+            )
+            self.clock.drafted()
+            return unseen
+
+    def note(self, step: StepTrees, batch: EmittedBatch) -> Proposal | None:
+        """Note a step behind which trees were drawn before it was over.
+
+        Returns:
+            its own trees, if the host had not seen them.
+
+        """
+        seen = step.seen(batch)
+        self._observe(seen, batch)
+        self.committed_reader.note_read(batch)
+        if seen.proposal is None or seen.proposal is step.proposal:
+            return None
+        self.drafter.count_beams(seen.proposal)
+        return seen.proposal
+
+    def _observe(self, step: SeenTrees, batch: EmittedBatch) -> None:
+        """Let the schedule learn from a step."""
         by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
-        if self.trees is not None:
-            sources = self.method.schedule.trees[self.trees.tree_index].sources
-            scored = batch, self.trees, self.proposal, sources
+        if step.trees is not None:
+            sources = self.method.schedule.trees[step.trees.tree_index].sources
+            scored = batch, step.trees, step.proposal, sources
             by_source = self.clock.aid.run(by_source, self.stats.count_scored, *scored)
-        self.clock.observe(self.batch, batch, self.proposal, accepted, by_source)
+        accepted = step.accepted(batch)
+        self.clock.observe(step.scheduled, batch, step.proposal, accepted, by_source)
 
     def _note(self, batch: EmittedBatch, reqs: np.ndarray) -> Tensor | slice | None:
         """Let sources note what the step committed.
@@ -283,9 +375,17 @@ class TreeDecoder:
 
     def _plan(self, batch: EmittedBatch, reqs: np.ndarray) -> StepPlan:
         """Plan the next step for requests that may draft, int64 [n]."""
-        limits = self.slots.max_drafts(batch.slots[reqs])
-        num_behind = self.committed_reader.num_behind(batch, reqs)
-        return self.clock.plan(batch, reqs, limits, num_behind)
+        reqs = reqs[batch.emitted[reqs]]
+        slots = batch.slots[reqs]
+        sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
+        requests = RunningRequests(
+            batch.num_reqs,
+            slots.tolist(),
+            sampled.tolist(),
+            self.slots.max_drafts(slots).tolist(),
+            self.committed_reader.num_behind(batch, reqs).tolist(),
+        )
+        return self.clock.plan(requests, batch.slots)
 
     def _draw(
         self,
@@ -330,14 +430,6 @@ class TreeDecoder:
         return self.drafter.draw(
             plan, end, candidates, drafting, models_draft, num_caught_up
         )
-
-    def _accepted(self, batch: EmittedBatch) -> np.ndarray:
-        """Drafts accepted of each request's tree; -1 without one, int64 [num_reqs]."""
-        accepted = np.full(batch.num_reqs, -1)
-        if self.trees is not None:
-            reqs = self.trees.host_reqs
-            accepted[reqs] = batch.num_emitted[reqs] - 1
-        return accepted
 
     def _has_room(self, batch: EmittedBatch, index: int | None) -> np.ndarray:
         """Which requests have a root, and room for a tree below it, bool [num_reqs]."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_treespec.batch.matching import Proposal
@@ -16,9 +17,18 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.batch.views import GREEDY_BELOW, EmittedBatch
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sampling.uniforms import DRAFTING, keyed_uniforms
 from vllm_treespec.schedule.plan import StepPlan
-from vllm_treespec.sources.base import DraftModel, ModelSource, Roots, Sources
+from vllm_treespec.sources.base import (
+    DeviceSource,
+    DraftModel,
+    GraphSource,
+    ModelSource,
+    Roots,
+    SampledTokens,
+    Sources,
+)
 from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.noise import HashedNoise, PositionNoise
@@ -53,22 +63,28 @@ class Candidates:
     found: Continuations | None = None
 
 
-# Draws what a proposer would draw below some roots in a graph; None: no graph fits.
-Replay = Callable[[Roots, Proposer, ProposerInputs], Draft | None]
+# What a step's trees grow from, by the source that grows them.
+Start = Callable[[GraphSource], Mapping[str, Tensor]]
+# Draws what a proposer would draw in a graph; None: no graph fits.
+Replay = Callable[[Start, Proposer, ProposerInputs], Draft | None]
 
 
 class LateModels(Sequence[DraftModel]):
     """The draft models of a step, begun when one of them is first looked at."""
 
-    def __init__(self, sources: Sequence[ModelSource], roots: Roots) -> None:
+    def __init__(
+        self,
+        sources: Sequence[ModelSource],
+        begin: Callable[[ModelSource], DraftModel],
+    ) -> None:
         """Begin none."""
         self.sources = sources
-        self.roots = roots
+        self.begin = begin
 
     @cached_property
     def begun(self) -> list[DraftModel]:
         """All of them."""
-        return [source.begin(self.roots) for source in self.sources]
+        return [self.begin(source) for source in self.sources]
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -180,8 +196,8 @@ class TreeDrafter:
             root_token_ids=roots.root_token_ids,
             sampling=sampling,
             uniforms=on_device(uniforms, device),
-            draft_models=LateModels(models, roots),
-            replay=partial(self.replay, roots) if self.replay and models else None,
+            draft_models=LateModels(models, lambda source: source.begin(roots)),
+            replay=self._replay(lambda source: source.start(roots), bool(models)),
             noise_keys=noise,
             noise_of=self.noise.of,
             continuations=[] if candidates.found is None else [candidates.found],
@@ -198,10 +214,79 @@ class TreeDrafter:
             self._node_limits(end.batch, reqs, draft.tree),
             num_caught_up,
         )
-        if proposer.num_beam_tokens is not None:
-            num_beam_tokens = proposer.num_beam_tokens * len(reqs)
-            self.stats.count_beams(num_beam_tokens, int((proposal.parents >= 0).sum()))
+        self.count_beams(proposal)
         return proposal
+
+    def count_beams(self, proposal: Proposal) -> None:
+        """Count tokens of beams that trees were made of, if they were."""
+        per_tree = self.method.proposers[proposal.tree_index].num_beam_tokens
+        if per_tree is not None:
+            num_nodes = int((proposal.parents >= 0).sum())
+            self.stats.count_beams(per_tree * len(proposal.slots), num_nodes)
+
+    def _replay(
+        self, start: Start, models_draft: bool
+    ) -> Callable[[Proposer, ProposerInputs], Draft | None] | None:
+        """Draws in a graph what models draft; None: there are no graphs."""
+        if self.replay is None or not models_draft:
+            return None
+        return partial(self.replay, start)
+
+    @property
+    def unseen_source(self) -> DeviceSource | None:
+        """What drafts by the device's work alone; None: the host has a part in it.
+
+        Then trees can be drawn before the host knows what they grow from.
+        """
+        method, models = self.method, self.sources.models
+        if not (method.batched and method.rule.follows_noise):
+            return None
+        if self.sources.text is not None or len(models) != 1:
+            return None
+        return models[0] if isinstance(models[0], DeviceSource) else None
+
+    def draws_unseen(self, plan: StepPlan) -> bool:
+        """Whether the planned tree is drawn by the device's work alone."""
+        if plan.tree is None or not plan.model or self.unseen_source is None:
+            return False
+        proposer = self.method.proposers[plan.tree]
+        return proposer.graph_part is proposer
+
+    def draw_unseen(
+        self,
+        plan: StepPlan,
+        sampled: SampledTokens,
+        sampling: SamplingTensors,
+        noise_keys: Tensor | None,
+    ) -> Draft:
+        """Draw one tree for each request below roots that the host does not know.
+
+        Args:
+            plan: see ``draws_unseen``; of these requests.
+            sampled: what the step before committed.
+            sampling: of the requests.
+            noise_keys: see ``ProposerInputs``.
+
+        """
+        source = self.unseen_source
+        assert source is not None
+        assert plan.tree is not None
+        proposer = self.method.proposers[plan.tree]
+        start = source.start_unseen(sampled)
+        roots, depth = sampled.root_token_ids, proposer.sizes.draft_depth
+        inputs = ProposerInputs(
+            root_token_ids=roots,
+            sampling=sampling,
+            uniforms=torch.empty((len(roots), 0), device=roots.device),
+            draft_models=LateModels(
+                [source], lambda _: source.grow(start, roots, depth)
+            ),
+            replay=self._replay(lambda _: start, True),
+            noise_keys=noise_keys,
+            noise_of=self.noise.of,
+            plan=plan,
+        )
+        return inputs.draw(proposer)
 
     def _node_limits(
         self, batch: EmittedBatch, drafting: np.ndarray, tree: TreeBatch

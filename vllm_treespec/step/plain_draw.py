@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.matching import PlacedTrees
 from vllm_treespec.batch.views import SamplingView, ScheduledBatch
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.uniforms import noise_keys
@@ -63,7 +63,7 @@ def draw_without_trees(
     logits: Tensor,
     sampling: SamplingView,
     batch: ScheduledBatch,
-    trees: RunningTrees | None,
+    trees: PlacedTrees | None,
     batched: bool,
 ) -> PlainDraw | None:
     """Draw the tokens of requests without a tree; None if none is drawn.

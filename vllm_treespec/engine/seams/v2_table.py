@@ -107,6 +107,9 @@ V2_BATCH = (
         "scheduled_new_reqs scheduled_cached_reqs finished_req_ids preempted_req_ids",
         "which requests come and go",
     ),
+    *_OUTPUT_OF_SCHEDULER.reads(
+        "has_structured_output_requests", "whether trees must be on the host"
+    ),
     *_NEW_REQUEST.reads(
         "req_id prefill_token_ids prompt_len block_ids sampling_params",
         "a request that comes",

@@ -10,7 +10,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_treespec.batch.matching import RunningTrees
+from vllm_treespec.batch.matching import PlacedTrees
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.step.plain_draw import PlainDraw
 
@@ -28,7 +28,7 @@ def sampler_output(
     metadata: SamplingMetadata,
     logits: Tensor,
     root_rows: Tensor,
-    trees: RunningTrees | None,
+    trees: PlacedTrees | None,
     scored: ScorerOutput | None,
     drawn: PlainDraw | None,
 ) -> SamplerOutput:

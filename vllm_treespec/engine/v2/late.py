@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,8 +15,20 @@ from vllm_treespec.batch.requests import RequestSlots
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from vllm_treespec.batch.unseen import StepTrees, UnseenTrees
     from vllm_treespec.batch.views import ScheduledBatch
     from vllm_treespec.engine.v2.vllm_types import AsyncOutput, InputBatch
+
+
+class Emitted(NamedTuple):
+    """What the requests of a step emitted, on the device."""
+
+    # int64 [num_reqs, width], padded with -1
+    token_ids: Tensor
+    # int32 [num_reqs], how many
+    num_tokens: Tensor
+    # int64 [num_reqs, width], the node after which each was drawn; None: after roots
+    nodes: Tensor | None
 
 
 @dataclass
@@ -25,13 +37,21 @@ class StepInFlight:
 
     output: AsyncOutput
     batch: InputBatch
-    scheduled: ScheduledBatch
+    trees: StepTrees
+    emitted: Emitted
     # the target's, [num_tokens, hidden_size]: behind its final norm, and before the
     # layers that drafters read
     hidden: Tensor
     aux_hidden: Sequence[Tensor]
     # whether the next step is as plain as this one, so that nobody waits for it
     rested: bool = False
+    # whether the trees behind it were drawn before the host knew its tokens
+    followed: bool = False
+
+    @property
+    def scheduled(self) -> ScheduledBatch:
+        """Its requests, before the target's forward."""
+        return self.trees.batch
 
     @property
     def rows(self) -> np.ndarray:
@@ -43,6 +63,19 @@ class StepInFlight:
         """Which requests emit a token: their prompt is complete, bool [num_reqs]."""
         end = self.scheduled.num_computed + self.scheduled.num_scheduled
         return end >= self.batch.prefill_len_np
+
+    def found_computed(self, num_tokens: np.ndarray) -> None:
+        """Correct how many tokens had their KV in the cache.
+
+        Args:
+            num_tokens: int64 [num_reqs], committed tokens before the step.
+
+        """
+        is_prefilling = self.batch.is_prefilling_np
+        known = np.where(is_prefilling, self.scheduled.num_computed, num_tokens - 1)
+        self.trees = replace(
+            self.trees, batch=replace(self.scheduled, num_computed=known)
+        )
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the tokens.
@@ -57,7 +90,7 @@ class StepInFlight:
 
 
 def by_request(
-    proposal: Proposal, of_trees: Sequence[list[int]], slots: RequestSlots
+    proposal: Proposal | UnseenTrees, of_trees: Sequence[list[int]], slots: RequestSlots
 ) -> dict[str, list[int]]:
     """What belongs to each proposed tree that was not discarded, by request."""
     return {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    from vllm_treespec.batch.matching import RunningTrees
+    from vllm_treespec.batch.matching import PlacedTrees
     from vllm_treespec.step.decoder import TreeDecoder
 
 # that stock gives the token which ends the thinking
@@ -36,7 +36,7 @@ class StepTexts:
     def __init__(self, decoder: TreeDecoder) -> None:
         """Take the decoder, which has the trees."""
         self.decoder = decoder
-        self._trees: RunningTrees | None = None
+        self._trees: PlacedTrees | None = None
         self._texts: NodeTexts
 
     def of_rows(self, num_rows: int) -> NodeTexts | None:

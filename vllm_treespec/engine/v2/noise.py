@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from vllm_treespec.host_copies import on_device
@@ -28,7 +29,8 @@ class SamplerNoise:
         names = map(runner.decoder.slots.name, roots.slots.tolist())
         rows = [runner.req_states.req_id_to_index[name] for name in names]
         seeds = runner.sampler.sampling_states.seeds.np[rows]
-        return on_device(gumbel_keys(seeds, roots.positions, count), runner.device)
+        positions = torch.from_numpy(roots.positions)
+        return on_device(gumbel_keys(seeds, positions, count), runner.device)
 
     def of(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         """Noise of tokens, float64."""

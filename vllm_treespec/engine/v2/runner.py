@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch
 
 from vllm_treespec.batch.matching import Proposal
+from vllm_treespec.batch.unseen import UnseenTrees
+from vllm_treespec.batch.views import GREEDY_BELOW
 from vllm_treespec.config.request_options import request_options
 from vllm_treespec.engine.drafter import TreeDrafter, engine_limits
 from vllm_treespec.engine.kv_cache import with_fork_blocks
@@ -21,17 +24,19 @@ from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v2.axes import TreeRopeState
 from vllm_treespec.engine.v2.blocks import HostBlocks
-from vllm_treespec.engine.v2.late import StepInFlight, by_request, trim
+from vllm_treespec.engine.v2.late import Emitted, StepInFlight, by_request, trim
 from vllm_treespec.engine.v2.lora import TreeLoraState
 from vllm_treespec.engine.v2.noise import SamplerNoise
 from vllm_treespec.engine.v2.ranks import RankCheck
-from vllm_treespec.engine.v2.scheduler import TreeCounts
+from vllm_treespec.engine.v2.scheduler import TreeCounts, UnseenCounts
 from vllm_treespec.engine.v2.speculator import LateDrafts
 from vllm_treespec.engine.v2.texts import HostTexts
 from vllm_treespec.engine.v2.tiers import can_fill, tiers
+from vllm_treespec.engine.v2.unseen import UnseenDrafter
 from vllm_treespec.engine.v2.verify import TreeSampler
 from vllm_treespec.engine.v2.views import (
     emitted_batch,
+    noted_batch,
     scheduled_batch,
     target_inputs,
 )
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
 
     from vllm_treespec.engine.draft_model import PagedDraftModel
     from vllm_treespec.engine.v2.vllm_types import AsyncOutput, InputBatch, V2Runner
+    from vllm_treespec.schedule.plan import StepPlan
 else:
     V2Runner = object
 
@@ -63,6 +69,8 @@ class TreeRunnerMixin(V2Runner):
     # vLLM's numbers of the KV cache groups in our order: that of draft sources first
     group_order: list[int]
     draft_model_class: type[PagedDraftModel]
+    # of the last step
+    emitted: Emitted
     drafter_class = TreeDrafter
     sampler_class = TreeSampler
 
@@ -92,6 +100,7 @@ class TreeRunnerMixin(V2Runner):
         )
         drafter.replay_by(self.speculator.replay)
         self.rank_check = RankCheck()
+        self.unseen = UnseenDrafter(self)
         self.tiers = tiers(1 + self.num_speculative_steps)
         self.lora_state = TreeLoraState(self)
         self.texts = HostTexts(self.max_num_reqs, self.max_model_len)
@@ -175,23 +184,31 @@ class TreeRunnerMixin(V2Runner):
 
     def bind(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Draw the trees of the step that begins, and trim its placeholders."""
-        proposal = self._draw()
+        drawn = self._draw(scheduler_output)
         self.reserved = dict(scheduler_output.scheduled_spec_decode_tokens)
-        drawn: dict[str, list[int]] = {}
-        if proposal is not None:
-            drawn = by_request(proposal, proposal.drafts(), self.decoder.slots)
+        drafts = self._drafts(drawn)
         self.drafts = {
-            req_id: drawn[req_id][: len(placeholders)]
+            req_id: drafts[req_id][: len(placeholders)]
             for req_id, placeholders in self.reserved.items()
-            if drawn.get(req_id)
+            if drafts.get(req_id)
         }
         fill = 0
         if self.drafts:
-            assert self.decoder.proposal is not None
-            self.rank_check.compare(self.decoder.proposal, self.decoder.step)
-            self._put_drafts()
+            if isinstance(drawn, Proposal):
+                self.rank_check.compare(drawn, self.decoder.step)
+                self._put_drafts()
             fill = self._fill(scheduler_output) - 1
         return trim(scheduler_output, self.drafts, fill)
+
+    def _drafts(self, drawn: Proposal | UnseenTrees | None) -> dict[str, list[int]]:
+        """Draft tokens of each request's tree; of unseen trees as many placeholders."""
+        if drawn is None:
+            return {}
+        if isinstance(drawn, Proposal):
+            return by_request(drawn, drawn.drafts(), self.decoder.slots)
+        placeholders = [-1] * (drawn.draft.tree.max_nodes - 1)
+        each = [placeholders] * len(drawn.slots)
+        return by_request(drawn, each, self.decoder.slots)
 
     def _fill(self, scheduler_output: SchedulerOutput) -> int:
         """Rows that every request brings, so that the step has a full CUDA graph.
@@ -216,31 +233,50 @@ class TreeRunnerMixin(V2Runner):
                     return rows
         return 1
 
-    def _draw(self) -> Proposal | None:
+    def _draw(self, scheduled: SchedulerOutput) -> Proposal | UnseenTrees | None:
         """Draw the trees that follow the last step; None without any."""
         decoder = self.decoder
         if not self.in_flight or self.in_flight[-1].rested:
             # no step since the last trees were drawn
             return decoder.proposal
         last = self.in_flight[-1]
+        if last.followed:
+            return decoder.proposal
         if decoder.rests(last.completes):
             last.rested = True
             return None
-        num_emitted = self._settle()
-        return self.drafter.propose(emitted_batch(self, last, num_emitted))
+        self._settle(self.in_flight[:-1])
+        plan: StepPlan | None = None
+        if self.unseen.may_draw(last, scheduled):
+            greedy = self.sampler.sampling_states.temperature.np[last.rows]
+            sampled = greedy >= GREEDY_BELOW
+            plan = decoder.plan(last.scheduled.slots, sampled)
+            if self.unseen.fits(plan, last, scheduled):
+                last.followed = True
+                trees = self.unseen.draw(plan, last)
+                self._put_unseen(last, trees)
+                return trees
+        num_emitted = self._settle([last])
+        return self.drafter.propose(emitted_batch(self, last, num_emitted), plan)
 
-    def _settle(self) -> np.ndarray:
-        """Note the tokens of all steps in flight, and wait for the last.
+    def _settle(self, steps: Sequence[StepInFlight]) -> np.ndarray:
+        """Note the tokens of steps in flight, the first ones, and wait for the last.
 
         Returns:
             int64 [num_reqs], tokens that each request emitted in the last step.
 
         """
         num_emitted = np.zeros(0, dtype=np.int64)
-        for step in self.in_flight:
+        for step in steps:
             tokens, num_emitted = step.wait()
+            step.found_computed(self.texts.num_tokens[step.rows])
             self.texts.append(step.rows, tokens, num_emitted)
-        self.in_flight = []
+            if step.followed:
+                batch = noted_batch(self, step, num_emitted)
+                proposal = self.decoder.note(step.trees, batch)
+                if proposal is not None:
+                    self.rank_check.compare(proposal, self.decoder.step)
+        self.in_flight = self.in_flight[len(steps) :]
         return num_emitted
 
     def _put_drafts(self) -> None:
@@ -252,6 +288,12 @@ class TreeRunnerMixin(V2Runner):
         index = on_device(np.array(rows), self.device)
         self.req_states.draft_tokens[index] = on_device(tokens, self.device)
 
+    def _put_unseen(self, step: StepInFlight, trees: UnseenTrees) -> None:
+        """The same of trees on the device, drawn behind a step."""
+        drafts = trees.draft.tree.token_ids[:, 1:]
+        held = self.req_states.draft_tokens
+        held[step.batch.idx_mapping, : drafts.shape[1]] = drafts
+
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Forget the requests that ended, and discard trees of preempted ones."""
         decoder, new = self.decoder, scheduler_output.scheduled_new_reqs
@@ -259,7 +301,7 @@ class TreeRunnerMixin(V2Runner):
         preempted = scheduler_output.preempted_req_ids or set()
         if self.in_flight and (ended or preempted or new):
             # their rows may become those of others
-            self._settle()
+            self._settle(self.in_flight)
         decoder.discard_trees(decoder.slots.lookup(sorted(preempted)))
         for req_id in preempted:
             row = self.req_states.req_id_to_index[req_id]
@@ -337,10 +379,21 @@ class TreeRunnerMixin(V2Runner):
         self.decoder.layout.clear()
         return super().prepare_dummy_attn(*args, **options)
 
-    def postprocess_sampled(self, *args: object, **options: object) -> None:
+    def postprocess_sampled(
+        self,
+        idx_mapping: Tensor,
+        sampled_tokens: Tensor,
+        num_sampled: Tensor,
+        *args: object,
+        **options: object,
+    ) -> None:
         """Commit: bring the accepted paths' KV into the requests' own slots."""
-        super().postprocess_sampled(*args, **options)
+        super().postprocess_sampled(
+            idx_mapping, sampled_tokens, num_sampled, *args, **options
+        )
         self.decoder.commit()
+        nodes, self.rejection_sampler.nodes = self.rejection_sampler.nodes, None
+        self.emitted = Emitted(sampled_tokens, num_sampled, nodes)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncOutput | None:
         """Sample, and note the step whose tokens are then on their way to the host."""
@@ -352,23 +405,34 @@ class TreeRunnerMixin(V2Runner):
             StepInFlight(
                 output,
                 state.input_batch,
-                self.decoder.batch,
+                self.decoder.running,
+                self.emitted,
                 state.hidden_states,
                 state.aux_hidden_states or (),
             )
         )
-        output.model_runner_output.trees = TreeCounts(
-            {req_id: len(drafts) for req_id, drafts in self.drafts.items()},
-            self.decoder.stats.hand_over(),
-        )
+        output.model_runner_output.trees = self._counts()
         return output
+
+    def _counts(self) -> TreeCounts:
+        """What the scheduler is told of the step's trees."""
+        decoder, counts = self.decoder, self.decoder.stats.hand_over()
+        if not isinstance(decoder.proposal, UnseenTrees):
+            num_drafts = {req_id: len(drafts) for req_id, drafts in self.drafts.items()}
+            return TreeCounts(num_drafts, counts)
+        rows: dict[str, int] = {}
+        if decoder.trees is not None:
+            names = map(decoder.slots.name, decoder.trees.slots.tolist())
+            rows = dict(zip(names, decoder.trees.proposal_rows.tolist(), strict=True))
+        return UnseenCounts(rows, decoder.proposal, counts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand the trees of the step that began to the scheduler, for its grammars."""
         proposal = self.decoder.proposal
-        parents: dict[str, list[int]] = {}
-        if proposal is not None:
-            parents = by_request(proposal, proposal.draft_parents(), self.decoder.slots)
+        if not isinstance(proposal, Proposal):
+            # none, or none of a structured output
+            return TreeDraftTokenIds([], [], {})
+        parents = by_request(proposal, proposal.draft_parents(), self.decoder.slots)
         return TreeDraftTokenIds(
             list(self.drafts),
             list(self.drafts.values()),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+    from vllm_treespec.batch.unseen import UnseenTrees
+
 
 @dataclass
 class TreeCounts:
@@ -34,6 +38,28 @@ class TreeCounts:
     num_drafts: dict[str, int]
     # what was counted since the last step
     counts: StepCounts
+
+
+class UnseenCounts(TreeCounts):
+    """The same of trees that the host sees when the step is over, not before."""
+
+    def __init__(
+        self, rows: Mapping[str, int], trees: UnseenTrees, counts: StepCounts
+    ) -> None:
+        """Take which tree each request has, and what was counted."""
+        self.rows = rows
+        self.trees = trees
+        self.counts = counts
+
+    @cached_property
+    def num_drafts(self) -> dict[str, int]:  # type: ignore[override]
+        """Request id -> draft tokens of its tree."""
+        found = self.trees.seen().num_drafts.tolist()
+        return {req_id: found[row] for req_id, row in self.rows.items()}
+
+    def __reduce__(self) -> tuple[type[TreeCounts], tuple[dict[str, int], StepCounts]]:
+        """It is sent when the step is over."""
+        return TreeCounts, (self.num_drafts, self.counts)
 
 
 class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):

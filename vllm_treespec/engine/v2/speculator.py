@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from vllm_treespec.engine.v2.vllm_types import InputBatch
     from vllm_treespec.proposers import Proposer, ProposerInputs
-    from vllm_treespec.sources.base import Roots
+    from vllm_treespec.step.drafting import Start
     from vllm_treespec.trees.draft import Draft
 
 
@@ -118,12 +118,12 @@ class LateDrafts:
             self.graphs.trees.stats.hand_over()
 
     def replay(
-        self, roots: Roots, proposer: Proposer, inputs: ProposerInputs
+        self, start: Start, proposer: Proposer, inputs: ProposerInputs
     ) -> Draft | None:
         """Draw a step's trees in a graph; None: no graph fits.
 
         Args:
-            roots: of the requests that draft.
+            start: what they grow from.
             proposer: what would draw.
             inputs: of the step.
 
@@ -138,10 +138,10 @@ class LateDrafts:
         if graph not in self.graphs.graphs:
             # vLLM draws in runs before it captures
             return None
-        trees.fill(shape, inputs, roots)
+        trees.fill(shape, inputs, start)
         with trees.stats.stage(DRAFT_FORWARD):
             self.graphs.run_fullgraph(graph)
-        return trees.drawn(shape, len(roots.slots))
+        return trees.drawn(shape, len(inputs.root_token_ids))
 
     def propose(
         self, input_batch: InputBatch, *inputs: object, **options: object

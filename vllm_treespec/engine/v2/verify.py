@@ -22,7 +22,7 @@ from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.trees.tree import MAX_NODES
 
 if TYPE_CHECKING:
-    from vllm_treespec.batch.matching import RunningTrees
+    from vllm_treespec.batch.matching import PlacedTrees
     from vllm_treespec.engine.v2.runner import TreeRunnerMixin
     from vllm_treespec.engine.v2.vllm_types import InputBatch
 
@@ -37,6 +37,8 @@ class TreeSampler:
     """
 
     enable_adaptive_verification = False
+    # int64 [num_reqs, width], see ``put_together``; of the step, if it has drafts
+    nodes: Tensor | None = None
 
     def __init__(self, runner: TreeRunnerMixin) -> None:
         """Take the runner, whose sampler and decoder are used."""
@@ -85,7 +87,8 @@ class TreeSampler:
                 final = sampler.apply_sampling_params(logits, *_rows_of(batch))
                 scored = decoder.score(final, final_sampling(runner, batch))
             at_roots = sampled[batch.cu_num_logits[:-1]]
-            tokens, num_emitted, nodes = self.emitted(at_roots, scored)
+            tokens, num_emitted, nodes = self.put_together(at_roots, scored)
+        self.nodes = nodes
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_emitted,
             batch.seq_lens,
@@ -114,9 +117,12 @@ class TreeSampler:
         return not any(custom.changes[row] for custom in self.custom_processors)
 
     def follow(
-        self, trees: RunningTrees, sampled: Tensor, batch: InputBatch
+        self, trees: PlacedTrees, sampled: Tensor, batch: InputBatch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Follow trees along the tokens drawn after every node; see ``emitted``."""
+        """Follow trees along the tokens drawn after every node.
+
+        Returns what ``put_together`` does.
+        """
         decoder = self.runner.decoder
         tree_of = np.full(batch.num_reqs, -1, dtype=np.int32)
         tree_of[trees.host_reqs] = np.arange(len(trees.host_reqs))
@@ -130,7 +136,7 @@ class TreeSampler:
         decoder.accept(followed.scored)
         return followed.emitted, followed.num_emitted, followed.nodes
 
-    def emitted(
+    def put_together(
         self, at_roots: Tensor, scored: ScorerOutput | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Put trees and requests without one together.

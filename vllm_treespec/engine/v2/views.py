@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from vllm_treespec.batch.views import (
     TargetInputs,
 )
 from vllm_treespec.engine.v2.axes import InputsWithAxes
-from vllm_treespec.sampling.texts import TextView
+from vllm_treespec.sampling.texts import NO_TEXTS, TextView
 from vllm_treespec.sources.base import FINAL_LAYER
 
 if TYPE_CHECKING:
@@ -115,22 +116,26 @@ def sampling_view(
 
 def final_sampling(runner: TreeRunnerMixin, batch: InputBatch) -> SamplingView:
     """Sampling parameters where logits are final: greedy, or the logits as they are."""
-    nothing = TextView(np.zeros((0, 0), np.int32), *np.zeros((2, 0), np.int64))
-    view = sampling_view(runner, batch.idx_mapping_np, batch.idx_mapping, nothing)
+    view = sampling_view(runner, batch.idx_mapping_np, batch.idx_mapping, NO_TEXTS)
     temperature = view.temperature
     if temperature is not None:
         greedy = temperature < GREEDY_BELOW
         temperature = torch.ones_like(temperature).masked_fill(greedy, 0.0)
-    return SamplingView(view.host_temperature, temperature, None, None, nothing)
+    return SamplingView(view.host_temperature, temperature, None, None, NO_TEXTS)
 
 
 def hidden_states(runner: TreeRunnerMixin, step: StepInFlight) -> HiddenStates:
     """What the target computed in a step; it is overwritten in the next one."""
-    layers = zip(runner.aux_layers, step.aux_hidden, strict=True)
     return HiddenStates(
         sampled=step.hidden[step.batch.logits_indices],
-        by_layer={FINAL_LAYER: step.hidden, **dict(layers)},
+        by_layer=hidden_by_layer(runner, step),
     )
+
+
+def hidden_by_layer(runner: TreeRunnerMixin, step: StepInFlight) -> dict[int, Tensor]:
+    """The same by layer, each [num_tokens, hidden_size]."""
+    layers = zip(runner.aux_layers, step.aux_hidden, strict=True)
+    return {FINAL_LAYER: step.hidden, **dict(layers)}
 
 
 def emitted_batch(
@@ -144,9 +149,23 @@ def emitted_batch(
         num_emitted: int64 [num_reqs], tokens that each request emitted in it.
 
     """
-    rows, index = step.rows, step.batch.idx_mapping
-    texts = runner.texts.view(rows)
+    noted, index = noted_batch(runner, step, num_emitted), step.batch.idx_mapping
     table = runner.block_tables.block_tables[runner.group_order[0]].gpu
+    return replace(
+        noted,
+        sampling=sampling_view(runner, step.rows, index, noted.sampling.texts),
+        blocks=replace(noted.blocks, device_table=table[index]),
+        hidden=hidden_states(runner, step),
+    )
+
+
+def noted_batch(
+    runner: TreeRunnerMixin, step: StepInFlight, num_emitted: np.ndarray
+) -> EmittedBatch:
+    """The same as far as it is on the host; its tensors are empty."""
+    rows, nothing = step.rows, torch.empty(0)
+    texts = runner.texts.view(rows)
+    temperature = runner.sampler.sampling_states.temperature.np[rows]
     return EmittedBatch(
         slots=step.scheduled.slots,
         num_computed=step.scheduled.num_computed,
@@ -154,11 +173,11 @@ def emitted_batch(
         num_emitted=num_emitted,
         num_tokens=texts.num_tokens,
         token_ids=texts.token_ids,
-        sampling=sampling_view(runner, rows, index, texts),
+        sampling=SamplingView(temperature, None, None, None, texts),
         blocks=BlockTables(
             host_table=runner.host_blocks.table[rows],
-            device_table=table[index],
+            device_table=nothing,
             num_blocks=runner.host_blocks.num_blocks[rows],
         ),
-        hidden=hidden_states(runner, step),
+        hidden=HiddenStates(nothing, {}),
     )

@@ -166,7 +166,14 @@ class V2Runner:
         """Sample from what the target computed."""
         raise NotImplementedError
 
-    def postprocess_sampled(self, *args: object, **options: object) -> None:
+    def postprocess_sampled(
+        self,
+        idx_mapping: Tensor,
+        sampled_tokens: Tensor,
+        num_sampled: Tensor,
+        *args: object,
+        **options: object,
+    ) -> None:
         """Note on the device what was sampled."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -1,0 +1,189 @@
+"""Trees that are drawn before the host knows the tokens that they grow from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.v2.engines import Engine, engine
+from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS
+from tests.v2.test_draft_graphs import in_a_kernel
+from tests.v2.test_trees import accepted, spec_of
+from vllm_treespec.batch.unseen import StepTrees
+from vllm_treespec.engine.v2.late import Emitted, StepInFlight
+from vllm_treespec.engine.v2.unseen import UnseenDrafter
+from vllm_treespec.step.decoder import TreeDecoder
+
+# wide trees, of which something is accepted though weights are random
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa_tree": ("medusa", {"num_drafts": 15}),
+    "redrafter": ("redrafter", {"beam_width": 8, "length": 2, "num_drafts": 15}),
+    "eagle_tree": ("eagle", {"num_drafts": 15, "depth": 2}),
+    "dflash_tree": ("dflash", {"num_drafts": 15, "depth": 2}),
+}
+# of each request the position of a root, its tree's tokens and parents
+Trees = list[list[tuple[int, list[int], list[int]]]]
+
+
+@contextmanager
+def running(method: str, pair: tuple[str, str], folder: Path) -> Iterator[Engine]:
+    """An engine with a head of random weights."""
+    spec = spec_of(method, *METHODS[method], pair, folder)
+    with engine(pair[0], spec, max_num_batched_tokens=96) as started:
+        yield started
+
+
+def answers(started: Engine, kind: str) -> tuple[list[list[int]], Trees]:
+    """Two answers, and the trees that were scored for them."""
+    found: dict[str, list[tuple[int, list[int], list[int]]]] = {}
+    seen, slots = StepTrees.seen, started.runner.decoder.slots
+
+    def noting(self: StepTrees, batch: Any) -> Any:
+        step = seen(self, batch)
+        if step.trees is not None:
+            for tree, slot in enumerate(step.trees.slots.tolist()):
+                root = int(step.trees.root_positions[tree])
+                drawn = root, *step.trees.drafts(tree)
+                found.setdefault(slots.name(slot), []).append(drawn)
+        return step
+
+    with patch.object(StepTrees, "seen", noting):
+        text = started.generate(PROMPTS[:2], PARAMS[kind], NUM_TOKENS)
+    # the last trees of requests before are noted, too
+    return text, [found[name] for name in sorted(found, key=number_of)[-2:]]
+
+
+def number_of(name: str) -> int:
+    """Which of an engine's requests it is."""
+    return int(name.split("-")[0])
+
+
+@contextmanager
+def never_unseen() -> Iterator[None]:
+    """Let every step wait for the one before it."""
+    with patch.object(UnseenDrafter, "may_draw", lambda *given: False):
+        yield
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_trees_are_drawn(
+    method: str,
+    pair: tuple[str, str],
+    expected: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Red when a head reads other tokens or states where the host does not wait.
+
+    Text cannot show that. Most steps must be drawn so.
+    """
+    with running(method, pair, tmp_path) as started:
+        num_accepted = 0
+        for kind in ("greedy", "sampled"):
+            with patch.object(
+                TreeDecoder, "note", autospec=True, side_effect=TreeDecoder.note
+            ) as noted:
+                text, trees = answers(started, kind)
+            num_accepted += accepted(started)
+            with never_unseen():
+                late_text, late_trees = answers(started, kind)
+            assert text == late_text == expected[kind][:2]
+            for drawn, late in zip(trees, late_trees, strict=True):
+                # those of the last steps are noted later
+                assert len(drawn) >= len(late) - 2
+                assert drawn == late[: len(drawn)]
+            assert noted.call_count > len(trees[0]) // 2
+        assert num_accepted > 0
+
+
+def test_wrong_states_are_found(pair: tuple[str, str], tmp_path: Path) -> None:
+    """Red when the test above would not see that a head reads other nodes' states."""
+    draw = UnseenDrafter.draw
+
+    def wrong(self: UnseenDrafter, plan: Any, step: StepInFlight) -> Any:
+        tokens, num_tokens, _ = step.emitted
+        step.emitted = Emitted(tokens, num_tokens, torch.ones_like(tokens))
+        return draw(self, plan, step)
+
+    with running("eagle_tree", pair, tmp_path) as started:
+        with patch.object(UnseenDrafter, "draw", wrong):
+            _, trees = answers(started, "greedy")
+        with never_unseen():
+            _, late_trees = answers(started, "greedy")
+        assert trees[0] != late_trees[0][: len(trees[0])]
+
+
+def test_reading_is_refused() -> None:
+    """Red when the test below would not see that the host reads a tensor."""
+    with nothing_is_read(), pytest.raises(AssertionError, match="waits"):
+        torch.ones(1).tolist()
+
+
+@contextmanager
+def nothing_is_read() -> Iterator[None]:
+    """Refuse to read tensors on the host, except inside of kernels."""
+    with ExitStack() as stack:
+        for name in ("tolist", "numpy", "item", "cpu", "__bool__", "__int__"):
+            stack.enter_context(patch.object(Tensor, name, refusing(name)))
+        yield
+
+
+def refusing(name: str) -> Any:
+    """Stand in for a method of a tensor."""
+    stock = getattr(Tensor, name)
+
+    def read(self: Tensor, *args: Any, **options: Any) -> Any:
+        assert in_a_kernel(), f"the host waits in {name}"
+        return stock(self, *args, **options)
+
+    return read
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_step_waits(method: str, pair: tuple[str, str], tmp_path: Path) -> None:
+    """Red when a step with a head waits for the device.
+
+    From its beginning to the draft of the next one the host reads no tensor, and waits
+    for no step but those before the last.
+    """
+    waited: list[StepInFlight] = []
+    draw = UnseenDrafter.draw
+
+    def drawing(self: UnseenDrafter, plan: Any, step: StepInFlight) -> Any:
+        assert step not in waited
+        with nothing_is_read():
+            return draw(self, plan, step)
+
+    def reading_nothing(owner: type, name: str) -> Any:
+        stock = getattr(owner, name)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            with nothing_is_read():
+                return stock(self, *args, **options)
+
+        return patch.object(owner, name, call)
+
+    wait = StepInFlight.wait
+
+    def waiting(self: StepInFlight) -> Any:
+        waited.append(self)
+        return wait(self)
+
+    with running(method, pair, tmp_path) as started:
+        runner = type(started.runner)
+        with (
+            patch.object(UnseenDrafter, "draw", drawing),
+            patch.object(StepInFlight, "wait", waiting),
+            reading_nothing(runner, "_put_unseen"),
+            reading_nothing(runner, "postprocess_sampled"),
+            reading_nothing(TreeDecoder, "begin_step"),
+            reading_nothing(runner.sampler_class, "follow"),
+        ):
+            started.generate(PROMPTS[:2], PARAMS["sampled"], NUM_TOKENS)
+    assert sum(step.followed for step in waited) > NUM_TOKENS // 2

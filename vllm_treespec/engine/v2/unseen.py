@@ -1,0 +1,129 @@
+"""Draws the next trees on the device, while the host does not know the last tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_treespec.engine.v2.views import hidden_by_layer, sampling_view
+from vllm_treespec.host_copies import on_device
+from vllm_treespec.sampling.gumbel import gumbel_keys
+from vllm_treespec.sampling.texts import NO_TEXTS
+from vllm_treespec.sources.base import SampledTokens
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_treespec.batch.unseen import UnseenTrees
+    from vllm_treespec.engine.v2.late import StepInFlight
+    from vllm_treespec.engine.v2.runner import TreeRunnerMixin
+    from vllm_treespec.schedule.plan import StepPlan
+
+
+class UnseenDrafter:
+    """Draws trees from what the last step left on the device.
+
+    So no step waits for the one before it. It is for steps in which all requests decode
+    and draft, from a head or draft model that has read all that came before.
+    """
+
+    def __init__(self, runner: TreeRunnerMixin) -> None:
+        """Take the runner, whose decoder draws."""
+        self.runner = runner
+
+    def may_draw(self, step: StepInFlight, scheduled: SchedulerOutput) -> bool:
+        """Whether the trees behind a step can be drawn before it is over.
+
+        Args:
+            step: the last one; the host has seen those before it.
+            scheduled: the next one.
+
+        """
+        runner, decoder = self.runner, self.runner.decoder
+        slots = step.scheduled.slots
+        # a plan that held for several steps is observed before there is another
+        if decoder.drafter.unseen_source is None or decoder.clock.rest.num_steps:
+            return False
+        # a grammar's masks are made of trees on the host
+        if scheduled.has_structured_output_requests:
+            return False
+        if not (step.scheduled.only_decodes and step.completes.all()):
+            return False
+        if not decoder.slots.may_draft(slots).all():
+            return False
+        if len(slots) > decoder.method.max_trees:
+            return False
+        # the step's roots: what is before them was read
+        roots = runner.texts.num_tokens[step.rows] - 1
+        table = runner.host_blocks.table[step.rows]
+        return decoder.committed_reader.has_read(table, roots)
+
+    def fits(
+        self, plan: StepPlan, step: StepInFlight, scheduled: SchedulerOutput
+    ) -> bool:
+        """Whether the planned trees need nothing of the host, and have room.
+
+        Args:
+            plan: of the next step.
+            step: the last one.
+            scheduled: the next one.
+
+        """
+        runner, decoder = self.runner, self.runner.decoder
+        if not decoder.drafter.draws_unseen(plan):
+            return False
+        assert plan.tree is not None
+        sizes = decoder.method.proposers[plan.tree].sizes
+        num_drafts = sizes.max_nodes - 1
+        if (decoder.slots.max_drafts(step.scheduled.slots) < num_drafts).any():
+            return False
+        reserved = scheduled.scheduled_spec_decode_tokens
+        if any(
+            len(reserved.get(req_id, ())) < num_drafts
+            for req_id in step.batch.req_ids
+            if req_id in scheduled.num_scheduled_tokens
+        ):
+            return False
+        # at most: all drafts of the last step's trees are accepted
+        ends = runner.texts.num_tokens[step.rows] + step.emitted.token_ids.shape[1]
+        return bool((ends + sizes.max_depth + 1 < runner.max_model_len).all())
+
+    def draw(self, plan: StepPlan, step: StepInFlight) -> UnseenTrees:
+        """Draw the trees behind a step."""
+        runner, slots = self.runner, step.scheduled.slots
+        runner.drafter.save_schedule()
+        sampled = self._sampled(step)
+        places = np.arange(len(slots))
+        view = sampling_view(runner, step.rows, step.batch.idx_mapping, NO_TEXTS)
+        sampling = view.select(places, on_device(places, runner.device))
+        noise = None
+        if not sampling.all_greedy:
+            assert plan.tree is not None
+            depth = runner.decoder.method.proposers[plan.tree].sizes.max_depth
+            seeds = runner.sampler.sampling_states.seeds.np[step.rows]
+            noise = gumbel_keys(seeds, sampled.root_positions, depth)
+        return runner.decoder.draft_unseen(plan, slots, sampled, sampling, noise)
+
+    def _sampled(self, step: StepInFlight) -> SampledTokens:
+        """What a step committed."""
+        runner, batch, emitted = self.runner, step.batch, step.emitted
+        index, reader = batch.idx_mapping, runner.decoder.committed_reader
+        num_tokens = emitted.num_tokens.long()
+        # query rows of the step's root and of the drafts that were accepted
+        rows = batch.query_start_loc[: batch.num_reqs, None].long()
+        if emitted.nodes is not None:
+            rows = rows + emitted.nodes
+        by_layer = hidden_by_layer(runner, step)
+        group = runner.group_order[0]
+        ends = runner.req_states.num_computed_tokens.gpu[index].long()
+        offsets = torch.arange(rows.shape[1], device=runner.device)
+        return SampledTokens(
+            num_tokens=num_tokens,
+            positions=(ends - num_tokens)[:, None] + offsets,
+            next_token_ids=emitted.token_ids.clamp(min=0),
+            block_table=runner.block_tables.block_tables[group].gpu[index],
+            features={layer: by_layer[layer][rows] for layer in reader.features},
+            hidden=step.hidden[rows.gather(1, num_tokens[:, None] - 1)[:, 0]],
+        )
