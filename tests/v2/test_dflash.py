@@ -11,6 +11,7 @@ from tests.dense_dflash import DenseDFlash
 from tests.heads import write_head
 from tests.v2.engines import GREEDY, engine
 from tests.v2.prompts import PROMPTS
+from vllm_treespec.batch.unseen import StepTrees
 
 DEPTH = 3
 # shorter than most texts
@@ -47,18 +48,20 @@ def test_chains_follow_from_the_text(
     spec = {"method": "dflash_tree", "model": head, "top_k": 1, "depth": DEPTH}
     drafts: list[tuple[list[int], list[int]]] = []
     with engine(target, {**spec, "schedule": "fixed"}) as running:
-        decoder = running.runner.decoder
-        draft = decoder.draft
+        seen = StepTrees.seen
 
-        def noting(batch: Any) -> Any:
-            proposal = draft(batch)
-            if proposal is not None:
-                for row, req in enumerate(proposal.reqs):
-                    text = batch.token_ids[req, : batch.end[req] + 1]
-                    drafts.append((text.tolist(), proposal.token_ids[row].tolist()))
-            return proposal
+        def noting(self: StepTrees, batch: Any) -> Any:
+            step = seen(self, batch)
+            if step.trees is not None:
+                roots = zip(
+                    step.trees.host_reqs, step.trees.root_positions, strict=True
+                )
+                for tree, (req, root) in enumerate(roots):
+                    text = batch.token_ids[req, : root + 1].tolist()
+                    drafts.append((text, step.trees.drafts(tree)[0]))
+            return step
 
-        monkeypatch.setattr(decoder, "draft", noting)
+        monkeypatch.setattr(StepTrees, "seen", noting)
         running.generate(PROMPTS[:2], GREEDY, 8)
     assert len(drafts) > 10
     wrong = [text for text, found in drafts if found != reference.chain(text, DEPTH)]

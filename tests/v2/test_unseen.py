@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.no_waiting import NoWaiting
 from tests.v2.engines import Engine, engine
 from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS
-from tests.v2.test_draft_graphs import in_a_kernel
+from tests.v2.test_draft_graphs import BY_A_NUMBER, in_a_kernel
+from tests.v2.test_tensor_parallel import RANKS, TIMES
 from tests.v2.test_trees import accepted, spec_of
 from vllm_treespec.batch.unseen import StepTrees
 from vllm_treespec.engine.v2.late import Emitted, StepInFlight
@@ -33,11 +35,31 @@ Trees = list[list[tuple[int, list[int], list[int]]]]
 
 
 @contextmanager
-def running(method: str, pair: tuple[str, str], folder: Path) -> Iterator[Engine]:
-    """An engine with a head of random weights."""
-    spec = spec_of(method, *METHODS[method], pair, folder)
-    with engine(pair[0], spec, max_num_batched_tokens=96) as started:
+def running(
+    method: str,
+    pair: tuple[str, str],
+    folder: Path,
+    keys: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[Engine]:
+    """An engine with a head of random weights; ``keys`` of its spec-config."""
+    spec = {**spec_of(method, *METHODS[method], pair, folder), **(keys or {})}
+    with engine(pair[0], spec, max_num_batched_tokens=96, **options) as started:
         yield started
+
+
+@contextmanager
+def counted_unseen() -> Iterator[list[StepInFlight]]:
+    """Steps behind which trees were drawn before the host knew their tokens."""
+    found: list[StepInFlight] = []
+    draw = UnseenDrafter.draw
+
+    def drawing(self: UnseenDrafter, plan: Any, step: StepInFlight) -> Any:
+        found.append(step)
+        return draw(self, plan, step)
+
+    with patch.object(UnseenDrafter, "draw", drawing):
+        yield found
 
 
 def answers(started: Engine, kind: str) -> tuple[list[list[int]], Trees]:
@@ -86,9 +108,7 @@ def test_the_same_trees_are_drawn(
     with running(method, pair, tmp_path) as started:
         num_accepted = 0
         for kind in ("greedy", "sampled"):
-            with patch.object(
-                TreeDecoder, "note", autospec=True, side_effect=TreeDecoder.note
-            ) as noted:
+            with counted_unseen() as unseen:
                 text, trees = answers(started, kind)
             num_accepted += accepted(started)
             with never_unseen():
@@ -98,7 +118,7 @@ def test_the_same_trees_are_drawn(
                 # those of the last steps are noted later
                 assert len(drawn) >= len(late) - 2
                 assert drawn == late[: len(drawn)]
-            assert noted.call_count > len(trees[0]) // 2
+            assert len(unseen) > len(trees[0]) // 2
         assert num_accepted > 0
 
 
@@ -123,12 +143,25 @@ def test_reading_is_refused() -> None:
     """Red when the test below would not see that the host reads a tensor."""
     with nothing_is_read(), pytest.raises(AssertionError, match="waits"):
         torch.ones(1).tolist()
+    with nothing_is_read(), pytest.raises(RuntimeError, match="wait"):
+        torch.ones(1)[torch.ones(1) > 0]
+
+
+class NoWaitingOutside(NoWaiting):
+    """Refuses operations that wait, except inside of kernels."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if in_a_kernel() or func == BY_A_NUMBER:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
 def nothing_is_read() -> Iterator[None]:
     """Refuse to read tensors on the host, except inside of kernels."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, NoWaitingOutside():
         for name in ("tolist", "numpy", "item", "cpu", "__bool__", "__int__"):
             stack.enter_context(patch.object(Tensor, name, refusing(name)))
         yield
@@ -180,10 +213,63 @@ def test_no_step_waits(method: str, pair: tuple[str, str], tmp_path: Path) -> No
         with (
             patch.object(UnseenDrafter, "draw", drawing),
             patch.object(StepInFlight, "wait", waiting),
-            reading_nothing(runner, "_put_unseen"),
             reading_nothing(runner, "postprocess_sampled"),
             reading_nothing(TreeDecoder, "begin_step"),
             reading_nothing(runner.sampler_class, "follow"),
         ):
             started.generate(PROMPTS[:2], PARAMS["sampled"], NUM_TOKENS)
     assert sum(step.followed for step in waited) > NUM_TOKENS // 2
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule"),
+    [("eagle_tree", "fixed"), ("dflash_tree", "fixed"), ("redrafter", "measured")],
+)
+def test_requests_come_and_go(
+    method: str,
+    schedule: str,
+    pair: tuple[str, str],
+    expected: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    """Red when a step that the host has not seen leaves something to another request.
+
+    Requests wait for rows, are preempted, find prefixes of others, and end in a tree.
+    """
+    keys = {"schedule": schedule, "schedule_cache": False, "num_drafts": 7}
+    options = {
+        "num_gpu_blocks_override": 10,
+        "max_model_len": 96,
+        "enable_prefix_caching": True,
+    }
+    ends = [{"max_tokens": count} for count in (NUM_TOKENS, 5, 11, NUM_TOKENS)]
+    with (
+        running(method, pair, tmp_path, keys, **options) as started,
+        counted_unseen() as unseen,
+    ):
+        for kind in ("greedy", "sampled"):
+            params = [{**PARAMS[kind], **end} for end in ends]
+            found = started.generate(PROMPTS, params)
+            for answer, whole, end in zip(found, expected[kind], ends, strict=True):
+                assert answer == whole[: end["max_tokens"]]
+        assert started.count("num_preemptions") > 0
+        assert len(unseen) > (NUM_TOKENS if schedule == "fixed" else 0)
+        drafts = started.count("spec_decode_num_draft_tokens")
+        stats = started.runner.decoder.stats.as_dict()
+        assert 0 < drafts <= stats["nodes"] - stats["trees"]
+
+
+def test_two_ranks_draw_alike(
+    pair: tuple[str, str], expected: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    """Red when a rank draws other trees, or ranks are compared in another order."""
+    with running("eagle_tree", pair, tmp_path, **RANKS) as started:
+        text = started.generate(PROMPTS[:2], PARAMS["sampled"], NUM_TOKENS)
+        assert text == expected["sampled"][:2]
+        ranks = started.llm.collective_rpc("treespec_stats")
+    first, second = (
+        {name: count for name, count in stats.items() if name not in TIMES}
+        for stats in ranks
+    )
+    assert first == second
+    assert first["trees"] > 0

@@ -290,14 +290,7 @@ class TreeDecoder:
             sampled: bool [num_reqs], which are not greedy.
 
         """
-        requests = RunningRequests(
-            num_reqs=len(slots),
-            slots=slots.tolist(),
-            sampled=sampled.tolist(),
-            limits=self.slots.max_drafts(slots).tolist(),
-            num_behind=[0] * len(slots),
-        )
-        return self.clock.plan(requests, slots)
+        return self._plan_for(slots, sampled, np.zeros_like(slots), slots)
 
     def draft_unseen(
         self,
@@ -378,14 +371,25 @@ class TreeDecoder:
         reqs = reqs[batch.emitted[reqs]]
         slots = batch.slots[reqs]
         sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
+        num_behind = self.committed_reader.num_behind(batch, reqs)
+        return self._plan_for(slots, sampled, num_behind, batch.slots)
+
+    def _plan_for(
+        self,
+        slots: np.ndarray,
+        sampled: np.ndarray,
+        num_behind: np.ndarray,
+        ran: np.ndarray,
+    ) -> StepPlan:
+        """Plan a step; see ``RunningRequests``, and ``StepClock.plan`` for ``ran``."""
         requests = RunningRequests(
-            batch.num_reqs,
+            len(ran),
             slots.tolist(),
             sampled.tolist(),
             self.slots.max_drafts(slots).tolist(),
-            self.committed_reader.num_behind(batch, reqs).tolist(),
+            num_behind.tolist(),
         )
-        return self.clock.plan(requests, batch.slots)
+        return self.clock.plan(requests, ran)
 
     def _draw(
         self,

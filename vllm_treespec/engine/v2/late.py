@@ -100,6 +100,18 @@ def by_request(
     }
 
 
+def drafts_of(
+    drawn: Proposal | UnseenTrees | None, slots: RequestSlots
+) -> dict[str, list[int]]:
+    """Draft tokens of each request's tree; of unseen trees as many placeholders."""
+    if drawn is None:
+        return {}
+    if isinstance(drawn, Proposal):
+        return by_request(drawn, drawn.drafts(), slots)
+    placeholders = [-1] * (drawn.draft.tree.max_nodes - 1)
+    return by_request(drawn, [placeholders] * len(drawn.slots), slots)
+
+
 def trim(
     scheduled: SchedulerOutput, drafts: Mapping[str, Sequence[int]], fill: int
 ) -> SchedulerOutput:

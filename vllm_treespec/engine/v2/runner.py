@@ -16,7 +16,6 @@ from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch
 
 from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.batch.unseen import UnseenTrees
-from vllm_treespec.batch.views import GREEDY_BELOW
 from vllm_treespec.config.request_options import request_options
 from vllm_treespec.engine.drafter import TreeDrafter, engine_limits
 from vllm_treespec.engine.kv_cache import with_fork_blocks
@@ -24,11 +23,17 @@ from vllm_treespec.engine.request_check import drafters_can_read
 from vllm_treespec.engine.scheduler import TreeDraftTokenIds
 from vllm_treespec.engine.v2.axes import TreeRopeState
 from vllm_treespec.engine.v2.blocks import HostBlocks
-from vllm_treespec.engine.v2.late import Emitted, StepInFlight, by_request, trim
+from vllm_treespec.engine.v2.late import (
+    Emitted,
+    StepInFlight,
+    by_request,
+    drafts_of,
+    trim,
+)
 from vllm_treespec.engine.v2.lora import TreeLoraState
 from vllm_treespec.engine.v2.noise import SamplerNoise
 from vllm_treespec.engine.v2.ranks import RankCheck
-from vllm_treespec.engine.v2.scheduler import TreeCounts, UnseenCounts
+from vllm_treespec.engine.v2.scheduler import tree_counts
 from vllm_treespec.engine.v2.speculator import LateDrafts
 from vllm_treespec.engine.v2.texts import HostTexts
 from vllm_treespec.engine.v2.tiers import can_fill, tiers
@@ -186,7 +191,7 @@ class TreeRunnerMixin(V2Runner):
         """Draw the trees of the step that begins, and trim its placeholders."""
         drawn = self._draw(scheduler_output)
         self.reserved = dict(scheduler_output.scheduled_spec_decode_tokens)
-        drafts = self._drafts(drawn)
+        drafts = drafts_of(drawn, self.decoder.slots)
         self.drafts = {
             req_id: drafts[req_id][: len(placeholders)]
             for req_id, placeholders in self.reserved.items()
@@ -199,16 +204,6 @@ class TreeRunnerMixin(V2Runner):
                 self._put_drafts()
             fill = self._fill(scheduler_output) - 1
         return trim(scheduler_output, self.drafts, fill)
-
-    def _drafts(self, drawn: Proposal | UnseenTrees | None) -> dict[str, list[int]]:
-        """Draft tokens of each request's tree; of unseen trees as many placeholders."""
-        if drawn is None:
-            return {}
-        if isinstance(drawn, Proposal):
-            return by_request(drawn, drawn.drafts(), self.decoder.slots)
-        placeholders = [-1] * (drawn.draft.tree.max_nodes - 1)
-        each = [placeholders] * len(drawn.slots)
-        return by_request(drawn, each, self.decoder.slots)
 
     def _fill(self, scheduler_output: SchedulerOutput) -> int:
         """Rows that every request brings, so that the step has a full CUDA graph.
@@ -248,14 +243,9 @@ class TreeRunnerMixin(V2Runner):
         self._settle(self.in_flight[:-1])
         plan: StepPlan | None = None
         if self.unseen.may_draw(last, scheduled):
-            greedy = self.sampler.sampling_states.temperature.np[last.rows]
-            sampled = greedy >= GREEDY_BELOW
-            plan = decoder.plan(last.scheduled.slots, sampled)
+            plan = self.unseen.plan(last)
             if self.unseen.fits(plan, last, scheduled):
-                last.followed = True
-                trees = self.unseen.draw(plan, last)
-                self._put_unseen(last, trees)
-                return trees
+                return self.unseen.draw(plan, last)
         num_emitted = self._settle([last])
         return self.drafter.propose(emitted_batch(self, last, num_emitted), plan)
 
@@ -287,12 +277,6 @@ class TreeRunnerMixin(V2Runner):
             line[: len(drafts)] = drafts
         index = on_device(np.array(rows), self.device)
         self.req_states.draft_tokens[index] = on_device(tokens, self.device)
-
-    def _put_unseen(self, step: StepInFlight, trees: UnseenTrees) -> None:
-        """The same of trees on the device, drawn behind a step."""
-        drafts = trees.draft.tree.token_ids[:, 1:]
-        held = self.req_states.draft_tokens
-        held[step.batch.idx_mapping, : drafts.shape[1]] = drafts
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Forget the requests that ended, and discard trees of preempted ones."""
@@ -411,20 +395,8 @@ class TreeRunnerMixin(V2Runner):
                 state.aux_hidden_states or (),
             )
         )
-        output.model_runner_output.trees = self._counts()
+        output.model_runner_output.trees = tree_counts(self.decoder, self.drafts)
         return output
-
-    def _counts(self) -> TreeCounts:
-        """What the scheduler is told of the step's trees."""
-        decoder, counts = self.decoder, self.decoder.stats.hand_over()
-        if not isinstance(decoder.proposal, UnseenTrees):
-            num_drafts = {req_id: len(drafts) for req_id, drafts in self.drafts.items()}
-            return TreeCounts(num_drafts, counts)
-        rows: dict[str, int] = {}
-        if decoder.trees is not None:
-            names = map(decoder.slots.name, decoder.trees.slots.tolist())
-            rows = dict(zip(names, decoder.trees.proposal_rows.tolist(), strict=True))
-        return UnseenCounts(rows, decoder.proposal, counts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand the trees of the step that began to the scheduler, for its grammars."""

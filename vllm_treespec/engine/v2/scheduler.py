@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput
 
 from vllm_treespec.batch.stats import StepCounts
+from vllm_treespec.batch.unseen import UnseenTrees
 from vllm_treespec.config.request_options import request_options
 from vllm_treespec.engine.scheduler import (
     TreeDraftTokenIds,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-    from vllm_treespec.batch.unseen import UnseenTrees
+    from vllm_treespec.step.decoder import TreeDecoder
 
 
 @dataclass
@@ -60,6 +61,26 @@ class UnseenCounts(TreeCounts):
     def __reduce__(self) -> tuple[type[TreeCounts], tuple[dict[str, int], StepCounts]]:
         """It is sent when the step is over."""
         return TreeCounts, (self.num_drafts, self.counts)
+
+
+def tree_counts(decoder: TreeDecoder, drafts: Mapping[str, list[int]]) -> TreeCounts:
+    """What a worker says of the trees of the running step.
+
+    Args:
+        decoder: with these trees.
+        drafts: of them, by request.
+
+    """
+    counts, proposal = decoder.stats.hand_over(), decoder.proposal
+    if not isinstance(proposal, UnseenTrees):
+        return TreeCounts(
+            {name: len(tokens) for name, tokens in drafts.items()}, counts
+        )
+    rows: dict[str, int] = {}
+    if decoder.trees is not None:
+        names = map(decoder.slots.name, decoder.trees.slots.tolist())
+        rows = dict(zip(names, decoder.trees.proposal_rows.tolist(), strict=True))
+    return UnseenCounts(rows, proposal, counts)
 
 
 class TreeAsyncScheduler(TreeSchedulerMixin, AsyncScheduler):

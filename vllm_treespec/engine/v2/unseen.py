@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_treespec.batch.views import GREEDY_BELOW
 from vllm_treespec.engine.v2.views import hidden_by_layer, sampling_view
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.gumbel import gumbel_keys
@@ -60,6 +61,12 @@ class UnseenDrafter:
         table = runner.host_blocks.table[step.rows]
         return decoder.committed_reader.has_read(table, roots)
 
+    def plan(self, step: StepInFlight) -> StepPlan:
+        """Plan the step behind the last one."""
+        temperature = self.runner.sampler.sampling_states.temperature.np[step.rows]
+        slots = step.scheduled.slots
+        return self.runner.decoder.plan(slots, temperature >= GREEDY_BELOW)
+
     def fits(
         self, plan: StepPlan, step: StepInFlight, scheduled: SchedulerOutput
     ) -> bool:
@@ -91,9 +98,10 @@ class UnseenDrafter:
         return bool((ends + sizes.max_depth + 1 < runner.max_model_len).all())
 
     def draw(self, plan: StepPlan, step: StepInFlight) -> UnseenTrees:
-        """Draw the trees behind a step."""
+        """Draw the trees behind the last step, and put drafts where vLLM reads them."""
         runner, slots = self.runner, step.scheduled.slots
         runner.drafter.save_schedule()
+        step.followed = True
         sampled = self._sampled(step)
         places = np.arange(len(slots))
         view = sampling_view(runner, step.rows, step.batch.idx_mapping, NO_TEXTS)
@@ -104,7 +112,11 @@ class UnseenDrafter:
             depth = runner.decoder.method.proposers[plan.tree].sizes.max_depth
             seeds = runner.sampler.sampling_states.seeds.np[step.rows]
             noise = gumbel_keys(seeds, sampled.root_positions, depth)
-        return runner.decoder.draft_unseen(plan, slots, sampled, sampling, noise)
+        trees = runner.decoder.draft_unseen(plan, slots, sampled, sampling, noise)
+        drafts = trees.draft.tree.token_ids[:, 1:]
+        held = runner.req_states.draft_tokens
+        held[step.batch.idx_mapping, : drafts.shape[1]] = drafts
+        return trees
 
     def _sampled(self, step: StepInFlight) -> SampledTokens:
         """What a step committed."""
