@@ -77,6 +77,7 @@ def result_of(
         claimed or {},
         kept or {},
         seconds,
+        is_usual=plan.is_usual,
     )
 
 

@@ -295,6 +295,7 @@ class Run:
             claimed=drafted.claimed,
             accepted=drafted.accepted,
             drafting_seconds=drafting,
+            is_usual=plan.is_usual,
         )
 
 

@@ -59,6 +59,8 @@ class Proposal:
     num_levels: int = 0
     # tokens of earlier steps that draft models read for the trees
     num_caught_up: int = 0
+    # whether the target reads a row for every node that a tree may have
+    is_filled: bool = False
 
     @classmethod
     def from_draft(

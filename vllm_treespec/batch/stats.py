@@ -207,7 +207,10 @@ class StepStats:
         """
         by_source = np.zeros((batch.num_reqs, 2), dtype=np.int64)
         num_accepted = batch.num_emitted[trees.host_reqs] - 1
-        self.count_trees(trees.num_nodes.tolist(), num_accepted.tolist())
+        has_drafts = trees.num_nodes > 1
+        self.count_trees(
+            trees.num_nodes[has_drafts].tolist(), num_accepted[has_drafts].tolist()
+        )
         for req, *parts in scored_by_source(trees, proposal, batch):
             if Source.INDEX in sources:
                 by_source[req] = count_by_source(parts[1])

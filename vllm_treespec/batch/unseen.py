@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -54,11 +55,13 @@ class UnseenTrees:
         """Leave out the trees of the requests in these slots, int64 [n]."""
         return replace(self, slots=without_trees(self.slots, slots))
 
+    @cached_property
     def seen(self) -> Proposal:
-        """The trees on the host; to be called when a step that scored them is over."""
+        """The trees on the host; to be read when a step that scored them is over."""
         places = self.tree_index, self.step, self.slots, self.reqs
         whole = np.full(len(self.slots), self.draft.tree.max_nodes)
-        return Proposal.on_host(self.draft, self.copy.arrived(), *places, whole)
+        proposal = Proposal.on_host(self.draft, self.copy.arrived(), *places, whole)
+        return replace(proposal, is_filled=True)
 
 
 def place_unseen(
@@ -124,7 +127,7 @@ class StepTrees:
         """The same on the host, once the step is over."""
         trees, proposal = self.trees, self.proposal
         if isinstance(proposal, UnseenTrees):
-            proposal = proposal.seen()
+            proposal = proposal.seen
             if trees is not None:
                 roots = batch.num_computed[trees.host_reqs]
                 trees = seen_trees(trees, proposal, roots)

@@ -87,7 +87,6 @@ class StepClock:
         self.planned = deque([self.last], maxlen=MAX_PLANNED)
         # of a clock in seconds, when a step was observed last
         self.observed = 0.0
-        self.only_decoded = False
         # from the last plan to the drafts
         self.drafting_seconds = 0.0
         # since the last plan, which held for them, too
@@ -115,12 +114,15 @@ class StepClock:
         holds = self.last.only_decoded and num_steps <= self.schedule.rest_steps
         return holds and self._goes_on(self.last, scheduled)
 
-    def plan(self, requests: RunningRequests, ran: np.ndarray) -> StepPlan:
+    def plan(
+        self, requests: RunningRequests, ran: np.ndarray, only_decoded: bool
+    ) -> StepPlan:
         """Plan a step.
 
         Args:
             requests: that may draft in it.
             ran: int64 [num_reqs], slots of all that ran in the step before.
+            only_decoded: whether that step only decoded.
 
         """
         nothing = PLAIN_PLAN, PLAIN
@@ -132,7 +134,7 @@ class StepClock:
             frozenset(ran.tolist()),
             requests.num_reqs,
             any(requests.sampled),
-            self.only_decoded,
+            only_decoded,
             self.clock(),
         )
         self.planned.append(self.last)
@@ -167,7 +169,6 @@ class StepClock:
                 [num_reqs, 2].
 
         """
-        self.only_decoded = scheduled.only_decodes
         planned = self.planned.popleft()
         result = self._result(planned, batch, proposal, accepted, by_source)
         num_drawn = 0 if proposal is None else len(proposal.slots)
@@ -202,13 +203,15 @@ class StepClock:
                 work,
                 drafting_seconds=self.drafting_seconds,
                 num_steps=num_steps,
+                is_usual=plan.is_usual,
             )
         rows = rows_of(proposal.slots, batch.slots)
         # A tree that did not come back tells nothing.
         came = (accepted >= 0) | (proposal.num_drafts[rows] == 0)
         places = np.flatnonzero(came & (rows >= 0) & batch.emitted)
         rows = rows[places]
-        num_drafts = proposal.num_drafts[rows]
+        num_drafts, limits = proposal.num_drafts[rows], proposal.node_limits[rows] - 1
+        num_read = limits if proposal.is_filled else num_drafts
         num_accepted = accepted[places].clip(min=0)
         claimed: dict[Source, list[float]] = {}
         kept: dict[Source, list[int]] = {}
@@ -221,8 +224,8 @@ class StepClock:
         return StepResult(
             plan.tree,
             work._replace(
-                rows=int(num_drafts.sum()),
-                drafted=float(num_drafts.any()),
+                rows=int(num_read.sum()),
+                drafted=float(num_read.any()),
                 branches=float(proposal.is_branching(rows, 1 + num_drafts)),
                 levels=proposal.num_levels,
                 caught_up=proposal.num_caught_up,
@@ -230,11 +233,12 @@ class StepClock:
             slots=proposal.slots[rows].tolist(),
             num_drafts=num_drafts.tolist(),
             num_accepted=num_accepted.tolist(),
-            limits=(proposal.node_limits[rows] - 1).tolist(),
+            limits=limits.tolist(),
             claimed=claimed,
             accepted=kept,
             drafting_seconds=self.drafting_seconds,
             num_steps=num_steps,
+            is_usual=plan.is_usual,
         )
 
     def drafted(self) -> None:

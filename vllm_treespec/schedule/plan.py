@@ -92,6 +92,8 @@ class StepPlan:
     max_levels: int | None = None
     # tokens of earlier steps that draft models read at most; None: as many as fit
     max_caught_up: int | None = None
+    # whether its step takes as long as others like it; not right behind another tree
+    is_usual: bool = field(default=True, compare=False)
 
     def of_slots(self, slots: Sequence[int]) -> StepPlan:
         """The same for some of the requests, in this order."""
@@ -151,3 +153,5 @@ class StepResult:
     drafting_seconds: float = 0.0
     # that it was, all alike
     num_steps: int = 1
+    # see ``StepPlan``
+    is_usual: bool = True

@@ -149,9 +149,10 @@ class AdaptiveScheduler(Schedule):
         assert offer is not None
         left_out = self.round.left_out
         slots = [slot for slot in requests.slots if slot not in left_out]
-        if offer.option is None or not slots:
-            return PLAIN_PLAN
-        return self._plan_of(offer, slots, requests)
+        plan = PLAIN_PLAN
+        if offer.option is not None and slots:
+            plan = self._plan_of(offer, slots, requests)
+        return replace(plan, is_usual=self.round.settled)
 
     def _count(self, size: int, sampled: bool, num_steps: int) -> None:
         """Count steps of a batch size."""
@@ -289,7 +290,7 @@ class AdaptiveScheduler(Schedule):
             self.calibration.observe(self.step, self.kinds, result)
             if work.levels:
                 self._observe_levels(option, result)
-        is_usual = now.settled or work.caught_up >= MANY_TOKENS
+        is_usual = result.is_usual or work.caught_up >= MANY_TOKENS
         if result.seconds is not None and is_usual:
             self.timed.append(work)
             self.timed_seconds += [result.seconds, result.drafting_seconds]

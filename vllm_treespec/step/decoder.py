@@ -290,7 +290,8 @@ class TreeDecoder:
             sampled: bool [num_reqs], which are not greedy.
 
         """
-        return self._plan_for(slots, sampled, np.zeros_like(slots), slots)
+        # the step before only decodes
+        return self._plan_for(slots, sampled, np.zeros_like(slots), slots, True)
 
     def draft_unseen(
         self,
@@ -320,20 +321,10 @@ class TreeDecoder:
             self.clock.drafted()
             return unseen
 
-    def note(self, step: StepTrees, batch: EmittedBatch) -> Proposal | None:
-        """Note a step behind which trees were drawn before it was over.
-
-        Returns:
-            its own trees, if the host had not seen them.
-
-        """
-        seen = step.seen(batch)
-        self._observe(seen, batch)
+    def note(self, step: StepTrees, batch: EmittedBatch) -> None:
+        """Note a step behind which trees were drawn before it was over."""
+        self._observe(step.seen(batch), batch)
         self.committed_reader.note_read(batch)
-        if seen.proposal is None or seen.proposal is step.proposal:
-            return None
-        self.drafter.count_beams(seen.proposal)
-        return seen.proposal
 
     def _observe(self, step: SeenTrees, batch: EmittedBatch) -> None:
         """Let the schedule learn from a step."""
@@ -372,7 +363,8 @@ class TreeDecoder:
         slots = batch.slots[reqs]
         sampled = batch.sampling.host_temperature[reqs] >= GREEDY_BELOW
         num_behind = self.committed_reader.num_behind(batch, reqs)
-        return self._plan_for(slots, sampled, num_behind, batch.slots)
+        decoded = self.batch.only_decodes
+        return self._plan_for(slots, sampled, num_behind, batch.slots, decoded)
 
     def _plan_for(
         self,
@@ -380,8 +372,9 @@ class TreeDecoder:
         sampled: np.ndarray,
         num_behind: np.ndarray,
         ran: np.ndarray,
+        only_decoded: bool,
     ) -> StepPlan:
-        """Plan a step; see ``RunningRequests``, and ``StepClock.plan`` for ``ran``."""
+        """Plan a step; see ``RunningRequests`` and ``StepClock.plan``."""
         requests = RunningRequests(
             len(ran),
             slots.tolist(),
@@ -389,7 +382,7 @@ class TreeDecoder:
             self.slots.max_drafts(slots).tolist(),
             num_behind.tolist(),
         )
-        return self.clock.plan(requests, ran)
+        return self.clock.plan(requests, ran, only_decoded)
 
     def _draw(
         self,

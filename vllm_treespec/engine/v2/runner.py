@@ -261,11 +261,13 @@ class TreeRunnerMixin(V2Runner):
             tokens, num_emitted = step.wait()
             step.found_computed(self.texts.num_tokens[step.rows])
             self.texts.append(step.rows, tokens, num_emitted)
+            drawn = step.trees.proposal
+            if isinstance(drawn, UnseenTrees):
+                self.rank_check.compare(drawn.seen, self.decoder.step)
+                self.decoder.drafter.count_beams(drawn.seen)
             if step.followed:
                 batch = noted_batch(self, step, num_emitted)
-                proposal = self.decoder.note(step.trees, batch)
-                if proposal is not None:
-                    self.rank_check.compare(proposal, self.decoder.step)
+                self.decoder.note(step.trees, batch)
         self.in_flight = self.in_flight[len(steps) :]
         return num_emitted
 

@@ -54,9 +54,9 @@ class UnseenCounts(TreeCounts):
 
     @cached_property
     def num_drafts(self) -> dict[str, int]:  # type: ignore[override]
-        """Request id -> draft tokens of its tree."""
-        found = self.trees.seen().num_drafts.tolist()
-        return {req_id: found[row] for req_id, row in self.rows.items()}
+        """Request id -> draft tokens of its tree, if it has any."""
+        found = self.trees.seen.num_drafts.tolist()
+        return {name: found[row] for name, row in self.rows.items() if found[row]}
 
     def __reduce__(self) -> tuple[type[TreeCounts], tuple[dict[str, int], StepCounts]]:
         """It is sent when the step is over."""

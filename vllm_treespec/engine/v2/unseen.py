@@ -83,8 +83,13 @@ class UnseenDrafter:
             return False
         assert plan.tree is not None
         sizes = decoder.method.proposers[plan.tree].sizes
-        num_drafts = sizes.max_nodes - 1
-        if (decoder.slots.max_drafts(step.scheduled.slots) < num_drafts).any():
+        num_drafts, slots = sizes.max_nodes - 1, step.scheduled.slots
+        # others decode plainly, or with fewer rows
+        if set(plan.slots) != set(slots.tolist()):
+            return False
+        if plan.max_rows is not None and plan.max_rows < num_drafts * len(slots):
+            return False
+        if (decoder.slots.max_drafts(slots) < num_drafts).any():
             return False
         reserved = scheduled.scheduled_spec_decode_tokens
         if any(
