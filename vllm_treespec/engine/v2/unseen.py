@@ -27,7 +27,7 @@ class UnseenDrafter:
     """Draws trees from what the last step left on the device.
 
     So no step waits for the one before it. It is for steps in which all requests decode
-    and draft, from a head or draft model that has read all that came before.
+    and draft, from a head that has read all that came before.
     """
 
     def __init__(self, runner: TreeRunnerMixin) -> None:
