@@ -33,9 +33,7 @@ FULL = [[-1] * 3] * 3
 
 def unseen() -> UnseenTrees:
     """Trees of three requests, one of which has no drafts."""
-    return UnseenTrees.from_draft(
-        Draft(TREES), 1, STEP - 1, ints(SLOTS), ints(range(3))
-    )
+    return UnseenTrees.from_draft(Draft(TREES), 1, STEP - 1, ints(SLOTS))
 
 
 def placed(order: list[int]) -> PlacedTrees:

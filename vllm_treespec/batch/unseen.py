@@ -30,26 +30,20 @@ class UnseenTrees:
     """
 
     draft: Draft
-    # see ``Proposal``
+    # see ``Proposal``; the trees are those of all requests of a batch, in its order
     tree_index: int
     step: int
     slots: np.ndarray
-    reqs: np.ndarray
     # of what a proposal has, on its way to the host
     copy: HostCopy
 
     @classmethod
     def from_draft(
-        cls,
-        draft: Draft,
-        tree_index: int,
-        step: int,
-        slots: np.ndarray,
-        reqs: np.ndarray,
+        cls, draft: Draft, tree_index: int, step: int, slots: np.ndarray
     ) -> UnseenTrees:
         """Send what the host will read of new trees; it does not wait."""
         copy = HostCopy(read_on_host(draft), wait=False)
-        return cls(draft, tree_index, step, slots, reqs, copy)
+        return cls(draft, tree_index, step, slots, copy)
 
     def without(self, slots: np.ndarray) -> UnseenTrees:
         """Leave out the trees of the requests in these slots, int64 [n]."""
@@ -58,7 +52,7 @@ class UnseenTrees:
     @cached_property
     def seen(self) -> Proposal:
         """The trees on the host; to be read when a step that scored them is over."""
-        places = self.tree_index, self.step, self.slots, self.reqs
+        places = self.tree_index, self.step, self.slots, np.arange(len(self.slots))
         whole = np.full(len(self.slots), self.draft.tree.max_nodes)
         proposal = Proposal.on_host(self.draft, self.copy.arrived(), *places, whole)
         return replace(proposal, is_filled=True)

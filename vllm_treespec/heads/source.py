@@ -39,6 +39,7 @@ class HeadSource(DeviceSource):
 
     def start_unseen(self, sampled: SampledTokens) -> dict[str, Tensor]:
         """The same of a step that the host has not seen."""
+        assert sampled.hidden is not None
         return {"hidden": sampled.hidden}
 
     def grow(

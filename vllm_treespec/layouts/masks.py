@@ -75,11 +75,11 @@ class MaskLayout:
     def prepare_inputs(self, trees: PlacedTrees, inputs: TargetInputs) -> None:
         """Give the nodes their masks and their depths' positions."""
         batch = inputs.batch
-        max_depth = self.limits.sizes.max_depth
-        nodes: Sequence[Tensor] | Tensor = self._device_nodes(trees)
         if isinstance(trees, RunningTrees):
-            nodes = on_device(host_nodes(trees, max_depth), trees.reqs.device)
-        rows, roots_of_nodes, masks, depths = nodes
+            host = host_nodes(trees, self.limits.sizes.max_depth)
+            rows, roots_of_nodes, masks, depths = on_device(host, trees.reqs.device)
+        else:
+            rows, roots_of_nodes, masks, depths = self._device_nodes(trees)
         self.root_positions = roots = batch.context_lens[trees.reqs].long()
         self.block_tables = {
             number: batch.groups[number].block_table[trees.reqs]

@@ -85,8 +85,9 @@ class SampledTokens:
     block_table: Tensor
     # layer -> [num_reqs, width, hidden_size], of the committed tokens
     features: dict[int, Tensor]
-    # [num_reqs, hidden_size], the target's final one, from which the root was emitted
-    hidden: Tensor
+    # [num_reqs, hidden_size], the target's final one, from which the root was emitted,
+    # if the source asks
+    hidden: Tensor | None
 
     @property
     def root_token_ids(self) -> Tensor:

@@ -316,7 +316,7 @@ class TreeDecoder:
             plan_of = plan.of_slots(slots.tolist())
             draft = self.drafter.draw_unseen(plan_of, sampled, sampling, noise_keys)
             self.proposal = unseen = UnseenTrees.from_draft(
-                draft, plan.tree, self.step, slots, np.arange(len(slots))
+                draft, plan.tree, self.step, slots
             )
             self.clock.drafted()
             return unseen

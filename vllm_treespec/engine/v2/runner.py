@@ -231,11 +231,9 @@ class TreeRunnerMixin(V2Runner):
     def _draw(self, scheduled: SchedulerOutput) -> Proposal | UnseenTrees | None:
         """Draw the trees that follow the last step; None without any."""
         decoder = self.decoder
-        if not self.in_flight or self.in_flight[-1].rested:
+        last = self.in_flight[-1] if self.in_flight else None
+        if last is None or last.rested or last.followed:
             # no step since the last trees were drawn
-            return decoder.proposal
-        last = self.in_flight[-1]
-        if last.followed:
             return decoder.proposal
         if decoder.rests(last.completes):
             last.rested = True

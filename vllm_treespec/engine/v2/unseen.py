@@ -132,6 +132,9 @@ class UnseenDrafter:
         rows = batch.query_start_loc[: batch.num_reqs, None].long()
         if emitted.nodes is not None:
             rows = rows + emitted.nodes
+        hidden = None
+        if reader.reads_roots:
+            hidden = step.hidden[rows.gather(1, num_tokens[:, None] - 1)[:, 0]]
         by_layer = hidden_by_layer(runner, step)
         group = runner.group_order[0]
         ends = runner.req_states.num_computed_tokens.gpu[index].long()
@@ -142,5 +145,5 @@ class UnseenDrafter:
             next_token_ids=emitted.token_ids.clamp(min=0),
             block_table=runner.block_tables.block_tables[group].gpu[index],
             features={layer: by_layer[layer][rows] for layer in reader.features},
-            hidden=step.hidden[rows.gather(1, num_tokens[:, None] - 1)[:, 0]],
+            hidden=hidden,
         )

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from vllm_treespec.engine.v2.runner import TreeRunnerMixin
     from vllm_treespec.engine.v2.vllm_types import InputBatch
 
+# in the place of a tensor that nobody reads
+NOTHING = torch.empty(0)
+
 
 def scheduled_batch(
     batch: InputBatch,
@@ -163,7 +166,7 @@ def noted_batch(
     runner: TreeRunnerMixin, step: StepInFlight, num_emitted: np.ndarray
 ) -> EmittedBatch:
     """The same as far as it is on the host; its tensors are empty."""
-    rows, nothing = step.rows, torch.empty(0)
+    rows = step.rows
     texts = runner.texts.view(rows)
     temperature = runner.sampler.sampling_states.temperature.np[rows]
     return EmittedBatch(
@@ -176,8 +179,8 @@ def noted_batch(
         sampling=SamplingView(temperature, None, None, None, texts),
         blocks=BlockTables(
             host_table=runner.host_blocks.table[rows],
-            device_table=nothing,
+            device_table=NOTHING,
             num_blocks=runner.host_blocks.num_blocks[rows],
         ),
-        hidden=HiddenStates(nothing, {}),
+        hidden=HiddenStates(NOTHING, {}),
     )
