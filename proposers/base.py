@@ -134,6 +134,7 @@ class Proposer(ABC):
             plan says.
         can_end_early: whether a plan may let a model read fewer levels.
         reads_sampling: whether drafts depend on the requests' sampling parameters.
+        draws_on_device: whether it draws by the device's work alone.
 
     """
 
@@ -141,6 +142,7 @@ class Proposer(ABC):
     min_probability: float | None = 0.0
     can_end_early: bool = False
     reads_sampling: bool = True
+    draws_on_device: bool = False
     sizes: TreeSizes
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
@@ -157,9 +159,9 @@ class Proposer(ABC):
     def graph_part(self) -> Proposer | None:
         """What draws from a draft model by the device's work alone; None: nothing does.
 
-        So a CUDA graph can hold it. Its trees have claims, and no draws.
+        So a CUDA graph can hold it.
         """
-        return None
+        return self if self.draws_on_device else None
 
     @abstractmethod
     def propose(self, inputs: ProposerInputs) -> Draft:

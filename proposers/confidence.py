@@ -43,8 +43,6 @@ class Confidence:
             float64 [num_reqs, width, count], -inf for those to leave out.
 
         """
-        if not self.filter.is_on:
-            return torch.zeros_like(columns, dtype=torch.float64)
         if self.sampling.all_greedy:
             mass = probs.gather(-1, columns)
         else:

@@ -154,6 +154,7 @@ class DrawnDFlash(Proposer):
         """Take what draws the tree."""
         self.tree = tree
         self.sizes = sizes(tree.sizes)
+        self.draws_on_device = tree.draws_on_device
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; levels after the first cost no forward."""

@@ -66,6 +66,7 @@ class DynamicTree(Proposer):
     """
 
     can_end_early = True
+    draws_on_device = True
 
     def __init__(
         self,
@@ -92,11 +93,6 @@ class DynamicTree(Proposer):
     def sizes_of(top_k: int, depth: int, num_drafts: int) -> TreeSizes:
         """Sizes of the trees, see ``__init__``."""
         return sizes(top_k, depth, num_drafts)
-
-    @property
-    def graph_part(self) -> DynamicTree:
-        """All of it."""
-        return self
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request, one draft forward per level."""

@@ -71,6 +71,7 @@ class Medusa(Proposer):
     """
 
     reads_sampling = False
+    draws_on_device = True
 
     def __init__(
         self, num_drafts: int, rank_accuracies: Sequence[Sequence[float]]
@@ -105,11 +106,6 @@ class Medusa(Proposer):
         self.parents = torch.tensor([NO_NODE] + [numbers[p[:-1]] for p in paths])
         self.depths = torch.tensor([0] + [len(p) for p in paths])
         self.claims = claims_of_tree(paths, rank_accuracies)
-
-    @property
-    def graph_part(self) -> Medusa:
-        """All of it."""
-        return self
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Fill the tree for every request."""

@@ -40,6 +40,8 @@ class ReDrafter(Proposer):
     probability of its prefix.
     """
 
+    draws_on_device = True
+
     def __init__(self, beam_width: int, length: int, num_drafts: int) -> None:
         """Take the number of beams, tokens of each, and draft nodes at most."""
         self.beam_width = beam_width
@@ -47,11 +49,6 @@ class ReDrafter(Proposer):
         self.num_beam_tokens = beam_width * length
         self.num_drafts = min(num_drafts, self.num_beam_tokens)
         self.sizes = sizes(beam_width, length, num_drafts)
-
-    @property
-    def graph_part(self) -> ReDrafter:
-        """All of it."""
-        return self
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request, one draft forward per level."""

@@ -51,6 +51,8 @@ class RsdC(Proposer):
     ``min_probability`` are left out (``confidence.py``).
     """
 
+    can_end_early = True
+    draws_on_device = True
     min_probability: float
 
     def __init__(

@@ -47,6 +47,8 @@ class RsdS(Proposer):
     out (``confidence.py``).
     """
 
+    can_end_early = True
+    draws_on_device = True
     min_probability: float
 
     def __init__(

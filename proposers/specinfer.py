@@ -54,6 +54,8 @@ class SpecInfer(Proposer):
         # per model and level below the root
         self.widths = [level_widths(factors)[1:] for factors in self.branching_factors]
         self.sizes = sizes(self.branching_factors)
+        # the host compares the vocabularies of several models
+        self.draws_on_device = len(self.branching_factors) == 1
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request, one forward per draft model and level.

@@ -82,6 +82,7 @@ class StaticTree(Proposer):
     """
 
     reads_sampling = False
+    draws_on_device = True
 
     name = "static_tree"
 
@@ -125,11 +126,6 @@ class StaticTree(Proposer):
             max_siblings=max(level.num_ranks for level in self.levels),
             max_parents=1 + sum(read),
         )
-
-    @property
-    def graph_part(self) -> StaticTree:
-        """All of it."""
-        return self
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Fill the tree for every request, one draft forward per level."""

@@ -40,6 +40,7 @@ class StochasticTree(Proposer):
     would not be. At temperature 0 this is the dynamic tree.
     """
 
+    draws_on_device = True
     name = "stochastic_tree"
 
     def __init__(self, top_k: int, depth: int, num_drafts: int) -> None:

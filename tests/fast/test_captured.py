@@ -29,7 +29,7 @@ from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
 from vllm_treespec.step.method import Method
 
 META = torch.device("meta")
-RANKED = ["dynamic_tree", "dflash", "redrafter", "medusa_tree", "static_tree"]
+ON_DEVICE = [name for name, each in PROPOSERS.items() if each.graph_part is each]
 
 
 class MetaSource(HeadSource):
@@ -62,7 +62,7 @@ def captured(name: str, max_trees: int = NUM_REQS) -> CapturedTrees:
 
 
 @pytest.mark.parametrize("sampling", Sampling)
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize("name", ON_DEVICE)
 def test_drawing_is_the_devices_work(
     name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,10 +79,7 @@ def test_schedules_are_told_of_branches(factors: list[int]) -> None:
 
 @pytest.mark.parametrize("prunes", [True, False])
 def test_claims_reach_schedules_of_trees_that_prune(prunes: bool) -> None:
-    """Red when fixed trees, all of whose drafts are sent, change what claims tell.
-
-    So too when a tree of which not all is proposed claims nothing, or all.
-    """
+    """Red when a draft model's claims are lost, or reach a schedule of fixed trees."""
     language, proposer = Language(0), Sd(4)
     tree = Scheduled(1000, proposer.sizes, prunes_by_cost=prunes)
     schedule = ListedSchedule([tree])
@@ -102,4 +99,6 @@ def test_claims_reach_schedules_of_trees_that_prune(prunes: bool) -> None:
             strict=True,
         )
     }
-    assert told == {(4, 4.0 * prunes)}, "where all is sent, each draft claims 1"
+    assert {drafts for drafts, _ in told} == {4}
+    assert all(0 < claimed < 4 for _, claimed in told) == prunes
+    assert prunes or told == {(4, 0.0)}

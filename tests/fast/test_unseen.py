@@ -33,7 +33,7 @@ FULL = [[-1] * 3] * 3
 
 def unseen() -> UnseenTrees:
     """Trees of three requests, one of which has no drafts."""
-    return UnseenTrees.from_draft(Draft(TREES), 1, STEP - 1, ints(SLOTS))
+    return UnseenTrees.from_draft(Draft(TREES), 1, STEP - 1, ints(SLOTS), True)
 
 
 def placed(order: list[int]) -> PlacedTrees:

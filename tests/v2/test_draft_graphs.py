@@ -23,10 +23,10 @@ from tests.v2.engines import Engine, engine
 from tests.v2.operations import TRITON
 from tests.v2.prompts import PARAMS
 from tests.v2.test_graphs import WITH_GRAPHS
-from tests.v2.test_trees import HYBRID, RANKED, SHORT, spec_of
+from tests.v2.test_trees import DRAWN, HYBRID, RANKED, SHORT, spec_of
 from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.proposers import Proposer, ProposerInputs
-from vllm_treespec.sampling import laws
+from vllm_treespec.sampling import draws, laws
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.step import captured
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
@@ -45,6 +45,7 @@ METHODS = {
         method: RANKED[method]
         for method in ("eagle_tree", "dflash_tree", "redrafter", "medusa_tree")
     },
+    **{method: DRAWN[method] for method in ("rsd_s", "spectr")},
 }
 
 
@@ -77,14 +78,19 @@ def other_plan(inputs: ProposerInputs, max_levels: int) -> ProposerInputs:
 
 def same(drawn: Draft, expected: Draft) -> bool:
     """Whether two drafts are equal; claims may differ in the last bits."""
-    parts = ("token_ids", "parents", "depths", "num_nodes")
+    parts = ["token_ids", "parents", "depths", "num_nodes"]
     trees = drawn.tree, expected.tree
-    assert drawn.claims is not None
-    assert expected.claims is not None
-    torch.testing.assert_close(drawn.claims, expected.claims, rtol=1e-4, atol=1e-6)
-    return drawn.levels == expected.levels and all(
-        torch.equal(*(getattr(tree, part) for tree in trees)) for part in parts
-    )
+    assert (drawn.claims is None) == (expected.claims is None)
+    if drawn.claims is not None and expected.claims is not None:
+        torch.testing.assert_close(drawn.claims, expected.claims, rtol=1e-4, atol=1e-6)
+    pairs = [[getattr(tree, part) for tree in trees] for part in parts]
+    own, other = (tree.draws for tree in trees)
+    assert (own is None) == (other is None)
+    if own is not None and other is not None:
+        torch.testing.assert_close(own.probs, other.probs, rtol=1e-4, atol=1e-6)
+        parts = ["nodes", "rows", "without_replacement"]
+        pairs += [[getattr(each, part) for each in (own, other)] for part in parts]
+    return drawn.levels == expected.levels and all(torch.equal(*pair) for pair in pairs)
 
 
 class Launches(TorchDispatchMode):
@@ -210,12 +216,15 @@ def test_graphs_draw_the_same_trees(
     value: a graph replays what it was captured with. Here it runs anew each time, so
     the operations, their numbers and the tensors they read must be the same.
     """
-    monkeypatch.setattr(laws, "is_on_cpu", lambda tensor: False)
+    for module in (laws, draws):
+        monkeypatch.setattr(module, "is_on_cpu", lambda tensor: False)
     with with_graphs(method, pair, tmp_path) as running, noted_replays() as noted:
         compare(running)
         for kind in ("greedy", "sampled", "narrow"):
             answers = running.generate(SHORT, PARAMS[kind], FEW)
-            assert answers == [answer[:FEW] for answer in expected[kind][: len(SHORT)]]
+            if kind == "greedy" or method not in DRAWN:
+                plain = [answer[:FEW] for answer in expected[kind][: len(SHORT)]]
+                assert answers == plain
     kinds = {Sampling.GREEDY} if method == "medusa_tree" else set(Sampling)
     assert {shape.sampling for shape in noted} == kinds
     for replays in noted.values():

@@ -34,16 +34,23 @@ class UnseenTrees:
     tree_index: int
     step: int
     slots: np.ndarray
+    # whether a node may have two children
+    branching: bool
     # of what a proposal has, on its way to the host
     copy: HostCopy
 
     @classmethod
     def from_draft(
-        cls, draft: Draft, tree_index: int, step: int, slots: np.ndarray
+        cls,
+        draft: Draft,
+        tree_index: int,
+        step: int,
+        slots: np.ndarray,
+        branching: bool,
     ) -> UnseenTrees:
         """Send what the host will read of new trees; it does not wait."""
         copy = HostCopy(read_on_host(draft), wait=False)
-        return cls(draft, tree_index, step, slots, copy)
+        return cls(draft, tree_index, step, slots, branching, copy)
 
     def without(self, slots: np.ndarray) -> UnseenTrees:
         """Leave out the trees of the requests in these slots, int64 [n]."""
@@ -82,7 +89,7 @@ def place_unseen(
         query_starts=batch.query_starts[reqs],
         slots=batch.slots[reqs],
         proposal_rows=rows,
-        branching=True,
+        branching=trees.branching,
     )
 
 

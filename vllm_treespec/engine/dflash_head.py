@@ -108,8 +108,7 @@ class PagedDFlashHead(PagedHead, DeviceSource):
                 sampled.positions.flatten(),
                 torch.cat(features, dim=-1).flatten(0, 1),
             )
-        last = sampled.root_positions - 1
-        return {**vars(self.blocks_at(last, sampled.block_table))}
+        return {**vars(self.blocks_at(sampled.end - 1, sampled.block_table))}
 
     def grow(
         self, start: Mapping[str, Tensor], root_token_ids: Tensor, depth: int

@@ -23,10 +23,15 @@ from vllm_treespec.heads.base import OutputLayer
 from vllm_treespec.heads.files import read_hot_tokens
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import LevelInputs, RootBlocks
-from vllm_treespec.sources.base import CommittedTokens, Reads
+from vllm_treespec.sources.base import (
+    CommittedTokens,
+    DeviceSource,
+    Reads,
+    SampledTokens,
+)
 
 
-class PagedDraftModel(LevelSource):
+class PagedDraftModel(LevelSource, DeviceSource):
     """One draft model: a source of drafts, and the ``DraftModel`` of a running step."""
 
     reads = Reads(own_kv=True, catches_up=True)
@@ -159,8 +164,14 @@ class PagedDraftModel(LevelSource):
         end[committed.drafting] += 1
         reqs, positions = token_places(committed.first, end)
         query_start_loc = np.cumsum([0, *(end - committed.first)])
-        table = committed.block_table.clone()
-        roots = self._root_blocks(committed, table)
+        drafting, table = committed.drafting, committed.block_table
+        drafting_there = on_device(drafting, self.device)
+        self.last_roots = self._root_blocks(
+            on_device(committed.end[drafting], self.device),
+            table[drafting_there],
+            committed.num_blocks[drafting],
+        )
+        table = table.index_copy(0, drafting_there, self.last_roots.block_table)
         places = on_device(positions, self.device)
         rows = on_device(reqs, self.device)
         size = self.forks.block_size
@@ -176,29 +187,47 @@ class PagedDraftModel(LevelSource):
                 block_table=table,
             ),
         )
-        last_rows = (query_start_loc[1:] - 1)[committed.drafting]
+        last_rows = (query_start_loc[1:] - 1)[drafting]
         self.last_states = hidden[on_device(last_rows, self.device)]
-        self.last_roots = roots
 
-    def _root_blocks(self, committed: CommittedTokens, table: Tensor) -> RootBlocks:
-        """Find the blocks of the roots; give a fork block to a root that has none.
+    def start_unseen(self, sampled: SampledTokens) -> dict[str, Tensor]:
+        """Read the step's tokens, and the roots behind them, in one forward."""
+        found = sampled.end, sampled.block_table, sampled.num_blocks
+        roots = self._root_blocks(*found)
+        rows = sampled.with_roots(roots.block_table)
+        size = self.forks.block_size
+        hidden = self._forward(
+            rows.token_ids.flatten(),
+            LevelInputs.of_rows(
+                positions=rows.positions.flatten(),
+                slots=rows.slots(size).flatten(),
+                seq_lens=rows.positions[:, -1] + 1,
+                block_table=rows.block_table,
+                block_size=size,
+            ),
+        )
+        states = rows.last(hidden.unflatten(0, rows.token_ids.shape))
+        return {"states": states, **vars(roots)}
+
+    def _root_blocks(
+        self, positions: Tensor, table: Tensor, num_blocks: np.ndarray
+    ) -> RootBlocks:
+        """Find the blocks of roots; give a fork block to a root that has none.
 
         Args:
-            committed: what is read.
-            table: int32 [num_reading, max_blocks], changed in place.
+            positions: int64 [num_trees], of the roots.
+            table: int32 [num_trees, max_blocks], the requests' blocks.
+            num_blocks: int [num_trees], filled columns of the table.
 
         """
         forks = self.forks
-        drafting = on_device(committed.drafting, self.device)
-        positions = on_device(committed.end[committed.drafting], self.device)
-        column = positions // forks.block_size
-        num_blocks = committed.num_blocks[committed.drafting]
-        trees = torch.arange(len(drafting), device=self.device)
+        column = (positions // forks.block_size)[:, None]
+        trees = torch.arange(len(positions), device=self.device)[:, None]
         spare = forks.block(trees, forks.forks_per_tree - 1, 0)
-        has_block = column < on_device(num_blocks, self.device)
-        blocks = torch.where(has_block, table[drafting, column].long(), spare)
-        table[drafting, column] = blocks.to(table.dtype)
-        return RootBlocks(positions, blocks, table[drafting])
+        has_block = column < on_device(num_blocks, self.device)[:, None]
+        blocks = torch.where(has_block, table.gather(1, column).long(), spare)
+        with_roots = table.scatter(1, column, blocks.to(table.dtype))
+        return RootBlocks(positions, blocks[:, 0], with_roots)
 
     def root_logits(self) -> Tensor:
         """Logits after the committed tokens, [num_drafting, vocab_size]."""

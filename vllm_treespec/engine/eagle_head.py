@@ -175,7 +175,7 @@ class PagedEagleHead(PagedPairHead, LevelSource, DeviceSource):
         )
         return {
             "states": sampled.last(outputs.unflatten(0, token_ids.shape)),
-            **vars(self.blocks_at(sampled.root_positions - 1, sampled.block_table)),
+            **vars(self.blocks_at(sampled.end - 1, sampled.block_table)),
         }
 
     def root_logits(self) -> Tensor:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_device
+
 # What numbers of a position are for: drawing drafts, accepting drawn drafts, and
 # drawing the token at the position itself.
 PURPOSES = DRAFTING, SCORING, EMITTING = range(3)
@@ -74,42 +76,51 @@ def hashed_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 
 def keyed_uniforms(
-    request_keys: np.ndarray, positions: np.ndarray, purpose: int, count: int
+    request_keys: np.ndarray, positions: np.ndarray | Tensor, purpose: int, count: int
 ) -> Tensor:
     """Uniform numbers for drawing or accepting the tree below each root.
 
     Args:
         request_keys: int64 [num_reqs].
-        positions: int64 [num_reqs], of the roots.
+        positions: int64 [num_reqs], of the roots, on the host or the device.
         purpose: ``DRAFTING`` or ``SCORING``.
         count: numbers a request.
 
     Returns:
-        float64 [num_reqs, count] in (0, 1), on the CPU.
+        float64 [num_reqs, count] in (0, 1), where the positions are.
 
     """
+    keys, there = _with_positions(request_keys, positions)
+    places = torch.arange(count, device=there.device)
     if not count:
-        return torch.empty((len(request_keys), 0), dtype=torch.float64)
-    keys = position_keys(
-        torch.from_numpy(request_keys), torch.from_numpy(positions), purpose
-    )
-    return hashed_uniforms(keys[:, None], torch.arange(count))
+        return places.double().expand(len(keys), 0)
+    return hashed_uniforms(position_keys(keys, there, purpose)[:, None], places)
 
 
 def noise_keys(
-    request_keys: np.ndarray, root_positions: np.ndarray, count: int
+    request_keys: np.ndarray, root_positions: np.ndarray | Tensor, count: int
 ) -> Tensor:
     """Keys of the noise by which the tokens behind each root are drawn.
 
     Args:
         request_keys: int64 [num_reqs].
-        root_positions: int64 [num_reqs].
+        root_positions: int64 [num_reqs], on the host or the device.
         count: positions behind each root.
 
     Returns:
-        int64 [num_reqs, count], on the CPU: column d is for the token after a node of
-        depth d.
+        int64 [num_reqs, count], where the positions are: column d is for the token
+        after a node of depth d.
 
     """
-    after_roots = torch.from_numpy(root_positions)[:, None] + 1 + torch.arange(count)
-    return position_keys(torch.from_numpy(request_keys)[:, None], after_roots, EMITTING)
+    keys, roots = _with_positions(request_keys, root_positions)
+    after_roots = roots[:, None] + 1 + torch.arange(count, device=roots.device)
+    return position_keys(keys[:, None], after_roots, EMITTING)
+
+
+def _with_positions(
+    request_keys: np.ndarray, positions: np.ndarray | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys, and positions, where the positions are."""
+    if not isinstance(positions, Tensor):
+        positions = torch.from_numpy(positions)
+    return on_device(request_keys, positions.device), positions

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm_treespec.sources.continuations import Continuations
@@ -67,22 +68,57 @@ class CommittedTokens:
 
 
 @dataclass(frozen=True)
-class SampledTokens:
-    """What a step committed of requests that decode, known to the device alone.
+class TokenRows:
+    """Tokens of requests, whose numbers the device alone knows.
 
-    A request committed its root and the accepted drafts. Entries behind its last token
-    hold anything that can be read.
+    Each request has equally many entries. Those behind its last token hold anything
+    that can be read.
     """
 
-    # int64 [num_reqs], committed tokens of each request, at least 1
+    # int64 [num_reqs], tokens of each request, at least 1
     num_tokens: Tensor
-    # int64 [num_reqs, width], positions of the committed tokens
+    # int64 [num_reqs, width], the tokens, and their positions
+    token_ids: Tensor
     positions: Tensor
+    # int32 [num_reqs, max_blocks]
+    block_table: Tensor
+
+    @property
+    def end(self) -> Tensor:
+        """The position behind each request's last token, int64 [num_reqs]."""
+        return self.positions[:, 0] + self.num_tokens
+
+    def slots(self, block_size: int) -> Tensor:
+        """KV slots of the tokens, -1 behind the last; [num_reqs, width]."""
+        last_column = self.block_table.shape[1] - 1
+        columns = (self.positions // block_size).clamp(max=last_column)
+        blocks = self.block_table.gather(1, columns).long()
+        slots = blocks * block_size + self.positions % block_size
+        return slots.masked_fill(self.positions >= self.end[:, None], -1)
+
+    def last(self, of_tokens: Tensor) -> Tensor:
+        """What belongs to each request's last token, [num_reqs, size].
+
+        Args:
+            of_tokens: [num_reqs, width, size].
+
+        """
+        rows = (self.num_tokens - 1)[:, None, None].expand(-1, 1, of_tokens.shape[2])
+        return of_tokens.gather(1, rows)[:, 0]
+
+
+@dataclass(frozen=True)
+class SampledTokens(TokenRows):
+    """What a step committed of requests that decode, known to the device alone.
+
+    A request committed its root and the accepted drafts.
+    """
+
     # int64 [num_reqs, width], the token behind each of them; the last one is the root
     # of the tree that comes next
     next_token_ids: Tensor
-    # int32 [num_reqs, max_blocks]
-    block_table: Tensor
+    # int [num_reqs], filled columns of the block table, on the host
+    num_blocks: np.ndarray
     # layer -> [num_reqs, width, hidden_size], of the committed tokens
     features: dict[int, Tensor]
     # [num_reqs, hidden_size], the target's final one, from which the root was emitted,
@@ -94,28 +130,15 @@ class SampledTokens:
         """Next roots, int64 [num_reqs]."""
         return self.next_token_ids.gather(1, self.num_tokens[:, None] - 1)[:, 0]
 
-    @property
-    def root_positions(self) -> Tensor:
-        """Positions of the next roots, int64 [num_reqs]."""
-        return self.positions[:, 0] + self.num_tokens
-
-    def slots(self, block_size: int) -> Tensor:
-        """KV slots of the committed tokens, -1 behind the last; [num_reqs, width]."""
-        last_column = self.block_table.shape[1] - 1
-        columns = (self.positions // block_size).clamp(max=last_column)
-        blocks = self.block_table.gather(1, columns).long()
-        slots = blocks * block_size + self.positions % block_size
-        return slots.masked_fill(self.positions >= self.root_positions[:, None], -1)
-
-    def last(self, of_tokens: Tensor) -> Tensor:
-        """What belongs to each request's last committed token, [num_reqs, size].
-
-        Args:
-            of_tokens: [num_reqs, width, size].
-
-        """
-        rows = (self.num_tokens - 1)[:, None, None].expand(-1, 1, of_tokens.shape[2])
-        return of_tokens.gather(1, rows)[:, 0]
+    def with_roots(self, block_table: Tensor) -> TokenRows:
+        """The same tokens and the next root, in these blocks."""
+        first, positions = self.token_ids[:, :1], self.positions
+        return TokenRows(
+            self.num_tokens + 1,
+            torch.cat([first, self.next_token_ids], dim=1),
+            torch.cat([positions, positions[:, -1:] + 1], dim=1),
+            block_table,
+        )
 
 
 @dataclass(frozen=True)

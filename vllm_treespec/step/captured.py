@@ -62,8 +62,8 @@ class TreeShape(NamedTuple):
 class CapturedTrees:
     """The inputs of graphs, what a graph runs, and the trees that it has drawn.
 
-    Trees are valid until the next ones of their shape are drawn: on the device, what
-    reads them was launched before.
+    Trees are valid until the next ones are drawn: on the device, what reads them was
+    launched before.
     """
 
     def __init__(
@@ -87,6 +87,8 @@ class CapturedTrees:
         self.sizes = sorted({min(size, most) for size in BATCH_SIZES})
         self.cuts_levels = method.schedule.cuts_levels
         self.drafts: dict[TreeShape, Draft] = {}
+        # float32, where draft distributions lie; those of all shapes lie in one place
+        self.probs = torch.empty(0, device=device)
 
     def shapes(self) -> Sequence[TreeShape]:
         """All shapes, those of the largest batches first."""
@@ -94,7 +96,7 @@ class CapturedTrees:
             TreeShape(number, size, levels, sampling)
             for size in reversed(self.sizes)
             for number, proposer in enumerate(self.proposers)
-            for levels in self._levels(proposer)
+            for levels in reversed(self._levels(proposer))
             for sampling in (Sampling if proposer.reads_sampling else [Sampling.GREEDY])
         ]
 
@@ -134,6 +136,8 @@ class CapturedTrees:
         self.top_k = torch.full_like(zeros, NO_LIMIT)
         self.top_p = torch.ones(size, device=device)
         self.noise_keys = zeros[:, None].repeat(1, depth)
+        most = max(proposer.sizes.num_uniforms for proposer in self.proposers)
+        self.uniforms = torch.zeros((size, most), dtype=torch.float64, device=device)
         self.min_log_claims = zeros.double()
         self.num_drafts = zeros.clone()
         self.drafts = {}
@@ -146,16 +150,27 @@ class CapturedTrees:
             start, inputs.root_token_ids, proposer.sizes.draft_depth
         )
         draft = proposer.propose(replace(inputs, draft_models=[model]))
-        drawn = _tensors(draft)
         if shape not in self.drafts:
-            kept = [torch.empty_like(part) for part in drawn]
-            self.drafts[shape] = _with_tensors(draft, kept)
-        for kept_part, part in zip(_tensors(self.drafts[shape]), drawn, strict=True):
-            kept_part.copy_(part)
+            self.drafts[shape] = self._lasting(draft)
+        lasting = _tensors(self.drafts[shape])
+        for lasting_part, part in zip(lasting, _tensors(draft), strict=True):
+            lasting_part.copy_(part)
+
+    def _lasting(self, draft: Draft) -> Draft:
+        """A draft of this shape in tensors that last."""
+        draws = draft.tree.draws
+        lasting = [torch.empty_like(part) for part in _tensors(draft)]
+        if draws is not None:
+            size = draws.probs.numel()
+            if size > len(self.probs):
+                self.probs = torch.empty(size, device=self.device)
+            lasting[-1] = self.probs[:size].view_as(draws.probs)
+        return _with_tensors(draft, lasting)
 
     def _inputs(self, shape: TreeShape) -> ProposerInputs:
         """The inputs of a shape, in part the same for all batches."""
         size, kind = shape.num_trees, shape.sampling
+        proposer = self.proposers[shape.proposer]
         limits = kind == Sampling.LIMITS
         follows = kind != Sampling.GREEDY and self.follows_noise
         return ProposerInputs(
@@ -166,7 +181,7 @@ class CapturedTrees:
                 self.top_p[:size] if limits else None,
                 all_greedy=kind == Sampling.GREEDY,
             ),
-            uniforms=self.min_log_claims[:size, None][:, :0],
+            uniforms=self.uniforms[:size, : proposer.sizes.num_uniforms],
             noise_keys=self.noise_keys[:size] if follows else None,
             noise_of=self.noise_of,
             min_log_claims=self.min_log_claims[:size],
@@ -191,6 +206,7 @@ class CapturedTrees:
         self.min_log_claims[:num_trees] = least
         if shape.sampling != Sampling.GREEDY:
             self._fill_sampling(num_trees, inputs.sampling)
+            self.uniforms[:num_trees, : inputs.uniforms.shape[1]] = inputs.uniforms
         if inputs.noise_keys is not None:
             # an index beside the model drafts deeper
             depth = self.proposers[shape.proposer].sizes.max_depth
@@ -208,17 +224,32 @@ class CapturedTrees:
 
 
 def _tensors(draft: Draft) -> list[Tensor]:
-    """What a ranked draft consists of."""
-    tree, claims = draft.tree, draft.claims
-    assert claims is not None
-    return [tree.token_ids, tree.parents, tree.depths, tree.num_nodes, claims]
+    """What a draft consists of; draft distributions come last."""
+    tree, draws = draft.tree, draft.tree.draws
+    parts = [tree.token_ids, tree.parents, tree.depths, tree.num_nodes]
+    if draft.claims is not None:
+        parts.append(draft.claims)
+    if draws is not None:
+        parts += [draws.nodes, draws.rows, draws.without_replacement, draws.probs]
+    return parts
 
 
 def _with_tensors(draft: Draft, tensors: Sequence[Tensor]) -> Draft:
     """The same draft of other tensors, see ``_tensors``."""
-    token_ids, parents, depths, num_nodes, claims = tensors
-    tree = TreeBatch(token_ids, parents, depths, num_nodes)
-    return replace(draft, tree=tree, claims=claims)
+    parts = iter(tensors)
+    tree = TreeBatch(next(parts), next(parts), next(parts), next(parts))
+    claims = None if draft.claims is None else next(parts)
+    draws = draft.tree.draws
+    if draws is not None:
+        nodes, rows, without_replacement, probs = parts
+        draws = replace(
+            draws,
+            nodes=nodes,
+            rows=rows,
+            without_replacement=without_replacement,
+            probs=probs,
+        )
+    return replace(draft, tree=replace(tree, draws=draws), claims=claims)
 
 
 def captured_trees(drafter: TreeDrafter, max_reqs: int) -> CapturedTrees | None:

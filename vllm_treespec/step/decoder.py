@@ -172,8 +172,8 @@ class TreeDecoder:
         with self.target.at(logits, sampling, self.batch, *reqs, trees) as target:
             numbers = torch.empty((len(trees.slots), 0))
             if not target.sampling.all_greedy:
-                keys = self.slots.keys(trees.slots)
-                numbers = self.numbers(keys, trees.root_positions)
+                positions = on_device(trees.root_positions, self.limits.device)
+                numbers = self.numbers(self.slots.keys(trees.slots), positions)
             self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
         return self.scored
 
@@ -192,20 +192,18 @@ class TreeDecoder:
             limits = num_nodes[self.trees.reqs]
             self.trees = replace(self.trees, tree=self.trees.tree.cut(limits))
 
-    def numbers(self, keys: np.ndarray, root_positions: np.ndarray) -> Tensor:
+    def numbers(self, keys: np.ndarray, root_positions: Tensor) -> Tensor:
         """Random numbers of the method's rule for trees, on the device.
 
         Args:
             keys: int64 [num_trees], of the requests.
-            root_positions: int64 [num_trees].
+            root_positions: int64 [num_trees], on the device.
 
         """
         if self.method.rule.follows_noise:
-            numbers = noise_keys(keys, root_positions, 1 + self.sizes.max_depth)
-        else:
-            count = 1 + self.sizes.max_draws
-            numbers = keyed_uniforms(keys, root_positions, SCORING, count)
-        return on_device(numbers, self.limits.device)
+            return noise_keys(keys, root_positions, 1 + self.sizes.max_depth)
+        count = 1 + self.sizes.max_draws
+        return keyed_uniforms(keys, root_positions, SCORING, count)
 
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
         """Draw the tokens of requests without a tree; see ``draw_without_trees``."""
@@ -314,9 +312,11 @@ class TreeDecoder:
         assert plan.tree is not None
         with self.stats.stage("draft"):
             plan_of = plan.of_slots(slots.tolist())
-            draft = self.drafter.draw_unseen(plan_of, sampled, sampling, noise_keys)
+            given = plan_of, slots, sampled, sampling, noise_keys
+            draft = self.drafter.draw_unseen(*given)
+            branches = self.method.proposers[plan.tree].sizes.max_width > 1
             self.proposal = unseen = UnseenTrees.from_draft(
-                draft, plan.tree, self.step, slots
+                draft, plan.tree, self.step, slots, branches
             )
             self.clock.drafted()
             return unseen

@@ -238,10 +238,8 @@ class TreeDrafter:
 
         Then trees can be drawn before the host knows what they grow from.
         """
-        method, models = self.method, self.sources.models
-        if not (method.batched and method.rule.follows_noise):
-            return None
-        if self.sources.text is not None or len(models) != 1:
+        models = self.sources.models
+        if not self.method.batched or self.sources.text is not None or len(models) != 1:
             return None
         return models[0] if isinstance(models[0], DeviceSource) else None
 
@@ -255,6 +253,7 @@ class TreeDrafter:
     def draw_unseen(
         self,
         plan: StepPlan,
+        slots: np.ndarray,
         sampled: SampledTokens,
         sampling: SamplingTensors,
         noise_keys: Tensor | None,
@@ -263,6 +262,7 @@ class TreeDrafter:
 
         Args:
             plan: see ``draws_unseen``; of these requests.
+            slots: int64 [num_reqs], of the requests.
             sampled: what the step before committed.
             sampling: of the requests.
             noise_keys: see ``ProposerInputs``.
@@ -274,10 +274,15 @@ class TreeDrafter:
         proposer = self.method.proposers[plan.tree]
         start = source.start_unseen(sampled)
         roots, depth = sampled.root_token_ids, proposer.sizes.draft_depth
+        count = proposer.sizes.num_uniforms
+        uniforms = torch.zeros((len(roots), count), device=roots.device)
+        if not sampling.all_greedy:
+            keys = self.slots.keys(slots)
+            uniforms = keyed_uniforms(keys, sampled.end, DRAFTING, count)
         inputs = ProposerInputs(
             root_token_ids=roots,
             sampling=sampling,
-            uniforms=torch.empty((len(roots), 0), device=roots.device),
+            uniforms=uniforms,
             draft_models=LateModels(
                 [source], lambda _: source.grow(start, roots, depth)
             ),

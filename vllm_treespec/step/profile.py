@@ -94,7 +94,8 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
         uniforms = torch.rand(
             (num_reqs, proposer.sizes.num_uniforms), dtype=torch.float64, device=device
         )
-        numbers = decoder.numbers(roots.slots, roots.positions)
+        # keys and positions of no request
+        numbers = decoder.numbers(roots.slots, roots.root_token_ids)
         inputs = ProposerInputs(
             roots.root_token_ids,
             sampling,

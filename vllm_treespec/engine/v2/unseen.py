@@ -27,7 +27,7 @@ class UnseenDrafter:
     """Draws trees from what the last step left on the device.
 
     So no step waits for the one before it. It is for steps in which all requests decode
-    and draft, from a head that has read all that came before.
+    and draft, from a source that has read all that came before.
     """
 
     def __init__(self, runner: TreeRunnerMixin) -> None:
@@ -55,6 +55,9 @@ class UnseenDrafter:
         if not decoder.slots.may_draft(slots).all():
             return False
         if len(slots) > decoder.method.max_trees:
+            return False
+        # a draft model reads all that a step may have committed, and a root
+        if len(slots) * (2 + decoder.sizes.max_depth) > decoder.limits.max_num_tokens:
             return False
         # the step's roots: what is before them was read
         roots = runner.texts.num_tokens[step.rows] - 1
@@ -112,11 +115,11 @@ class UnseenDrafter:
         view = sampling_view(runner, step.rows, step.batch.idx_mapping, NO_TEXTS)
         sampling = view.select(places, on_device(places, runner.device))
         noise = None
-        if not sampling.all_greedy:
+        if runner.decoder.method.rule.follows_noise and not sampling.all_greedy:
             assert plan.tree is not None
             depth = runner.decoder.method.proposers[plan.tree].sizes.max_depth
             seeds = runner.sampler.sampling_states.seeds.np[step.rows]
-            noise = gumbel_keys(seeds, sampled.root_positions, depth)
+            noise = gumbel_keys(seeds, sampled.end, depth)
         trees = runner.decoder.draft_unseen(plan, slots, sampled, sampling, noise)
         drafts = trees.draft.tree.token_ids[:, 1:]
         held = runner.req_states.draft_tokens
@@ -141,9 +144,11 @@ class UnseenDrafter:
         offsets = torch.arange(rows.shape[1], device=runner.device)
         return SampledTokens(
             num_tokens=num_tokens,
+            token_ids=batch.input_ids[rows].long(),
             positions=(ends - num_tokens)[:, None] + offsets,
-            next_token_ids=emitted.token_ids.clamp(min=0),
             block_table=runner.block_tables.block_tables[group].gpu[index],
+            next_token_ids=emitted.token_ids.clamp(min=0),
+            num_blocks=runner.host_blocks.num_blocks[step.rows],
             features={layer: by_layer[layer][rows] for layer in reader.features},
             hidden=hidden,
         )

@@ -18,7 +18,7 @@ from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.engine.v2.views import final_sampling
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.kernels.follow import follow_trees
-from vllm_treespec.scorers import ScorerOutput
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.trees.tree import MAX_NODES
 
 if TYPE_CHECKING:
@@ -78,16 +78,15 @@ class TreeSampler:
         sampled, processed = sampler.sample(
             logits, *_rows_of(batch), return_logprobs=dims is not None
         )
-        sampled = sampled.view(-1)
-        if decoder.trees is not None and decoder.method.rule.follows_noise:
-            tokens, num_emitted, nodes = self.follow(decoder.trees, sampled, batch)
+        sampled, trees = sampled.view(-1), decoder.trees
+        if trees is not None and decoder.method.rule.follows_noise:
+            tokens, num_emitted, nodes = self.follow(trees, sampled, batch)
         else:
-            scored = None
-            if decoder.trees is not None:
+            if trees is not None:
                 final = sampler.apply_sampling_params(logits, *_rows_of(batch))
-                scored = decoder.score(final, final_sampling(runner, batch))
+                decoder.accept(self.verify(trees, final, batch))
             at_roots = sampled[batch.cu_num_logits[:-1]]
-            tokens, num_emitted, nodes = self.put_together(at_roots, scored)
+            tokens, num_emitted, nodes = self.put_together(at_roots, decoder.scored)
         self.nodes = nodes
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_emitted,
@@ -135,6 +134,28 @@ class TreeSampler:
         )
         decoder.accept(followed.scored)
         return followed.emitted, followed.num_emitted, followed.nodes
+
+    def verify(
+        self, trees: PlacedTrees, final: Tensor, batch: InputBatch
+    ) -> ScorerOutput:
+        """Verify drawn trees by the method's rule.
+
+        Args:
+            trees: of the step.
+            final: [num_rows, vocab_size], logits that tokens are drawn from.
+            batch: of the step.
+
+        """
+        decoder, root_rows = self.runner.decoder, trees.root_rows
+        view = final_sampling(self.runner, batch)
+        sampling = view.select(trees.host_reqs, trees.reqs)
+        numbers = root_rows.new_empty((len(root_rows), 0))
+        if not sampling.all_greedy:
+            positions = batch.positions[batch.logits_indices[root_rows]]
+            keys = decoder.slots.keys(trees.slots)
+            numbers = decoder.numbers(keys, positions)
+        target = TargetLogits(final, root_rows, sampling)
+        return decoder.verify(trees.tree_index, trees.tree, target, numbers)
 
     def put_together(
         self, at_roots: Tensor, scored: ScorerOutput | None
