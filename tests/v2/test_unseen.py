@@ -241,7 +241,12 @@ def test_no_step_waits(method: str, pair: tuple[str, str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("method", "schedule"),
-    [("eagle_tree", "fixed"), ("dflash_tree", "fixed"), ("redrafter", "measured")],
+    [
+        ("eagle_tree", "fixed"),
+        ("dflash_tree", "fixed"),
+        ("rsd_s", "fixed"),
+        ("redrafter", "measured"),
+    ],
 )
 def test_requests_come_and_go(
     method: str,
@@ -254,7 +259,9 @@ def test_requests_come_and_go(
 
     Requests wait for rows, are preempted, find prefixes of others, and end in a tree.
     """
-    keys = {"schedule": schedule, "schedule_cache": False, "num_drafts": 7}
+    keys = {"schedule": schedule, "schedule_cache": False}
+    if method not in DRAWN:
+        keys["num_drafts"] = 7
     options = {
         "num_gpu_blocks_override": 10,
         "max_model_len": 96,
@@ -269,7 +276,8 @@ def test_requests_come_and_go(
             params = [{**PARAMS[kind], **end} for end in ends]
             found = started.generate(PROMPTS, params)
             for answer, whole, end in zip(found, expected[kind], ends, strict=True):
-                assert answer == whole[: end["max_tokens"]]
+                is_plain = answer == whole[: end["max_tokens"]]
+                assert is_plain or (method in DRAWN and kind == "sampled")
         assert started.count("num_preemptions") > 0
         # the trees of the last step are counted when another begins
         started.generate(PROMPTS[:1], PARAMS["greedy"], 1)

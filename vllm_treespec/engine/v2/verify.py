@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from vllm_treespec.batch.views import GREEDY_BELOW
 from vllm_treespec.engine.v2.custom_processors import watch_custom_processors
 from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
 from vllm_treespec.engine.v2.views import final_sampling
@@ -32,8 +33,9 @@ class TreeSampler:
 
     vLLM's own sampler draws a token after every node, by the noise of the request's
     seed and the node's position. A tree that is not drawn at random is then followed:
-    the text is the one that vLLM draws without drafts. Of drawn trees the method's rule
-    verifies the drafts, on the sampler's final logits.
+    the text is the one that vLLM draws without drafts. So are drawn trees where all
+    requests are greedy. Elsewhere the method's rule verifies drawn drafts, on the
+    sampler's final logits.
     """
 
     enable_adaptive_verification = False
@@ -79,7 +81,7 @@ class TreeSampler:
             logits, *_rows_of(batch), return_logprobs=dims is not None
         )
         sampled, trees = sampled.view(-1), decoder.trees
-        if trees is not None and decoder.method.rule.follows_noise:
+        if trees is not None and self.follows(batch):
             tokens, num_emitted, nodes = self.follow(trees, sampled, batch)
         else:
             if trees is not None:
@@ -107,6 +109,13 @@ class TreeSampler:
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+
+    def follows(self, batch: InputBatch) -> bool:
+        """Whether the step's trees are followed: greedy ones are, drawn or not."""
+        if self.runner.decoder.method.rule.follows_noise:
+            return True
+        temperature = self.runner.sampler.sampling_states.temperature.np
+        return bool((temperature[batch.idx_mapping_np] < GREEDY_BELOW).all())
 
     def may_draft_trees(self, row: int) -> bool:
         """Whether no custom processor changes the request in this row of the runner.
@@ -138,7 +147,7 @@ class TreeSampler:
     def verify(
         self, trees: PlacedTrees, final: Tensor, batch: InputBatch
     ) -> ScorerOutput:
-        """Verify drawn trees by the method's rule.
+        """Verify drawn trees by the method's rule; some requests are sampled.
 
         Args:
             trees: of the step.
@@ -149,11 +158,8 @@ class TreeSampler:
         decoder, root_rows = self.runner.decoder, trees.root_rows
         view = final_sampling(self.runner, batch)
         sampling = view.select(trees.host_reqs, trees.reqs)
-        numbers = root_rows.new_empty((len(root_rows), 0))
-        if not sampling.all_greedy:
-            positions = batch.positions[batch.logits_indices[root_rows]]
-            keys = decoder.slots.keys(trees.slots)
-            numbers = decoder.numbers(keys, positions)
+        positions = batch.positions[batch.logits_indices[root_rows]]
+        numbers = decoder.numbers(decoder.slots.keys(trees.slots), positions)
         target = TargetLogits(final, root_rows, sampling)
         return decoder.verify(trees.tree_index, trees.tree, target, numbers)
 
