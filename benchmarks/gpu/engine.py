@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.gpu.oracle import use_acceptance
 from benchmarks.gpu.step import FAMILY, WARM_UP_STEPS
+from benchmarks.gpu.timeline import read_timeline
 from vllm_treespec.tools.side_engine import SideEngine
 from vllm_treespec.tools.sides import Cell, CellResult
 from vllm_treespec.trees.tree import MAX_NODES
@@ -106,6 +108,13 @@ def steps(engine: SideEngine, cell: Cell) -> CellResult:
     seconds = time.perf_counter() - start
     result = describe(engine, cell, seconds, [emitted[name] for name in names])
     result.steps = cell.options["count"]
+    if traced := cell.options.get("traced"):
+        folder = core.vllm_config.profiler_config.torch_profiler_dir
+        engine.llm.start_profile()
+        for _ in range(traced):
+            step()
+        engine.llm.stop_profile()
+        result.details["timeline"] = read_timeline(Path(folder), traced)
     core.abort_request(names)
     while core.has_unfinished_requests():
         core.step()

@@ -13,7 +13,7 @@ from vllm_treespec.heads import EagleHead, EagleHeadConfig, save_published
 from vllm_treespec.plugin import stock_arguments
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.step import Shape
+    from benchmarks.gpu.shapes import Shape
 
 DRAFT_VOCABULARY = 32000
 # family of the sides whose trees such a head draws, on vLLM's V2 runner

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from benchmarks.gpu.step import SHAPES
+from benchmarks.gpu.shapes import SHAPES
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import MAX_NODES, TreeBatch, ancestor_bits, ancestor_mask
 

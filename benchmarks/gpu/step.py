@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 
-from benchmarks.gpu import card, heads
+from benchmarks.gpu import card, heads, timeline
+from benchmarks.gpu.shapes import SHAPES
 from benchmarks.harness import options, plan, plot, report
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.adapters import GPU_V2
@@ -38,52 +39,6 @@ EAGLE_DRAFTS = 5
 STAGES = ("tree_build", "score", "commit", "draft")
 
 
-class Shape(NamedTuple):
-    """Sizes of a Llama; the names are those of its config file."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-
-    def write(self, folder: Path, **changes: Any) -> str:
-        """Write a folder that vLLM loads with ``load_format="dummy"``; returns it.
-
-        ``changes``: of the config file.
-        """
-        from transformers import LlamaConfig
-
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
-            "dtype": "bfloat16",
-            **self._asdict(),
-        }
-        LlamaConfig(**{**config, **changes}).save_pretrained(folder)
-        return str(folder)
-
-    def write_head(self, folder: Path) -> str:
-        """Write a folder of an EAGLE-3 head, to be loaded alike; returns it."""
-        return self.write(
-            folder,
-            architectures=["LlamaForCausalLMEagle3"],
-            num_hidden_layers=1,
-            draft_vocab_size=min(self.vocab_size, heads.DRAFT_VOCABULARY),
-        )
-
-
-# 70b-tp8 is what one of eight tensor-parallel ranks computes of a 70B model, without
-# the communication between the ranks.
-SHAPES = {
-    "tiny": Shape(256, 512, 2, 4, 2, 64, 1024),
-    "8b": Shape(4096, 14336, 32, 32, 8, 128, 128256),
-    "70b-tp8": Shape(8192, 3584, 80, 8, 1, 128, 16032),
-}
 CARD_SHAPES = "8b,70b-tp8"
 Rate = Annotated[
     float, typer.Option(min=0, max=1, help="Of a node whose parent is accepted.")
@@ -108,6 +63,8 @@ class Work:
     extra: dict[str, Any]
     dtype: str = "bfloat16"
     device: str = "cuda"
+    # steps behind them of which the profiler makes a timeline
+    traced: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what is no probability."""
@@ -117,11 +74,14 @@ class Work:
     def settings(self) -> dict[str, Any]:
         """What must not change in a folder; batch sizes and rates may be added."""
         added = {"batches", *(["rates"] if self.measure == "answers" else [])}
+        # so that older results can be added to
+        added |= set() if self.traced else {"traced"}
         return {key: value for key, value in asdict(self).items() if key not in added}
 
     def cells(self, shape: str, side: Side) -> list[Cell]:
         """Cells of one side; a plain one accepts nothing."""
         shared = {"shape": shape, "context": self.context, "count": self.count}
+        shared |= {"traced": self.traced} if self.traced else {}
         ours = [{"acceptance": rate} for rate in self.rates]
         return [
             Cell(
@@ -140,7 +100,8 @@ class Work:
         tokens = self.count
         if self.measure == "steps":
             # steps while prompts are still read, then all others
-            tokens = (most + WARM_UP_STEPS + self.count) * (1 + default_depth(nodes))
+            steps = most + WARM_UP_STEPS + self.count + self.traced
+            tokens = steps * (1 + default_depth(nodes))
         v2 = side.environment == V2_RUNNER
         ours = oracle_arguments(nodes, most, self.device, v2)
         engine = {
@@ -162,6 +123,7 @@ class Work:
                 if side.family == heads.TREES
                 else {}
             ),
+            **(timeline.profiler_arguments(models / "traces") if self.traced else {}),
             **self.extra,
         }
         named = {"name": f"{shape}-{side.name}", "engine": engine}
@@ -282,6 +244,9 @@ def gpu_step(
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     sides: options.Names = "",
     extra: card.Extra = "{}",
+    traced: Annotated[
+        int, typer.Option(min=0, help="Steps of a timeline; 0: there is none.")
+    ] = 0,
     commit: card.Commit = "",
     out: options.Out = Path("runs/gpu-step"),
     fresh: options.Fresh = False,
@@ -297,7 +262,8 @@ def gpu_step(
             card.require_card()
             sizes = options.numbers(batches, "--batches", int, 1)
             more = options.json_object(extra, "--extra")
-            work = Work("steps", sizes, [acceptance], context, steps, temperature, more)
+            given = [acceptance], context, steps, temperature, more
+            work = Work("steps", sizes, *given, traced=traced)
         chosen = named_sides(nodes, sides)
         made = random_plan(shapes, chosen, work, folder, fresh)
         if any(side.family == heads.TREES for side in chosen):
@@ -318,6 +284,7 @@ def render(content: report.Content, out: Path) -> None:
     rows = content["cells"]
     report.write_markdown(out, "Engine step", tables(rows), content)
     draw(rows, "ms per step", {"step_ms": "step", "forward_ms": "forward"}, out)
+    timeline.draw(rows, out / timeline.PICTURE)
 
 
 def row_of(stored: plan.StoredCell) -> Row:
@@ -352,6 +319,7 @@ def row_of(stored: plan.StoredCell) -> Row:
         # mean emitted tokens per step of a request that had a tree
         "acceptance_length": accepted.length if accepted and accepted.trees else None,
         "chosen": result.details["chosen"],
+        "timeline": result.details.get("timeline"),
     }
 
 
@@ -389,6 +357,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
     for shape in dict.fromkeys(row["shape"] for row in rows):
         here = [row for row in rows if row["shape"] == shape]
         parts += [f"## {shape}", report.table_of(here, COLUMNS)]
+        parts += timeline.tables(here)
     chosen = report.listing({row["side"]: row["chosen"] for row in rows})
     return [*parts, "![](results.png)", "## What vLLM chose", chosen]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import card, end_to_end, heads, kernel, step
+from benchmarks.gpu import card, end_to_end, heads, kernel, shapes, step
 from benchmarks.gpu.end_to_end import COLUMNS, comparisons, lossless_sides
 from benchmarks.gpu.engine import ForwardTimers
 from benchmarks.gpu.kernel_calls import (
@@ -252,7 +252,7 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
 
 def test_heads_of_random_weights(tmp_path: Path) -> None:
     """Red when the step table's head is none that engines load."""
-    shape = step.Shape(64, 128, 8, 4, 2, 16, 100)
+    shape = shapes.Shape(64, 128, 8, 4, 2, 16, 100)
     heads.write_weights(tmp_path, "small", shape)
     head = load_eagle_head(str(heads.folder_of(tmp_path, "small")), 8)
     assert head.config.layers == (2, 4, 5)
