@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +28,14 @@ from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling import draws, laws
 from vllm_treespec.schedule.listed import ListedSchedule
+from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.step import captured
 from vllm_treespec.step.captured import CapturedTrees, Sampling, TreeShape
+from vllm_treespec.step.captured_scores import CapturedScores, ScoreShape
 from vllm_treespec.step.drafting import Start
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import TreeBatch
 
 # tokens of an answer
 FEW = 6
@@ -161,17 +164,22 @@ def without_copies() -> Iterator[None]:
 
 
 @contextmanager
-def noted_replays() -> Iterator[dict[TreeShape, list[Any]]]:
+def noted_replays() -> Iterator[dict[TreeShape | ScoreShape, list[Any]]]:
     """What every replay of a graph would launch, by its shape."""
-    found: dict[TreeShape, list[Any]] = defaultdict(list)
-    run = CapturedTrees.run
+    found: dict[TreeShape | ScoreShape, list[Any]] = defaultdict(list)
 
-    def noting(self: CapturedTrees, shape: TreeShape) -> None:
-        with without_copies(), Launches() as noted:
-            run(self, shape)
-        found[shape].append(noted.found)
+    def noting(run: Callable[..., None]) -> Callable[..., None]:
+        def noted_run(self: Any, shape: TreeShape | ScoreShape) -> None:
+            with without_copies(), Launches() as noted:
+                run(self, shape)
+            found[shape].append(noted.found)
 
-    with patch.object(CapturedTrees, "run", noting):
+        return noted_run
+
+    with (
+        patch.object(CapturedTrees, "run", noting(CapturedTrees.run)),
+        patch.object(CapturedScores, "run", noting(CapturedScores.run)),
+    ):
         yield found
 
 
@@ -200,6 +208,23 @@ def compare(running: Engine) -> None:
         return draft
 
     decoder.drafter.replay_by(compared)
+    verify = late.verify
+
+    def verified(
+        tree: TreeBatch, target: TargetLogits, keys: Any, positions: Tensor
+    ) -> ScorerOutput | None:
+        scored: ScorerOutput | None = verify(tree, target, keys, positions)
+        if scored is not None:
+            numbers = decoder.numbers(keys, positions)
+            index = decoder.trees.tree_index
+            without = decoder.verify(index, tree, target, numbers)
+            for found, other in zip(
+                vars(scored).values(), vars(without).values(), strict=True
+            ):
+                assert torch.equal(found, other)
+        return scored
+
+    late.verify = verified
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -225,8 +250,11 @@ def test_graphs_draw_the_same_trees(
             if kind == "greedy" or method not in DRAWN:
                 plain = [answer[:FEW] for answer in expected[kind][: len(SHORT)]]
                 assert answers == plain
+    drawing = [shape for shape in noted if isinstance(shape, TreeShape)]
     kinds = {Sampling.GREEDY} if method == "medusa_tree" else set(Sampling)
-    assert {shape.sampling for shape in noted} == kinds
+    assert {shape.sampling for shape in drawing} == kinds
+    # the rule of the others follows vLLM's sampler, or walks
+    assert (len(noted) > len(drawing)) == (method == "rsd_s")
     for replays in noted.values():
         assert len(replays[0]) > 10
         assert all(replay == replays[0] for replay in replays)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vllm_treespec.host_copies import on_device
 
+Numbers = np.ndarray | Tensor
 # What numbers of a position are for: drawing drafts, accepting drawn drafts, and
 # drawing the token at the position itself.
 PURPOSES = DRAFTING, SCORING, EMITTING = range(3)
@@ -76,12 +77,12 @@ def hashed_uniforms(keys: Tensor, places: Tensor) -> Tensor:
 
 
 def keyed_uniforms(
-    request_keys: np.ndarray, positions: np.ndarray | Tensor, purpose: int, count: int
+    request_keys: Numbers, positions: Numbers, purpose: int, count: int
 ) -> Tensor:
     """Uniform numbers for drawing or accepting the tree below each root.
 
     Args:
-        request_keys: int64 [num_reqs].
+        request_keys: int64 [num_reqs], anywhere.
         positions: int64 [num_reqs], of the roots, on the host or the device.
         purpose: ``DRAFTING`` or ``SCORING``.
         count: numbers a request.
@@ -97,13 +98,11 @@ def keyed_uniforms(
     return hashed_uniforms(position_keys(keys, there, purpose)[:, None], places)
 
 
-def noise_keys(
-    request_keys: np.ndarray, root_positions: np.ndarray | Tensor, count: int
-) -> Tensor:
+def noise_keys(request_keys: Numbers, root_positions: Numbers, count: int) -> Tensor:
     """Keys of the noise by which the tokens behind each root are drawn.
 
     Args:
-        request_keys: int64 [num_reqs].
+        request_keys: int64 [num_reqs], anywhere.
         root_positions: int64 [num_reqs], on the host or the device.
         count: positions behind each root.
 
@@ -117,9 +116,7 @@ def noise_keys(
     return position_keys(keys[:, None], after_roots, EMITTING)
 
 
-def _with_positions(
-    request_keys: np.ndarray, positions: np.ndarray | Tensor
-) -> tuple[Tensor, Tensor]:
+def _with_positions(request_keys: Numbers, positions: Numbers) -> tuple[Tensor, Tensor]:
     """Keys, and positions, where the positions are."""
     if not isinstance(positions, Tensor):
         positions = torch.from_numpy(positions)

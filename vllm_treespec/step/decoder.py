@@ -34,7 +34,7 @@ from vllm_treespec.batch.views import (
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.sampling.uniforms import SCORING, keyed_uniforms, noise_keys
+from vllm_treespec.sampling.uniforms import SCORING, Numbers, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.clock import StepClock
 from vllm_treespec.schedule.plan import RunningRequests, StepPlan
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
@@ -192,11 +192,11 @@ class TreeDecoder:
             limits = num_nodes[self.trees.reqs]
             self.trees = replace(self.trees, tree=self.trees.tree.cut(limits))
 
-    def numbers(self, keys: np.ndarray, root_positions: Tensor) -> Tensor:
+    def numbers(self, keys: Numbers, root_positions: Tensor) -> Tensor:
         """Random numbers of the method's rule for trees, on the device.
 
         Args:
-            keys: int64 [num_trees], of the requests.
+            keys: int64 [num_trees], of the requests, anywhere.
             root_positions: int64 [num_trees], on the device.
 
         """

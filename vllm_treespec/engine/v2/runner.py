@@ -47,7 +47,7 @@ from vllm_treespec.engine.v2.views import (
 )
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
-from vllm_treespec.step.captured import captured_trees
+from vllm_treespec.step.captured_scores import captured
 from vllm_treespec.step.decoder import TreeDecoder
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class TreeRunnerMixin(V2Runner):
             self.max_num_reqs,
             self.num_speculative_steps,
             self.device,
-            captured_trees(drafter, self.max_num_reqs),
+            captured(self.decoder, self.max_num_reqs, self.vocab_size),
         )
         drafter.replay_by(self.speculator.replay)
         self.rank_check = RankCheck()

@@ -159,8 +159,12 @@ class TreeSampler:
         view = final_sampling(self.runner, batch)
         sampling = view.select(trees.host_reqs, trees.reqs)
         positions = batch.positions[batch.logits_indices[root_rows]]
-        numbers = decoder.numbers(decoder.slots.keys(trees.slots), positions)
+        keys = decoder.slots.keys(trees.slots)
         target = TargetLogits(final, root_rows, sampling)
+        in_graph = self.runner.speculator.verify(trees.tree, target, keys, positions)
+        if in_graph is not None:
+            return in_graph
+        numbers = decoder.numbers(keys, positions)
         return decoder.verify(trees.tree_index, trees.tree, target, numbers)
 
     def put_together(
