@@ -48,14 +48,14 @@ class SpecInfer(Proposer):
     likely tokens.
     """
 
+    draws_on_device = True
+
     def __init__(self, branching_factors: Sequence[Sequence[int]]) -> None:
         """Take the draws per node of each level, for every draft model."""
         self.branching_factors = [tuple(factors) for factors in branching_factors]
         # per model and level below the root
         self.widths = [level_widths(factors)[1:] for factors in self.branching_factors]
         self.sizes = sizes(self.branching_factors)
-        # the host compares the vocabularies of several models
-        self.draws_on_device = len(self.branching_factors) == 1
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draw one tree per request, one forward per draft model and level.

@@ -14,6 +14,7 @@ from tests.fast.test_proposers_on_a_device import (
     PROPOSERS,
     MetaModel,
     meta_block,
+    num_models,
 )
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.heads.source import HeadSource
@@ -56,9 +57,9 @@ def captured(name: str, max_trees: int = NUM_REQS) -> CapturedTrees:
     proposer: Proposer = PROPOSERS[name]
     schedule = AdaptiveScheduler((), max_trees)
     method = Method(schedule, [proposer], rule, True, max_trees)
-    source = MetaSource(name)
+    sources = [MetaSource(name)] * num_models(proposer)
     more = noise_of, META, StepStats()
-    return CapturedTrees(method, 64, [proposer], source, *more)
+    return CapturedTrees(method, 64, [proposer], sources, *more)
 
 
 @pytest.mark.parametrize("sampling", Sampling)

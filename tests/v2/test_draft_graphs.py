@@ -48,7 +48,7 @@ METHODS = {
         method: RANKED[method]
         for method in ("eagle_tree", "dflash_tree", "redrafter", "medusa_tree")
     },
-    **{method: DRAWN[method] for method in ("rsd_s", "spectr")},
+    **{method: DRAWN[method] for method in ("rsd_s", "specinfer")},
 }
 
 
@@ -186,7 +186,7 @@ def noted_replays() -> Iterator[dict[TreeShape | ScoreShape, list[Any]]]:
 def compare(running: Engine) -> None:
     """Compare each tree that a graph draws with the one that is drawn without."""
     late, decoder = running.runner.speculator, running.runner.decoder
-    (source,) = decoder.sources.models
+    sources = decoder.sources.models
 
     def compared(
         start: Start, proposer: Proposer, inputs: ProposerInputs
@@ -202,7 +202,8 @@ def compare(running: Engine) -> None:
                 assert proposer.graph_part is not proposer
                 return None
             depth = proposer.sizes.draft_depth
-            models = [source.grow(start(source), step.root_token_ids, depth)]
+            given = step.root_token_ids, depth
+            models = [source.grow(start(source), *given) for source in sources]
             without = proposer.propose(replace(step, draft_models=models))
             assert same(draft, without)
         return draft
@@ -253,8 +254,8 @@ def test_graphs_draw_the_same_trees(
     drawing = [shape for shape in noted if isinstance(shape, TreeShape)]
     kinds = {Sampling.GREEDY} if method == "medusa_tree" else set(Sampling)
     assert {shape.sampling for shape in drawing} == kinds
-    # the rule of the others follows vLLM's sampler, or walks
-    assert (len(noted) > len(drawing)) == (method == "rsd_s")
+    # the rule of the others follows vLLM's sampler
+    assert (len(noted) > len(drawing)) == (method in DRAWN)
     for replays in noted.values():
         assert len(replays[0]) > 10
         assert all(replay == replays[0] for replay in replays)

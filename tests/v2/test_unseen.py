@@ -30,7 +30,7 @@ from vllm_treespec.step.decoder import TreeDecoder
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
     "sd": ("draft model", {"depth": 3}),
     "rsd_s": ("draft model", {"beam_width": 4, "depth": 2}),
-    "spectr": ("draft model", {"num_paths": 3, "depth": 2}),
+    "specinfer": ("draft models", {"branching_factors": ([2, 1], [2])}),
 }
 # wide trees, of which something is accepted though weights are random
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -190,8 +190,7 @@ def refusing(name: str) -> Any:
     return read
 
 
-# the rule of the others walks down the trees, and waits at each level
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "spectr"])
+@pytest.mark.parametrize("method", METHODS)
 def test_no_step_waits(method: str, pair: tuple[str, str], tmp_path: Path) -> None:
     """Red when a step with a head, or a draft model, waits for the device.
 

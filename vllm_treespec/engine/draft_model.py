@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -275,3 +275,23 @@ def window_of_all_layers(config: ModelConfig) -> int | None:
     if set(kinds) <= {"sliding_attention"}:
         return config.get_sliding_window()
     return None
+
+
+def share_vocabulary(models: Sequence[PagedDraftModel]) -> None:
+    """Let draft models have one tensor of tokens: the host compares it once, here.
+
+    Raises:
+        ValueError: they draft other tokens.
+
+    """
+    first = models[0].vocabulary
+    for model in models[1:]:
+        own = model.vocabulary
+        if (own is None) != (first is None) or (
+            own is not None and first is not None and not own.equal(first)
+        ):
+            raise ValueError(
+                "speculative_config 'drafts': the draft models of one tree draft other "
+                "tokens; give all of them the same hot_tokens"
+            )
+        model.vocabulary = first

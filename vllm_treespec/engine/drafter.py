@@ -19,7 +19,7 @@ from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.engine.chain_head import ChainHead, EngineChainSource
 from vllm_treespec.engine.dflash_head import PagedDFlashHead
-from vllm_treespec.engine.draft_model import PagedDraftModel
+from vllm_treespec.engine.draft_model import PagedDraftModel, share_vocabulary
 from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.engine.head_source import EngineHeadSource
 from vllm_treespec.engine.kv_cache import check_groups, own_group_first
@@ -205,6 +205,9 @@ class TreeDrafter:
         """Load draft models or a head; vLLM has just loaded the target."""
         for model in self.models:
             model.load(target_model)
+        models = [m for m in self.models if isinstance(m, PagedDraftModel)]
+        if models:
+            share_vocabulary(models)
 
     def propose(
         self, batch: EmittedBatch, plan: StepPlan | None = None

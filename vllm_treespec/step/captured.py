@@ -71,7 +71,7 @@ class CapturedTrees:
         method: Method,
         max_reqs: int,
         proposers: Sequence[Proposer],
-        source: GraphSource,
+        sources: Sequence[GraphSource],
         noise_of: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
         stats: StepStats,
@@ -80,7 +80,7 @@ class CapturedTrees:
         self.stats = stats
         self.follows_noise = method.rule.follows_noise
         self.proposers = proposers
-        self.source = source
+        self.sources = sources
         self.noise_of = noise_of
         self.device = device
         most = min(method.max_trees, max_reqs)
@@ -130,7 +130,7 @@ class CapturedTrees:
         size, device = self.sizes[-1], self.device
         depth = max(proposer.sizes.max_depth for proposer in self.proposers)
         zeros = torch.zeros(size, dtype=torch.int64, device=device)
-        self.start = self.source.blank_start(size, max_blocks)
+        self.starts = [source.blank_start(size, max_blocks) for source in self.sources]
         self.root_token_ids = zeros
         self.temperature = torch.zeros(size, device=device)
         self.top_k = torch.full_like(zeros, NO_LIMIT)
@@ -144,12 +144,15 @@ class CapturedTrees:
 
     def run(self, shape: TreeShape) -> None:
         """Draw trees of a shape from what lies in the inputs: what a graph captures."""
-        start = {name: part[: shape.num_trees] for name, part in self.start.items()}
         proposer, inputs = self.proposers[shape.proposer], self._inputs(shape)
-        model = self.source.grow(
-            start, inputs.root_token_ids, proposer.sizes.draft_depth
-        )
-        draft = proposer.propose(replace(inputs, draft_models=[model]))
+        given = inputs.root_token_ids, proposer.sizes.draft_depth
+        models = [
+            source.grow(
+                {name: part[: shape.num_trees] for name, part in start.items()}, *given
+            )
+            for source, start in zip(self.sources, self.starts, strict=True)
+        ]
+        draft = proposer.propose(replace(inputs, draft_models=models))
         if shape not in self.drafts:
             self.drafts[shape] = self._lasting(draft)
         lasting = _tensors(self.drafts[shape])
@@ -195,9 +198,10 @@ class CapturedTrees:
         Unused trees have no context, and nothing is read of what they draw.
         """
         num_trees = len(inputs.root_token_ids)
-        for name, part in start(self.source).items():
-            self.start[name][:num_trees] = part
-            self.start[name][num_trees : shape.num_trees].zero_()
+        for source, kept in zip(self.sources, self.starts, strict=True):
+            for name, part in start(source).items():
+                kept[name][:num_trees] = part
+                kept[name][num_trees : shape.num_trees].zero_()
         self.root_token_ids[:num_trees] = inputs.root_token_ids
         limits = inputs.max_drafts()
         self.num_drafts[:num_trees] = NO_LIMIT if limits is None else limits
@@ -253,9 +257,9 @@ def _with_tensors(draft: Draft, tensors: Sequence[Tensor]) -> Draft:
 
 
 def captured_trees(drafter: TreeDrafter, max_reqs: int) -> CapturedTrees | None:
-    """Trees that graphs can draw: the device alone draws them from what a model read.
+    """Trees that graphs can draw: the device alone draws them from what models read.
 
-    None: there is not one such model, or no proposer draws by the device's work alone.
+    None: a model has another part in it, or no proposer draws by the device's work.
 
     Args:
         drafter: with its method and sources.
@@ -268,13 +272,13 @@ def captured_trees(drafter: TreeDrafter, max_reqs: int) -> CapturedTrees | None:
     sources = [source for source in models if isinstance(source, GraphSource)]
     if not method.batched or not proposers:
         return None
-    if len(sources) != 1 or len(models) != 1:
+    if not sources or len(sources) != len(models):
         return None
     return CapturedTrees(
         method,
         max_reqs,
         proposers,
-        sources[0],
+        sources,
         drafter.noise.of,
         drafter.limits.device,
         drafter.stats,

@@ -24,7 +24,6 @@ from vllm_treespec.sources.base import (
     DeviceSource,
     DraftModel,
     GraphSource,
-    ModelSource,
     Roots,
     SampledTokens,
     Sources,
@@ -72,22 +71,17 @@ Replay = Callable[[Start, Proposer, ProposerInputs], Draft | None]
 class LateModels(Sequence[DraftModel]):
     """The draft models of a step, begun when one of them is first looked at."""
 
-    def __init__(
-        self,
-        sources: Sequence[ModelSource],
-        begin: Callable[[ModelSource], DraftModel],
-    ) -> None:
-        """Begin none."""
-        self.sources = sources
+    def __init__(self, begin: Sequence[Callable[[], DraftModel]]) -> None:
+        """Begin none; ``begin`` has a call for each."""
         self.begin = begin
 
     @cached_property
     def begun(self) -> list[DraftModel]:
         """All of them."""
-        return [self.begin(source) for source in self.sources]
+        return [begin() for begin in self.begin]
 
     def __len__(self) -> int:
-        return len(self.sources)
+        return len(self.begin)
 
     def __getitem__(self, index: Any) -> Any:
         return self.begun[index]
@@ -196,7 +190,7 @@ class TreeDrafter:
             root_token_ids=roots.root_token_ids,
             sampling=sampling,
             uniforms=on_device(uniforms, device),
-            draft_models=LateModels(models, lambda source: source.begin(roots)),
+            draft_models=LateModels([partial(m.begin, roots) for m in models]),
             replay=self._replay(lambda source: source.start(roots), bool(models)),
             noise_keys=noise,
             noise_of=self.noise.of,
@@ -233,19 +227,20 @@ class TreeDrafter:
         return partial(self.replay, start)
 
     @property
-    def unseen_source(self) -> DeviceSource | None:
-        """What drafts by the device's work alone; None: the host has a part in it.
+    def unseen_sources(self) -> Sequence[DeviceSource]:
+        """What drafts by the device's work alone; none: the host has a part in it.
 
         Then trees can be drawn before the host knows what they grow from.
         """
+        if not self.method.batched or self.sources.text is not None:
+            return ()
         models = self.sources.models
-        if not self.method.batched or self.sources.text is not None or len(models) != 1:
-            return None
-        return models[0] if isinstance(models[0], DeviceSource) else None
+        found = [model for model in models if isinstance(model, DeviceSource)]
+        return found if len(found) == len(models) else ()
 
     def draws_unseen(self, plan: StepPlan) -> bool:
         """Whether the planned tree is drawn by the device's work alone."""
-        if plan.tree is None or not plan.model or self.unseen_source is None:
+        if plan.tree is None or not plan.model or not self.unseen_sources:
             return False
         proposer = self.method.proposers[plan.tree]
         return proposer.graph_part is proposer
@@ -268,11 +263,12 @@ class TreeDrafter:
             noise_keys: see ``ProposerInputs``.
 
         """
-        source = self.unseen_source
-        assert source is not None
         assert plan.tree is not None
         proposer = self.method.proposers[plan.tree]
-        start = source.start_unseen(sampled)
+        sources = self.unseen_sources
+        starts: dict[GraphSource, Mapping[str, Tensor]] = {
+            source: source.start_unseen(sampled) for source in sources
+        }
         roots, depth = sampled.root_token_ids, proposer.sizes.draft_depth
         count = proposer.sizes.num_uniforms
         uniforms = torch.zeros((len(roots), count), device=roots.device)
@@ -284,9 +280,12 @@ class TreeDrafter:
             sampling=sampling,
             uniforms=uniforms,
             draft_models=LateModels(
-                [source], lambda _: source.grow(start, roots, depth)
+                [
+                    partial(source.grow, start, roots, depth)
+                    for source, start in starts.items()
+                ]
             ),
-            replay=self._replay(lambda _: start, True),
+            replay=self._replay(lambda source: starts[source], True),
             noise_keys=noise_keys,
             noise_of=self.noise.of,
             plan=plan,

@@ -45,7 +45,7 @@ class UnseenDrafter:
         runner, decoder = self.runner, self.runner.decoder
         slots = step.scheduled.slots
         # a plan that held for several steps is observed before there is another
-        if decoder.drafter.unseen_source is None or decoder.clock.rest.num_steps:
+        if not decoder.drafter.unseen_sources or decoder.clock.rest.num_steps:
             return False
         # a grammar's masks are made of trees on the host
         if scheduled.has_structured_output_requests:
