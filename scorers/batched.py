@@ -6,11 +6,15 @@ never waits for the device, so a CUDA graph can hold a whole rule.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from vllm_treespec.sampling.draws import draw
+from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import NO_NODE, TreeBatch
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch, ancestor_bits, num_draws
 
 # Distributions that are held side by side: 256 of 128 k tokens take 128 MiB in
 # float32, and are enough work to fill a device.
@@ -61,3 +65,88 @@ def accepted_path(
     path.scatter_(1, places, columns.expand_as(places))
     last = (columns * (places > 0)).amax(dim=1)
     return path[:, 1:].contiguous(), places.amax(dim=1), last
+
+
+# From trees, the target's logits, uniform numbers, the trees' bounds, requests int64
+# [n] and nodes of each, int64 [n, width], to the accepted child of every node, int64
+# [n, width], 0 where none was, and of those nodes the law of the next token, [width, n,
+# vocab_size].
+TryDraws = Callable[
+    [TreeBatch, TargetLogits, Tensor, TreeSizes, Tensor, Tensor], tuple[Tensor, Tensor]
+]
+
+
+def score_by_node(
+    tree: TreeBatch,
+    target: TargetLogits,
+    uniforms: Tensor,
+    sizes: TreeSizes,
+    try_draws: TryDraws,
+) -> ScorerOutput:
+    """Try the draws of all nodes, as if a walk stood at each of them.
+
+    The accepted nodes are those whose ancestors were all accepted below their parents.
+
+    Args:
+        tree: drafts with ``draws``.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1): column 0 for
+            the last token.
+        sizes: the trees' bounds.
+        try_draws: the rule's part.
+
+    """
+    parents = parents_with_draws(tree, sizes)
+    reqs = torch.arange(tree.num_reqs, device=parents.device)
+    parts = [
+        _score_group(tree, target, uniforms, sizes, try_draws, group, parents[group])
+        for group in groups(reqs, width=parents.shape[1])
+    ]
+    return ScorerOutput(
+        torch.cat([part.path for part in parts]),
+        torch.cat([part.num_accepted for part in parts]),
+        torch.cat([part.next_token_ids for part in parts]),
+    )
+
+
+def parents_with_draws(tree: TreeBatch, sizes: TreeSizes) -> Tensor:
+    """Each request's nodes with draws, those with the most first, int64.
+
+    Returns:
+        [num_reqs, at most max_parents]; nodes without draws fill the rows.
+
+    """
+    assert tree.draws is not None
+    width = max(min(sizes.max_parents, tree.draws.nodes.shape[1]), 1)
+    order = num_draws(tree).argsort(dim=1, descending=True, stable=True)
+    # The last node is a leaf, without draws: entries that hold no node become it.
+    leaf = (tree.num_nodes - 1).clamp(min=0)
+    return torch.minimum(order[:, :width], leaf[:, None])
+
+
+def _score_group(
+    tree: TreeBatch,
+    target: TargetLogits,
+    uniforms: Tensor,
+    sizes: TreeSizes,
+    try_draws: TryDraws,
+    reqs: Tensor,
+    parents: Tensor,
+) -> ScorerOutput:
+    """Score the trees of the requests ``reqs``, int64 [n]; see ``TryDraws``."""
+    below, residual = try_draws(tree, target, uniforms, sizes, reqs, parents)
+    # Bit 0 is no child's: it is set where none was accepted.
+    bits = (torch.ones_like(below) << below) & ~1
+    ancestors = ancestor_bits(tree, sizes.max_depth)[reqs]
+    path, num_accepted, last = accepted_path(
+        ancestors, tree.depths[reqs], bits.sum(dim=1), sizes
+    )
+    is_last = parents == last[:, None]
+    place = is_last.int().argmax(dim=1)
+    columns = torch.arange(len(reqs), device=reqs.device)
+    law = torch.where(
+        is_last.any(dim=1, keepdim=True),
+        residual[place, columns],
+        target.probs(reqs, last),
+    )
+    return ScorerOutput(path, num_accepted, draw(law, uniforms[reqs, 0]))

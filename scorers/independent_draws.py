@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_treespec.sampling.draws import draw
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
+from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch, draw_parents, first_draw, num_draws
 
 # From draft and target distributions [n, vocab_size], drawn tokens int64 [n, width]
@@ -70,6 +71,37 @@ def walk_independent_draws(
         residual[won] = target.probs(won, below)
         trying = won[counts[won, below] > 0]
     return ScorerOutput(path, num_accepted, draw(residual, uniforms[:, 0]))
+
+
+def judge_draws(
+    judge: Judge,
+    tree: TreeBatch,
+    target: TargetLogits,
+    uniforms: Tensor,
+    sizes: TreeSizes,
+    reqs: Tensor,
+    parents: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Judge the draws of nodes together, for all nodes; see ``batched.TryDraws``."""
+    draws = tree.draws
+    assert draws is not None
+    num_reqs, width = parents.shape
+    reqs, nodes = reqs.repeat(width), parents.t().flatten()
+    max_draws = draws.nodes.shape[1]
+    counts = num_draws(tree)[reqs, nodes][:, None]
+    tries = torch.arange(min(sizes.max_siblings, max_draws), device=reqs.device)
+    tried = (first_draw(tree)[reqs, nodes][:, None] + tries).clamp(0, max_draws - 1)
+    row = reqs[:, None]
+    children = draws.nodes[row, tried]
+    residual = target.probs(reqs, nodes)
+    draft = draws.probs_of(reqs, draws.rows[reqs, tried[:, 0]], residual.shape[1])
+    tokens = tree.token_ids[row, children]
+    chances, rest = judge(draft, residual, tokens, counts[:, 0].clamp(min=1))
+    accepts = (uniforms[row, 1 + tried] < chances) & (tries < counts)
+    first = accepts & (accepts.cumsum(dim=1) == 1)
+    below = (children * first).sum(dim=1)
+    residual = torch.where(counts > 0, rest.to(residual.dtype), residual)
+    return below.view(width, -1).t(), residual.view(width, num_reqs, -1)
 
 
 def check_independent_draws(tree: TreeBatch) -> None:

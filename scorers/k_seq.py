@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vllm_treespec.scorers.base import Rule, ScorerOutput, TargetLogits, normalised
-from vllm_treespec.scorers.independent_draws import Judge, walk_independent_draws
+from vllm_treespec.scorers.batched import score_by_node
+from vllm_treespec.scorers.independent_draws import (
+    Judge,
+    judge_draws,
+    walk_independent_draws,
+)
+from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch
 
 # Halvings of [1, number of draws] at every node: each is a pass over the vocabulary,
@@ -43,8 +50,16 @@ def optimal_division_factor(
     several = (counts > 1).nonzero()[:, 0]
     if not several.numel():
         return factor
-    draft, target, counts = draft[several], target[several], counts[several]
-    below, above = torch.ones_like(factor[several]), factor[several]
+    found = halved(draft[several], target[several], counts[several], halvings)
+    return factor.index_copy(0, several, found)
+
+
+def halved(
+    draft: Tensor, target: Tensor, counts: Tensor, halvings: int = HALVINGS
+) -> Tensor:
+    """The same without a look at the numbers of draws, so that the host never waits."""
+    above = counts.double()
+    below = torch.ones_like(above)
     for _ in range(halvings):
         middle = (below + above) / 2
         share = (1 / middle[:, None]).to(target.dtype)
@@ -53,7 +68,7 @@ def optimal_division_factor(
         enough = middle >= expected_tries(rate, counts)
         above = torch.where(enough, middle, above)
         below = torch.where(enough, below, middle)
-    return factor.index_copy(0, several, above)
+    return above
 
 
 def k_seq(
@@ -115,4 +130,21 @@ def expected_tries(rate: Tensor, counts: Tensor) -> Tensor:
     return torch.where(rate > 0, any_accepted / rate, counts.to(rate.dtype))
 
 
-K_SEQ = Rule("k_seq", k_seq)
+def k_seq_batched(
+    tree: TreeBatch, target: TargetLogits, uniforms: Tensor, sizes: TreeSizes
+) -> ScorerOutput:
+    """Do what ``k_seq`` does, for all nodes together.
+
+    Args:
+        tree: drafts with ``draws``, independent and from one distribution a node, which
+            nobody checks here.
+        target: the target's logits at the nodes.
+        uniforms: float64 [num_reqs, at least 1 + max_draws] in [0, 1).
+        sizes: the trees' bounds.
+
+    """
+    try_draws = partial(judge_draws, make_judge(halved))
+    return score_by_node(tree, target, uniforms, sizes, try_draws)
+
+
+K_SEQ = Rule("k_seq", k_seq, k_seq_batched)

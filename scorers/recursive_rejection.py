@@ -13,11 +13,10 @@ from vllm_treespec.scorers.base import (
     empty_path,
     normalised,
 )
-from vllm_treespec.scorers.batched import accepted_path, groups
+from vllm_treespec.scorers.batched import score_by_node
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import (
     TreeBatch,
-    ancestor_bits,
     first_draw,
     next_draw,
     num_draws,
@@ -100,59 +99,7 @@ def recursive_rejection_batched(
         sizes: the trees' bounds.
 
     """
-    parents = parents_with_draws(tree, sizes)
-    reqs = torch.arange(tree.num_reqs, device=parents.device)
-    parts = [
-        score_group(tree, target, uniforms, sizes, group, parents[group])
-        for group in groups(reqs, width=parents.shape[1])
-    ]
-    return ScorerOutput(
-        torch.cat([part.path for part in parts]),
-        torch.cat([part.num_accepted for part in parts]),
-        torch.cat([part.next_token_ids for part in parts]),
-    )
-
-
-def parents_with_draws(tree: TreeBatch, sizes: TreeSizes) -> Tensor:
-    """Each request's nodes with draws, those with the most first, int64.
-
-    Returns:
-        [num_reqs, at most max_parents]; nodes without draws fill the rows.
-
-    """
-    assert tree.draws is not None
-    width = max(min(sizes.max_parents, tree.draws.nodes.shape[1]), 1)
-    order = num_draws(tree).argsort(dim=1, descending=True, stable=True)
-    # The last node is a leaf, without draws: entries that hold no node become it.
-    leaf = (tree.num_nodes - 1).clamp(min=0)
-    return torch.minimum(order[:, :width], leaf[:, None])
-
-
-def score_group(
-    tree: TreeBatch,
-    target: TargetLogits,
-    uniforms: Tensor,
-    sizes: TreeSizes,
-    reqs: Tensor,
-    parents: Tensor,
-) -> ScorerOutput:
-    """Score the trees of the requests ``reqs``; arguments as for ``try_draws``."""
-    below, residual = try_draws(tree, target, uniforms, sizes, reqs, parents)
-    # Bit 0 is no child's: it is set where none was accepted.
-    bits = (torch.ones_like(below) << below) & ~1
-    ancestors = ancestor_bits(tree, sizes.max_depth)[reqs]
-    path, num_accepted, last = accepted_path(
-        ancestors, tree.depths[reqs], bits.sum(dim=1), sizes
-    )
-    is_last = parents == last[:, None]
-    place = is_last.int().argmax(dim=1)
-    columns = torch.arange(len(reqs), device=reqs.device)
-    law = torch.where(
-        is_last.any(dim=1, keepdim=True),
-        residual[place, columns],
-        target.probs(reqs, last),
-    )
-    return ScorerOutput(path, num_accepted, draw(law, uniforms[reqs, 0]))
+    return score_by_node(tree, target, uniforms, sizes, try_draws)
 
 
 def try_draws(

@@ -71,6 +71,15 @@ def mixed_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
     return replace(tree, draws=draws)
 
 
+def suited(name: str, tree: TreeBatch) -> TreeBatch:
+    """The same, or where a rule needs that with independent draws."""
+    if name != "k_seq":
+        return tree
+    draws = draws_of(tree)
+    independent = torch.zeros_like(draws.without_replacement)
+    return replace(tree, draws=replace(draws, without_replacement=independent))
+
+
 def repeated_draws(tree: TreeBatch, generator: torch.Generator) -> TreeBatch:
     """Some draws hit the node of the draw before them again, if it is a sibling."""
     draws = draws_of(tree)
@@ -182,10 +191,12 @@ def test_equals_the_walk(
     name: str, kind: str, change: Callable[[TreeBatch, torch.Generator], TreeBatch]
 ) -> None:
     """Red when the batched form decides anything but what the walk decides."""
+    if name == "k_seq" and change is mixed_draws:
+        pytest.skip("draws of a node come from one distribution")
     accepted = 0
     for seed, (vocab_size, max_nodes) in enumerate([(5, 12), (77, 24), (301, 64)]):
         tree, target, uniforms = batch(vocab_size, 30, max_nodes, kind, seed)
-        tree = change(tree, torch.Generator().manual_seed(seed))
+        tree = change(suited(name, tree), torch.Generator().manual_seed(seed))
         numbers = numbers_of(RULES[name], uniforms)
         found = score(tree, target, numbers, RULES[name], sizes_of(tree))
         assert_same(found, walked(name, tree, target, uniforms))
@@ -208,7 +219,7 @@ def test_groups_of_requests(rows_per_group: int) -> None:
 def test_too_large_bounds_change_nothing(name: str) -> None:
     """Red when a result depends on how well the host knows the trees."""
     tree, target, uniforms = batch(77, 30, 24, "plain", 1)
-    uniforms = numbers_of(RULES[name], uniforms)
+    tree, uniforms = suited(name, tree), numbers_of(RULES[name], uniforms)
     expected = RULES[name].walk(tree, target, uniforms)
     for sizes in (tree_sizes(24, 24, 24), tree_sizes(63, 100, 100)):
         found = RULES[name].apply(tree, target, uniforms, sizes)
@@ -327,6 +338,7 @@ def test_entries_without_a_request() -> None:
 def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
     """Red when a rule waits for the device, or makes a tensor on the host."""
     tree, target, uniforms = batch(77, 6, 24, kind, 1)
+    tree = suited(name, tree)
     if hot:
         draws = replace(draws_of(tree), vocabulary=torch.arange(77))
         tree = replace(tree, draws=draws)
@@ -345,6 +357,7 @@ def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
 def test_waiting_is_noticed(name: str) -> None:
     """Red when the check above could no longer see a rule that waits."""
     tree, target, uniforms = batch(77, 6, 24, "plain", 1)
+    tree = suited(name, tree)
     with NoWaiting(), pytest.raises(RuntimeError, match="makes the host wait"):
         RULES[name].walk(tree, target, numbers_of(RULES[name], uniforms))
     mask = uniforms > 0.5
