@@ -155,6 +155,7 @@ class DrawnDFlash(Proposer):
         self.tree = tree
         self.sizes = sizes(tree.sizes)
         self.draws_on_device = tree.draws_on_device
+        self.min_probability = tree.min_probability
 
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; levels after the first cost no forward."""

@@ -15,7 +15,7 @@ from tests.fast.interpreted import interpreted
 from tests.fast.toy_pairs import ToyPairHead
 from tests.fast.toy_workloads import PROPOSERS, make_engine, make_method
 from tests.tiers import cases, grid
-from vllm_treespec.batch.matching import PADDING_TOKEN_ID, RunningTrees
+from vllm_treespec.batch.matching import PADDING_TOKEN_ID, Proposal, RunningTrees
 from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.layouts.base import ForkSpace
@@ -288,6 +288,25 @@ def test_sampled_requests_get_no_useless_drafts() -> None:
         for request in requests:
             most[request.name] = max(most[request.name], len(request.proposed))
     assert most == {"sampled": 0, "greedy": 3, "whole": 7}
+
+
+def test_draft_distributions_end_with_their_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when an engine holds two steps' distributions while it verifies one."""
+    commit, kept = TreeDecoder.commit, []
+
+    def committing(self: TreeDecoder) -> None:
+        commit(self)
+        if self.trees is not None:
+            assert isinstance(self.proposal, Proposal)
+            kept.extend([self.trees.tree.draws, self.proposal.tree.draws])
+
+    monkeypatch.setattr(TreeDecoder, "commit", committing)
+    engine = make_engine("rsd_s", HABITS["whole"], 0)
+    engine.run(Request("r", [1, 2, 3], max_tokens=20, temperature=1.0))
+    assert kept
+    assert set(kept) == {None}
 
 
 def test_unseeded_requests_differ() -> None:

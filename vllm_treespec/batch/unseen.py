@@ -124,6 +124,20 @@ class StepTrees:
     # what they were placed from, if they were drawn at the end of the step before
     proposal: Proposal | UnseenTrees | None
 
+    def without_draws(self) -> StepTrees:
+        """The same once it is verified: nothing reads draft distributions any more."""
+        trees, proposal = self.trees, self.proposal
+        if trees is not None:
+            trees = replace(trees, tree=replace(trees.tree, draws=None))
+        if isinstance(proposal, Proposal):
+            tree = replace(proposal.tree, draws=None)
+            proposal = replace(proposal, tree=tree)
+        elif proposal is not None:
+            tree = replace(proposal.draft.tree, draws=None)
+            draft = replace(proposal.draft, tree=tree)
+            proposal = replace(proposal, draft=draft)
+        return replace(self, trees=trees, proposal=proposal)
+
     def seen(self, batch: EmittedBatch) -> SeenTrees:
         """The same on the host, once the step is over."""
         trees, proposal = self.trees, self.proposal

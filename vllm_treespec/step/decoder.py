@@ -226,7 +226,10 @@ class TreeDecoder:
         return score(tree, target, numbers, self.method.rule, sizes)
 
     def commit(self) -> None:
-        """Bring the accepted paths' KV into the requests' own slots."""
+        """Bring the accepted paths' KV into the requests' own slots.
+
+        The memory of draft distributions is free then.
+        """
         if self.trees is not None:
             assert self.scored is not None
             with self.stats.stage("commit"):
@@ -234,6 +237,9 @@ class TreeDecoder:
                     self.layout.commit(self.trees, self.scored)
                 if self.committed_reader.features:
                     self.node_rows = self.layout.query_rows(self.trees)
+            # an asynchronous engine holds the step while the next one is verified
+            scored = self.running.without_draws()
+            self.trees, self.proposal = scored.trees, scored.proposal
         self.layout.clear()
 
     def rests(self, num_emitted: Iterable[int]) -> bool:
