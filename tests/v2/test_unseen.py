@@ -190,7 +190,8 @@ def refusing(name: str) -> Any:
     return read
 
 
-@pytest.mark.parametrize("method", METHODS)
+# one of two heads that read a step alike
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "medusa_tree"])
 def test_no_step_waits(method: str, pair: tuple[str, str], tmp_path: Path) -> None:
     """Red when a step with a head, or a draft model, waits for the device.
 
