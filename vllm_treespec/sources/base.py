@@ -69,7 +69,7 @@ class CommittedTokens:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Tokens of requests, whose numbers the device alone knows.
+    """Tokens of requests; the device alone knows how many.
 
     Each request has equally many entries. Those behind its last token hold anything
     that can be read.

@@ -58,6 +58,13 @@ class TreeShape(NamedTuple):
     levels: int
     sampling: Sampling
 
+    @property
+    def place(self) -> TreeShape:
+        """The shape in whose tensors the trees lie: all sampled ones share them."""
+        if self.sampling == Sampling.GREEDY:
+            return self
+        return self._replace(sampling=Sampling.TEMPERATURE)
+
 
 class CapturedTrees:
     """The inputs of graphs, what a graph runs, and the trees that it has drawn.
@@ -86,6 +93,7 @@ class CapturedTrees:
         most = min(method.max_trees, max_reqs)
         self.sizes = sorted({min(size, most) for size in BATCH_SIZES})
         self.cuts_levels = method.schedule.cuts_levels
+        # by the place of their shape
         self.drafts: dict[TreeShape, Draft] = {}
         # float32, where draft distributions lie; those of all shapes lie in one place
         self.probs = torch.empty(0, device=device)
@@ -153,9 +161,9 @@ class CapturedTrees:
             for source, start in zip(self.sources, self.starts, strict=True)
         ]
         draft = proposer.propose(replace(inputs, draft_models=models))
-        if shape not in self.drafts:
-            self.drafts[shape] = self._lasting(draft)
-        lasting = _tensors(self.drafts[shape])
+        if shape.place not in self.drafts:
+            self.drafts[shape.place] = self._lasting(draft)
+        lasting = _tensors(self.drafts[shape.place])
         for lasting_part, part in zip(lasting, _tensors(draft), strict=True):
             lasting_part.copy_(part)
 
@@ -223,7 +231,7 @@ class CapturedTrees:
 
     def drawn(self, shape: TreeShape, num_trees: int) -> Draft:
         """The first trees that were drawn last."""
-        draft = self.drafts[shape]
+        draft = self.drafts[shape.place]
         return _with_tensors(draft, [part[:num_trees] for part in _tensors(draft)])
 
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class ScoreShape(NamedTuple):
-    """What one graph verifies: the trees that the graph of a shape has drawn."""
+    """What one graph verifies: trees that graphs have drawn."""
 
+    # their place
     trees: TreeShape
 
 
@@ -54,7 +55,7 @@ class CapturedScores:
         return [
             ScoreShape(shape)
             for shape in self.trees.shapes()
-            if shape.sampling != Sampling.GREEDY
+            if shape.sampling == Sampling.TEMPERATURE
         ]
 
     def allocate(self) -> None:

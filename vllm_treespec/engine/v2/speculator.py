@@ -181,7 +181,7 @@ class LateDrafts:
         """
         if self.graphs is None or self.drawn is None or tree is not self.drawn[0]:
             return None
-        scores, shape = self.graphs.scores, ScoreShape(self.drawn[1])
+        scores, shape = self.graphs.scores, ScoreShape(self.drawn[1].place)
         graph = DraftGraph.of(shape)
         if graph not in self.graphs.graphs:
             return None
