@@ -82,6 +82,7 @@ def score_by_node(
     uniforms: Tensor,
     sizes: TreeSizes,
     try_draws: TryDraws,
+    copies: int = 1,
 ) -> ScorerOutput:
     """Try the draws of all nodes, as if a walk stood at each of them.
 
@@ -94,13 +95,15 @@ def score_by_node(
             the last token.
         sizes: the trees' bounds.
         try_draws: the rule's part.
+        copies: as often it holds what other rules do of a node.
 
     """
     parents = parents_with_draws(tree, sizes)
     reqs = torch.arange(tree.num_reqs, device=parents.device)
+    width = copies * parents.shape[1]
     parts = [
         _score_group(tree, target, uniforms, sizes, try_draws, group, parents[group])
-        for group in groups(reqs, width=parents.shape[1])
+        for group in groups(reqs, width)
     ]
     return ScorerOutput(
         torch.cat([part.path for part in parts]),

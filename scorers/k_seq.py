@@ -144,7 +144,8 @@ def k_seq_batched(
 
     """
     try_draws = partial(judge_draws, make_judge(halved))
-    return score_by_node(tree, target, uniforms, sizes, try_draws)
+    # in float64
+    return score_by_node(tree, target, uniforms, sizes, try_draws, copies=3)
 
 
 K_SEQ = Rule("k_seq", k_seq, k_seq_batched)

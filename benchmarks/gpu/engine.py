@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.gpu.oracle import use_acceptance
 from benchmarks.gpu.step import FAMILY, WARM_UP_STEPS
-from benchmarks.gpu.timeline import read_timeline
+from benchmarks.gpu.timeline import TRACES, read_timeline
 from vllm_treespec.tools.side_engine import SideEngine
 from vllm_treespec.tools.sides import Cell, CellResult
 from vllm_treespec.trees.tree import MAX_NODES
@@ -109,12 +109,14 @@ def steps(engine: SideEngine, cell: Cell) -> CellResult:
     result = describe(engine, cell, seconds, [emitted[name] for name in names])
     result.steps = cell.options["count"]
     if traced := cell.options.get("traced"):
-        folder = core.vllm_config.profiler_config.torch_profiler_dir
+        folder = Path(core.vllm_config.profiler_config.torch_profiler_dir)
+        before = set(folder.glob(TRACES))
         engine.llm.start_profile()
         for _ in range(traced):
             step()
         engine.llm.stop_profile()
-        result.details["timeline"] = read_timeline(Path(folder), traced)
+        written = set(folder.glob(TRACES)) - before
+        result.details["timeline"] = read_timeline(written)
     core.abort_request(names)
     while core.has_unfinished_requests():
         core.step()

@@ -67,9 +67,13 @@ class Work:
     traced: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no probability."""
+        """Refuse what is no probability, and too short a timeline."""
         if max(self.rates) > 1:
             raise ValueError(f"--rates: {self.rates} are not all from 0 to 1")
+        # a step more or less is in the trace
+        least = timeline.LEAST_STEPS + 2
+        if 0 < self.traced < least:
+            raise ValueError(f"--traced: {self.traced}; write 0, or {least} and more")
 
     def settings(self) -> dict[str, Any]:
         """What must not change in a folder; batch sizes and rates may be added."""

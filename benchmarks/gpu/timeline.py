@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,11 @@ from benchmarks.harness import plot, report
 
 # Lanes of the picture, from top to bottom, by the profiler's categories.
 LANES = HOST_WAITS, LAUNCHES, DEVICE = "host waits", "host launches", "device works"
+# What the worker's profiler calls a step, and the files of its traces.
+STEP, EXECUTE, TRACES = "user_annotation", "execute_", "rank*.json.gz"
 DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
 HOST_CATEGORIES = {"cuda_runtime", "cuda_driver"}
+LEAST_STEPS = 3
 # Milliseconds between spans of a lane that are shown as one.
 JOINED = 0.003
 PICTURE = "timeline.png"
@@ -40,8 +43,6 @@ def profiler_arguments(folder: Path) -> dict[str, Any]:
         "profiler_config": {
             "profiler": "torch",
             "torch_profiler_dir": str(folder),
-            # the host's own operations would make the host slower
-            "torch_profiler_activities": ["CUDA"],
             "torch_profiler_with_stack": False,
             "torch_profiler_dump_cuda_time_total": False,
             "ignore_frontend": True,
@@ -49,12 +50,11 @@ def profiler_arguments(folder: Path) -> dict[str, Any]:
     }
 
 
-def read_timeline(folder: Path, num_steps: int) -> dict[str, Any]:
-    """Read the newest trace of a folder.
+def read_timeline(traces: Collection[Path]) -> dict[str, Any]:
+    """Read the first rank's trace: of the steps between its first and its last one.
 
     Args:
-        folder: of the traces.
-        num_steps: that were traced.
+        traces: that the workers of an engine wrote.
 
     Returns:
         ``lanes``: name -> spans of the middle two steps, from 0 on;
@@ -62,46 +62,64 @@ def read_timeline(folder: Path, num_steps: int) -> dict[str, Any]:
         which the host waits for it, and how many launches there were.
 
     Raises:
-        ValueError: there is no trace, or nothing of a device in it.
+        ValueError: there is no trace, or less than three steps in it, or nothing of a
+            device.
 
     """
-    paths = sorted(folder.glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
-    if not paths:
-        raise ValueError(f"{folder} holds no trace of the profiler")
-    with gzip.open(paths[-1]) as file:
-        events = json.load(file)["traceEvents"]
-    lanes = lanes_of(events)
+    if not traces:
+        raise ValueError("the profiler wrote no trace; its warning is in the log")
+    path = min(traces)
+    with gzip.open(path) as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    steps = [e for e in events if e.get("cat") == STEP and EXECUTE in e["name"]]
+    starts = sorted(event["ts"] / 1000 for event in steps)
+    if len(starts) < LEAST_STEPS:
+        raise ValueError(f"{path} holds {len(starts)} steps, {LEAST_STEPS} are needed")
+    whole, number = Span(starts[0], starts[-1]), len(starts) - 1
+    every = lanes_of(events, steps[0]["tid"])
+    lanes = {name: within(joined(s, 0.0), whole) for name, s in every.items()}
     if not lanes[DEVICE]:
-        raise ValueError(f"{paths[-1]} holds nothing of a device")
-    begin, end = lanes[DEVICE][0].start, max(span.end for span in lanes[DEVICE])
-    works = length(joined(lanes[DEVICE], 0.0))
-    middle, step = (begin + end) / 2, (end - begin) / num_steps
-    shown = Span(middle - step, middle + step)
+        raise ValueError(f"{path} holds nothing of a device")
+    launches = [s for s in every[LAUNCHES] if whole.start <= s.start < whole.end]
+    works = length(lanes[DEVICE])
+    middle = (number - 1) // 2
+    shown = Span(starts[middle], starts[min(middle + 2, number)])
     return {
         "per_step": {
-            "device works": works / num_steps,
-            "device idles": (end - begin - works) / num_steps,
-            "host waits": length(lanes[HOST_WAITS]) / num_steps,
-            "launches": len(lanes[LAUNCHES]) / num_steps,
+            "device works": works / number,
+            "device idles": (whole.end - whole.start - works) / number,
+            "host waits": length(lanes[HOST_WAITS]) / number,
+            "launches": len(launches) / number,
         },
-        "lanes": {name: within(joined(spans), shown) for name, spans in lanes.items()},
+        "lanes": {
+            name: [
+                [round(x - shown.start, 4) for x in span]
+                for span in within(joined(spans), shown)
+            ]
+            for name, spans in lanes.items()
+        },
     }
 
 
-def lanes_of(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Span]]:
-    """Sort the events of a trace into lanes, each by time."""
+def lanes_of(
+    events: Iterable[Mapping[str, Any]], thread: object
+) -> dict[str, list[Span]]:
+    """Sort the events of a trace into lanes, each by time.
+
+    Of the host this thread alone counts: another one waits for tokens to be sent.
+    """
     lanes: dict[str, list[Span]] = {name: [] for name in LANES}
     for event in events:
         lane, category = None, event.get("cat")
         if category in DEVICE_CATEGORIES:
             lane = DEVICE
-        elif category in HOST_CATEGORIES:
+        elif category in HOST_CATEGORIES and event["tid"] == thread:
             name = event["name"]
             if "Synchronize" in name:
                 lane = HOST_WAITS
             elif "Launch" in name or "Memcpy" in name or "Memset" in name:
                 lane = LAUNCHES
-        if lane is not None and event.get("ph") == "X":
+        if lane is not None:
             start = event["ts"] / 1000
             lanes[lane].append(Span(start, start + event["dur"] / 1000))
     return {name: sorted(spans) for name, spans in lanes.items()}
@@ -123,11 +141,10 @@ def length(spans: Sequence[Span]) -> float:
     return sum(span.end - span.start for span in spans)
 
 
-def within(spans: Sequence[Span], shown: Span) -> list[list[float]]:
-    """Starts and ends of the spans that are shown, from 0 on."""
+def within(spans: Sequence[Span], shown: Span) -> list[Span]:
+    """The spans, as far as they lie in another one."""
     cut = (Span(max(s.start, shown.start), min(s.end, shown.end)) for s in spans)
-    kept = (span for span in cut if span.end > span.start)
-    return [[round(x - shown.start, 4) for x in span] for span in kept]
+    return [span for span in cut if span.end > span.start]
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:

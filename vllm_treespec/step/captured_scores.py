@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -56,13 +57,19 @@ class CapturedScores:
             ScoreShape(shape)
             for shape in self.trees.shapes()
             if shape.sampling == Sampling.TEMPERATURE
+            and self.trees.proposers[shape.proposer] in self.decoder.method.proposers
         ]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The target's, float32 [num_rows, vocab_size]; vLLM captures graphs twice."""
+        most = max(proposer.sizes.max_nodes for proposer in self.trees.proposers)
+        shape = self.trees.sizes[-1] * most, self.vocab_size
+        return torch.zeros(shape, device=self.trees.device)
 
     def allocate(self) -> None:
         """Make the inputs of all graphs, and forget what was found."""
         size, device = self.trees.sizes[-1], self.trees.device
-        most = max(proposer.sizes.max_nodes for proposer in self.trees.proposers)
-        self.logits = torch.zeros((size * most, self.vocab_size), device=device)
         self.keys = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.keys)
         self.temperature = torch.zeros(size, device=device)
@@ -97,6 +104,8 @@ class CapturedScores:
         positions: Tensor,
     ) -> None:
         """Copy what decides on a step's trees to where the graph reads it.
+
+        Each request has a row for every node that its tree may have.
 
         Args:
             shape: of the trees.
