@@ -192,8 +192,8 @@ class PagedDraftModel(LevelSource, DeviceSource):
 
     def start_unseen(self, sampled: SampledTokens) -> dict[str, Tensor]:
         """Read the step's tokens, and the roots behind them, in one forward."""
-        found = sampled.end, sampled.block_table, sampled.num_blocks
-        roots = self._root_blocks(*found)
+        table = sampled.block_table
+        roots = self._root_blocks(sampled.end, table, sampled.num_blocks)
         rows = sampled.with_roots(roots.block_table)
         size = self.forks.block_size
         hidden = self._forward(
