@@ -7,6 +7,7 @@ never waits for the device, so a CUDA graph can hold a whole rule.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,13 @@ from torch import Tensor
 from vllm_treespec.sampling.draws import draw
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import NO_NODE, TreeBatch, ancestor_bits, num_draws
+from vllm_treespec.trees.tree import (
+    NO_NODE,
+    TreeBatch,
+    ancestor_bits,
+    first_draw,
+    num_draws,
+)
 
 # Distributions that are held side by side: 256 of 128 k tokens take 128 MiB in
 # float32, and are enough work to fill a device.
@@ -65,6 +72,57 @@ def accepted_path(
     path.scatter_(1, places, columns.expand_as(places))
     last = (columns * (places > 0)).amax(dim=1)
     return path[:, 1:].contiguous(), places.amax(dim=1), last
+
+
+@dataclass(frozen=True)
+class NodeDraws:
+    """The draws below nodes in the order in which they are tried; [max_tries, n]."""
+
+    # int64 [n], the nodes and their requests
+    reqs: Tensor
+    nodes: Tensor
+    # int64, places among the draws of a request
+    tried: Tensor
+    # bool, whether there is such a draw
+    is_tried: Tensor
+    # int64, the nodes that hold them, and their tokens
+    children: Tensor
+    tokens: Tensor
+    # float64, the uniform numbers that accept them
+    numbers: Tensor
+
+    @classmethod
+    def below(
+        cls,
+        tree: TreeBatch,
+        uniforms: Tensor,
+        sizes: TreeSizes,
+        reqs: Tensor,
+        parents: Tensor,
+    ) -> NodeDraws:
+        """The draws below these nodes, the first of all requests first."""
+        draws = tree.draws
+        assert draws is not None
+        width, max_draws = parents.shape[1], draws.nodes.shape[1]
+        reqs, nodes = reqs.repeat(width), parents.t().flatten()
+        max_tries = min(sizes.max_siblings, max_draws)
+        tries = torch.arange(max_tries, device=reqs.device)[:, None]
+        is_tried = tries < num_draws(tree)[reqs, nodes]
+        tried = (first_draw(tree)[reqs, nodes] + tries).clamp(0, max_draws - 1)
+        children = draws.nodes[reqs, tried]
+        tokens, numbers = tree.token_ids[reqs, children], uniforms[reqs, 1 + tried]
+        return cls(reqs, nodes, tried, is_tried, children, tokens, numbers)
+
+    def first_accepted(self, accepts: Tensor) -> Tensor:
+        """The child that the first accepted draw of each node hit, int64 [n]; else 0.
+
+        Args:
+            accepts: bool [max_tries, n].
+
+        """
+        accepts = accepts & self.is_tried
+        wins = accepts & (accepts.cumsum(dim=0) == 1)
+        return (self.children * wins).sum(dim=0)
 
 
 # From trees, the target's logits, uniform numbers, the trees' bounds, requests int64

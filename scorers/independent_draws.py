@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm_treespec.sampling.draws import draw
 from vllm_treespec.scorers.base import ScorerOutput, TargetLogits, empty_path
+from vllm_treespec.scorers.batched import NodeDraws
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch, draw_parents, first_draw, num_draws
 
@@ -86,21 +87,14 @@ def judge_draws(
     draws = tree.draws
     assert draws is not None
     num_reqs, width = parents.shape
-    reqs, nodes = reqs.repeat(width), parents.t().flatten()
-    max_draws = draws.nodes.shape[1]
-    counts = num_draws(tree)[reqs, nodes][:, None]
-    tries = torch.arange(min(sizes.max_siblings, max_draws), device=reqs.device)
-    tried = (first_draw(tree)[reqs, nodes][:, None] + tries).clamp(0, max_draws - 1)
-    row = reqs[:, None]
-    children = draws.nodes[row, tried]
-    residual = target.probs(reqs, nodes)
-    draft = draws.probs_of(reqs, draws.rows[reqs, tried[:, 0]], residual.shape[1])
-    tokens = tree.token_ids[row, children]
-    chances, rest = judge(draft, residual, tokens, counts[:, 0].clamp(min=1))
-    accepts = (uniforms[row, 1 + tried] < chances) & (tries < counts)
-    first = accepts & (accepts.cumsum(dim=1) == 1)
-    below = (children * first).sum(dim=1)
-    residual = torch.where(counts > 0, rest.to(residual.dtype), residual)
+    at = NodeDraws.below(tree, uniforms, sizes, reqs, parents)
+    counts = num_draws(tree)[at.reqs, at.nodes]
+    residual = target.probs(at.reqs, at.nodes)
+    first_rows = draws.rows[at.reqs, at.tried[0]]
+    draft = draws.probs_of(at.reqs, first_rows, residual.shape[1])
+    chances, rest = judge(draft, residual, at.tokens.t(), counts.clamp(min=1))
+    below = at.first_accepted(at.numbers < chances.t())
+    residual = torch.where(counts[:, None] > 0, rest.to(residual.dtype), residual)
     return below.view(width, -1).t(), residual.view(width, num_reqs, -1)
 
 

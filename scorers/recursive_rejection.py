@@ -13,13 +13,12 @@ from vllm_treespec.scorers.base import (
     empty_path,
     normalised,
 )
-from vllm_treespec.scorers.batched import score_by_node
+from vllm_treespec.scorers.batched import NodeDraws, score_by_node
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import (
     TreeBatch,
     first_draw,
     next_draw,
-    num_draws,
 )
 
 
@@ -130,21 +129,14 @@ def try_draws(
     assert draws is not None
     num_reqs, width = parents.shape
     max_draws = draws.nodes.shape[1]
-    max_tries = min(sizes.max_siblings, max_draws)
-    reqs, nodes = reqs.repeat(width), parents.t().flatten()
-    tries = torch.arange(max_tries, device=reqs.device)[:, None]
-    is_tried = tries < num_draws(tree)[reqs, nodes]
-    tried = (first_draw(tree)[reqs, nodes] + tries).clamp(0, max_draws - 1)
-    rows, without_replacement = (
-        draws.rows[reqs, tried],
-        draws.without_replacement[reqs, tried],
-    )
-    children = draws.nodes[reqs, tried]
-    tokens, numbers = tree.token_ids[reqs, children], uniforms[reqs, 1 + tried]
+    at = NodeDraws.below(tree, uniforms, sizes, reqs, parents)
+    reqs, is_tried, tokens, numbers = at.reqs, at.is_tried, at.tokens, at.numbers
+    rows = draws.rows[reqs, at.tried]
+    without_replacement = draws.without_replacement[reqs, at.tried]
     accepts = torch.zeros_like(is_tried)
-    residual = target.probs(reqs, nodes)
+    residual = target.probs(reqs, at.nodes)
     draft = residual
-    for k in range(max_tries):
+    for k in range(len(is_tried)):
         # At most so many nodes of a request have more than k draws each.
         n = num_reqs * min(width, max_draws // (k + 1))
         fresh = draws.probs_of(reqs[:n], rows[k, :n], residual.shape[1])
@@ -156,9 +148,7 @@ def try_draws(
         accepts[k, :n, None] = draft_prob < residual[:n].gather(1, token)
         left = subtract(residual[:n], draft)
         residual[:n] = torch.where(is_tried[k, :n, None], left, residual[:n])
-    accepts &= is_tried
-    wins = accepts & (accepts.cumsum(dim=0) == 1)
-    below = (children * wins).sum(dim=0)
+    below = at.first_accepted(accepts)
     return below.view(width, -1).t(), residual.view(width, num_reqs, -1)
 
 

@@ -147,9 +147,14 @@ def within(spans: Sequence[Span], shown: Span) -> list[Span]:
     return [span for span in cut if span.end > span.start]
 
 
+def of_traced(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows that have a timeline; older results have none."""
+    return [row for row in rows if row.get("timeline")]
+
+
 def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write what a step takes under the profiler; nothing where none was traced."""
-    if not (traced := [row for row in rows if row.get("timeline")]):
+    if not (traced := of_traced(rows)):
         return []
     return [
         "A step under the profiler:",
@@ -160,7 +165,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Save a picture: a panel for each row of a table, a line for each lane."""
-    traced = [row for row in rows if row.get("timeline")]
+    traced = of_traced(rows)
     if not traced or plot.seaborn(path) is None:
         return
     from matplotlib import pyplot

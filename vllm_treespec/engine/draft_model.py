@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -194,10 +194,10 @@ class PagedDraftModel(LevelSource, DeviceSource):
         """Read the step's tokens, and the roots behind them, in one forward."""
         table = sampled.block_table
         roots = self._root_blocks(sampled.end, table, sampled.num_blocks)
-        rows = sampled.with_roots(roots.block_table)
+        token_ids, rows = sampled.with_roots(roots.block_table)
         size = self.forks.block_size
         hidden = self._forward(
-            rows.token_ids.flatten(),
+            token_ids.flatten(),
             LevelInputs.of_rows(
                 positions=rows.positions.flatten(),
                 slots=rows.slots(size).flatten(),
@@ -206,7 +206,7 @@ class PagedDraftModel(LevelSource, DeviceSource):
                 block_size=size,
             ),
         )
-        states = rows.last(hidden.unflatten(0, rows.token_ids.shape))
+        states = rows.last(hidden.unflatten(0, token_ids.shape))
         return {"states": states, **vars(roots)}
 
     def _root_blocks(
@@ -275,23 +275,3 @@ def window_of_all_layers(config: ModelConfig) -> int | None:
     if set(kinds) <= {"sliding_attention"}:
         return config.get_sliding_window()
     return None
-
-
-def share_vocabulary(models: Sequence[PagedDraftModel]) -> None:
-    """Let draft models have one tensor of tokens: the host compares it once, here.
-
-    Raises:
-        ValueError: they draft other tokens.
-
-    """
-    first = models[0].vocabulary
-    for model in models[1:]:
-        own = model.vocabulary
-        if (own is None) != (first is None) or (
-            own is not None and first is not None and not own.equal(first)
-        ):
-            raise ValueError(
-                "speculative_config 'drafts': the draft models of one tree draft other "
-                "tokens; give all of them the same hot_tokens"
-            )
-        model.vocabulary = first

@@ -19,7 +19,7 @@ from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.config.lyanna import LyannaConfig
 from vllm_treespec.engine.chain_head import ChainHead, EngineChainSource
 from vllm_treespec.engine.dflash_head import PagedDFlashHead
-from vllm_treespec.engine.draft_model import PagedDraftModel, share_vocabulary
+from vllm_treespec.engine.draft_model import PagedDraftModel
 from vllm_treespec.engine.eagle_head import PagedEagleHead
 from vllm_treespec.engine.head_source import EngineHeadSource
 from vllm_treespec.engine.kv_cache import check_groups, own_group_first
@@ -32,6 +32,7 @@ from vllm_treespec.heads import (
     read_head_config,
 )
 from vllm_treespec.layouts.base import LayoutLimits, TreeLayout
+from vllm_treespec.proposers.specinfer import shared_vocabulary
 from vllm_treespec.schedule.base import Schedule, ScheduledTree
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.schedule.plan import MAX_SLOWDOWN, StepPlan
@@ -207,7 +208,10 @@ class TreeDrafter:
             model.load(target_model)
         models = [m for m in self.models if isinstance(m, PagedDraftModel)]
         if models:
-            share_vocabulary(models)
+            # one tensor for all: no step compares them
+            vocabulary = shared_vocabulary(models)
+            for draft_model in models:
+                draft_model.vocabulary = vocabulary
 
     def propose(
         self, batch: EmittedBatch, plan: StepPlan | None = None

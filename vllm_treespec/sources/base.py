@@ -77,8 +77,7 @@ class TokenRows:
 
     # int64 [num_reqs], tokens of each request, at least 1
     num_tokens: Tensor
-    # int64 [num_reqs, width], the tokens, and their positions
-    token_ids: Tensor
+    # int64 [num_reqs, width]
     positions: Tensor
     # int32 [num_reqs, max_blocks]
     block_table: Tensor
@@ -114,6 +113,10 @@ class SampledTokens(TokenRows):
     A request committed its root and the accepted drafts.
     """
 
+    # tokens of the step, int [num_rows], and the rows of committed ones, int64
+    # [num_reqs, width]
+    input_ids: Tensor
+    rows: Tensor
     # int64 [num_reqs, width], the token behind each of them; the last one is the root
     # of the tree that comes next
     next_token_ids: Tensor
@@ -130,15 +133,20 @@ class SampledTokens(TokenRows):
         """Next roots, int64 [num_reqs]."""
         return self.next_token_ids.gather(1, self.num_tokens[:, None] - 1)[:, 0]
 
-    def with_roots(self, block_table: Tensor) -> TokenRows:
-        """The same tokens and the next root, in these blocks."""
-        first, positions = self.token_ids[:, :1], self.positions
-        return TokenRows(
-            self.num_tokens + 1,
-            torch.cat([first, self.next_token_ids], dim=1),
-            torch.cat([positions, positions[:, -1:] + 1], dim=1),
-            block_table,
-        )
+    def with_roots(self, block_table: Tensor) -> tuple[Tensor, TokenRows]:
+        """Committed tokens and the next root, and the same rows of them.
+
+        Args:
+            block_table: int32 [num_reqs, max_blocks], with the roots' blocks.
+
+        Returns:
+            int64 [num_reqs, 1 + width]; and what else is known of these.
+
+        """
+        first = self.input_ids[self.rows[:, :1]].long()
+        token_ids = torch.cat([first, self.next_token_ids], dim=1)
+        positions = torch.cat([self.positions, self.positions[:, -1:] + 1], dim=1)
+        return token_ids, TokenRows(self.num_tokens + 1, positions, block_table)
 
 
 @dataclass(frozen=True)

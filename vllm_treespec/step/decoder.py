@@ -237,9 +237,10 @@ class TreeDecoder:
                     self.layout.commit(self.trees, self.scored)
                 if self.committed_reader.features:
                     self.node_rows = self.layout.query_rows(self.trees)
-            # an asynchronous engine holds the step while the next one is verified
-            scored = self.running.without_draws()
-            self.trees, self.proposal = scored.trees, scored.proposal
+            if self.trees.tree.draws is not None:
+                # an asynchronous engine holds the step while the next one is verified
+                scored = self.running.without_draws()
+                self.trees, self.proposal = scored.trees, scored.proposal
         self.layout.clear()
 
     def rests(self, num_emitted: Iterable[int]) -> bool:

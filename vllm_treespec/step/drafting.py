@@ -226,7 +226,7 @@ class TreeDrafter:
             return None
         return partial(self.replay, start)
 
-    @property
+    @cached_property
     def unseen_sources(self) -> Sequence[DeviceSource]:
         """What drafts by the device's work alone; none: the host has a part in it.
 

@@ -144,9 +144,10 @@ class UnseenDrafter:
         offsets = torch.arange(rows.shape[1], device=runner.device)
         return SampledTokens(
             num_tokens=num_tokens,
-            token_ids=batch.input_ids[rows].long(),
             positions=(ends - num_tokens)[:, None] + offsets,
             block_table=runner.block_tables.block_tables[group].gpu[index],
+            input_ids=batch.input_ids,
+            rows=rows,
             next_token_ids=emitted.token_ids.clamp(min=0),
             num_blocks=runner.host_blocks.num_blocks[step.rows],
             features={layer: by_layer[layer][rows] for layer in reader.features},
