@@ -125,7 +125,9 @@ def methods() -> None:
 def doctor(
     target: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Check this model instead, by its config."),
+        typer.Option(
+            metavar="MODEL", help="Check this folder or hub id instead, by its config."
+        ),
     ] = None,
     speculative_config: Annotated[
         str | None,
@@ -188,7 +190,7 @@ def expand(
     ],
     target: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The target model the spec-config is for."),
+        typer.Option(metavar="MODEL", help="The target model the spec-config is for."),
     ] = None,
     device: Annotated[Device, typer.Option(help="What vLLM runs on.")] = Device.CPU,
 ) -> None:
@@ -285,13 +287,13 @@ def demo(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="The target; without one, SmolLM2-135M-Instruct."
+            metavar="MODEL", help="The target; without one, SmolLM2-135M-Instruct."
         ),
     ] = None,
     head: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Its ReDrafter head; without one, the shipped head."
+            metavar="MODEL", help="Its ReDrafter head; without one, the shipped head."
         ),
     ] = None,
     prompts: Annotated[

@@ -35,7 +35,7 @@ def soak(
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The target model.")
+        str | None, typer.Option(metavar="MODEL", help="The target: folder or hub id.")
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Running at once.")] = 16,
     kv_blocks: Annotated[
