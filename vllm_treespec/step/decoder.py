@@ -38,7 +38,7 @@ from vllm_treespec.schedule.plan import RunningRequests, StepPlan
 from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.sources.base import SampledTokens, Sources
 from vllm_treespec.step.committed import CommittedReader, committed_rows, last_hidden
-from vllm_treespec.step.drafting import StepEnd, TreeDrafter
+from vllm_treespec.step.drafting import StepDrafter, StepEnd
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.plain_draw import PlainDraw
 from vllm_treespec.step.verifier import TreeVerifier
@@ -85,7 +85,7 @@ class TreeDecoder:
         self.stats = stats
         self.slots = RequestSlots(limits.seed)
         self.committed_reader = CommittedReader(sources.models, limits.max_num_tokens)
-        self.drafter = TreeDrafter(method, sources, self.slots, limits, stats)
+        self.drafter = StepDrafter(method, sources, self.slots, limits, stats)
         self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
         self.verifier = TreeVerifier(method, self.slots, self.sizes)
         self.step = 0
@@ -268,7 +268,7 @@ class TreeDecoder:
         sampling: SamplingTensors,
         noise_keys: Tensor | None,
     ) -> UnseenTrees:
-        """Draw the trees behind a step that is not over; see ``TreeDrafter``.
+        """Draw the trees behind a step that is not over; see ``StepDrafter``.
 
         Args:
             plan: of the next step.
