@@ -16,9 +16,11 @@ from torch import Tensor
 
 from vllm_treespec.engine.drafter import TreeDrafter
 from vllm_treespec.proposers import Proposer, ProposerInputs
+from vllm_treespec.sampling.uniforms import Numbers
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
 from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.step.method import Method
+from vllm_treespec.step.verifier import TreeVerifier
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
@@ -102,29 +104,44 @@ def accept_by_coins(
     )
 
 
-class OracleDecoder(TreeDecoder):
-    """Has drafts accepted by coins; its text is nonsense.
+class OracleVerifier(TreeVerifier):
+    """Has drafts accepted by coins; the text is nonsense.
 
     All else is as in every method. The rule of the request is run, and what it accepts
     is replaced; a walk (on CPU) costs what it costs to reject random drafts.
     """
 
-    # changed by ``use_acceptance``
-    acceptance = 0.0
-    # int64, the nodes of the path that coins are thrown for
-    path: Tensor
-    # on the path's device
-    generator: torch.Generator
+    def __init__(
+        self, verifier: TreeVerifier, path: list[int], device: torch.device
+    ) -> None:
+        """Throw the same coins in every run.
+
+        Args:
+            verifier: of the method.
+            path: nodes of the path that coins are thrown for.
+            device: of the trees.
+
+        """
+        super().__init__(verifier.method, verifier.slots, verifier.sizes)
+        # changed by ``use_acceptance``
+        self.acceptance = 0.0
+        self.path = torch.tensor(path, device=device)
+        self.generator = torch.Generator(device).manual_seed(0)
 
     def verify(
-        self, index: int, tree: TreeBatch, target: TargetLogits, numbers: Tensor
+        self,
+        index: int,
+        tree: TreeBatch,
+        target: TargetLogits,
+        keys: Numbers,
+        root_positions: Tensor,
     ) -> ScorerOutput:
         """Run the rule, then let coins decide what is accepted."""
-        scored = super().verify(index, tree, target, numbers)
+        scored = super().verify(index, tree, target, keys, root_positions)
         return self.by_coins(tree, scored)
 
     def by_coins(self, tree: TreeBatch, scored: ScorerOutput) -> ScorerOutput:
-        """Replace what was accepted; greedy steps bring no numbers for the coins."""
+        """Replace what was accepted."""
         coins = torch.rand(
             (len(tree.num_nodes), len(self.path)),
             generator=self.generator,
@@ -134,16 +151,9 @@ class OracleDecoder(TreeDecoder):
             tree, self.path, self.acceptance, coins, scored.next_token_ids
         )
 
-    def throw_coins_for(self, path: list[int], device: torch.device) -> None:
-        """Take the path; the same coins are thrown in every run."""
-        self.path = torch.tensor(path, device=device)
-        self.generator = torch.Generator(device).manual_seed(0)
-
 
 class OracleDrafter(TreeDrafter):
     """Drafts random tokens, in no time."""
-
-    decoder_class = OracleDecoder
 
     def make_method(self, batched: bool) -> Method:
         """Draw by the oracle; the size of its tree comes in ``additional_config``."""
@@ -155,13 +165,13 @@ class OracleDrafter(TreeDrafter):
     def make_decoder(self, *args: Any) -> TreeDecoder:
         """Make the decoder and give it the oracle's path."""
         decoder = super().make_decoder(*args)
-        assert isinstance(decoder, OracleDecoder)
         (oracle,) = decoder.method.proposers
         assert isinstance(oracle, OracleProposer)
-        decoder.throw_coins_for(last_path(oracle.parents), decoder.limits.device)
+        path, device = last_path(oracle.parents), decoder.limits.device
+        decoder.verifier = OracleVerifier(decoder.verifier, path, device)
         return decoder
 
 
 def use_acceptance(worker: Any, acceptance: float) -> None:
     """Change the acceptance from now on, through ``LLM.collective_rpc``."""
-    worker.model_runner.decoder.acceptance = acceptance
+    worker.model_runner.decoder.verifier.acceptance = acceptance

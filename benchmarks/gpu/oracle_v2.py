@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from benchmarks.gpu.oracle import OracleDecoder, OracleDrafter, use_acceptance
+from benchmarks.gpu.oracle import OracleDrafter, OracleVerifier, use_acceptance
 from vllm_treespec.engine.v2.gpu_runner import TreeGPUModelRunner
 from vllm_treespec.engine.v2.gpu_worker import TreeGPUWorker
 from vllm_treespec.engine.v2.verify import TreeSampler
@@ -25,9 +25,9 @@ class OracleSampler(TreeSampler):
         """Follow the trees, then let coins decide what is accepted."""
         tokens, _, _ = super().follow(trees, sampled, batch)
         decoder = self.runner.decoder
-        assert isinstance(decoder, OracleDecoder)
+        assert isinstance(decoder.verifier, OracleVerifier)
         assert decoder.scored is not None
-        decoder.accept(decoder.by_coins(trees.tree, decoder.scored))
+        decoder.accept(decoder.verifier.by_coins(trees.tree, decoder.scored))
         return self.put_together(tokens[:, 0], decoder.scored)
 
 

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from vllm_treespec.schedule.cost import PRIOR, UNTIMED_ROW, UNTIMED_ROWS, CostModel
-from vllm_treespec.schedule.forward_times import MORE_ROWS, ForwardTimes
+from vllm_treespec.schedule.cost import (
+    PRIOR,
+    UNTIMED_ROW,
+    UNTIMED_ROWS,
+    CostModel,
+)
+from vllm_treespec.schedule.forward_times import MORE_ROWS, NOT_TIMED, ForwardTimes
 from vllm_treespec.schedule.plan import Work
 
 PLAIN, REQUESTS = 0.05, 8
@@ -234,7 +239,6 @@ def test_a_batch_size_begins_with_its_nearest() -> None:
     per_plain = dear.draft_costs(REQUESTS, False).row / plain
     for requests, sampled in ((4, False), (REQUESTS, True)):
         work = Work(requests, sampled)
-        assert not dear.knows_plain(requests, sampled)
         assert dear.seconds(work).mean == pytest.approx(plain)
         # A row of fewer requests costs a larger part of a step.
         share = (REQUESTS + UNTIMED_ROWS) / (requests + UNTIMED_ROWS)
@@ -260,7 +264,6 @@ def test_timed_forwards_are_priors() -> None:
     with pytest.raises(LookupError):
         untimed.seconds(Work(4))
     assert timed.seconds(Work(4)).mean == pytest.approx(0.1)
-    assert not timed.knows_plain(4, False)
     observe(untimed, Work(4), 0.1)
     prior = untimed.draft_costs(4, False)
     row = UNTIMED_ROW / (4 + UNTIMED_ROWS) * 0.1
@@ -279,16 +282,12 @@ def test_timed_forwards_are_priors() -> None:
 
 def test_no_term_becomes_free() -> None:
     """Red when disturbed steps make rows free, and trees as large as can be."""
-    timed, untimed = CostModel(), CostModel()
-    timed.begin_with(TIMED)
-    priors = []
-    for model in (timed, untimed):
+    for forwards, least in ((NOT_TIMED, 0.05), (TIMED, 0.5)):
+        model = CostModel()
+        model.begin_with(forwards)
         observe(model, Work(REQUESTS), 0.1)
-        priors.append(model.draft_costs(REQUESTS, False).row / model.pace)
+        prior = model.draft_costs(REQUESTS, False).row / model.pace
         for rows, seconds in [(10, 0.5), (31, 0.11)] * 20:
             observe(model, Work(REQUESTS, rows=rows, drafted=1.0), seconds)
-    least = [
-        model.draft_costs(REQUESTS, False).row / model.pace / prior
-        for model, prior in zip((timed, untimed), priors, strict=True)
-    ]
-    assert least == pytest.approx([0.5, 0.05])
+        row = model.draft_costs(REQUESTS, False).row / model.pace
+        assert row == pytest.approx(least * prior)

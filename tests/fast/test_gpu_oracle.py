@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.gpu.oracle import (
-    OracleDecoder,
     OracleProposer,
     accept_by_coins,
     fixed_parents,
@@ -16,7 +15,6 @@ from benchmarks.gpu.oracle import (
 )
 from benchmarks.gpu.step import default_depth
 from tests.fast.drafting import propose, same_trees
-from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -67,19 +65,6 @@ def test_oracle_accepts_at_its_rate() -> None:
         sigma = (0.7**depth * (1 - 0.7**depth) / trees) ** 0.5
         assert abs(share - 0.7**depth) < 5 * sigma
     assert torch.equal(scored.next_token_ids, torch.arange(trees))
-
-
-def test_coins_of_a_greedy_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red when the oracle needs numbers that a greedy step does not bring."""
-    decoder = OracleDecoder.__new__(OracleDecoder)
-    decoder.acceptance = 0.7
-    decoder.throw_coins_for(last_path(fixed_parents(16, 4)), torch.device("cpu"))
-    tree, scored = coins(4000, 0.0)
-    monkeypatch.setattr(TreeDecoder, "verify", lambda *_: scored)
-    anything: Any = None
-    found = decoder.verify(0, tree, anything, torch.zeros((4000, 0)))
-    share = float((found.num_accepted >= 1).double().mean())
-    assert abs(share - 0.7) < 5 * (0.21 / 4000) ** 0.5
 
 
 def test_oracle_paths_are_paths() -> None:

@@ -18,7 +18,7 @@ from vllm_treespec.kernels import kv_move
 from vllm_treespec.sampling.coupling import draw_coupled
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import TargetLogits
-from vllm_treespec.step import decoder, plain_draw
+from vllm_treespec.step import plain_draw, verifier
 from vllm_treespec.step.plain_draw import draw_plainly
 from vllm_treespec.testing.fake_scheduler import Habits, Request
 from vllm_treespec.testing.workloads import HABITS, workload
@@ -146,7 +146,7 @@ def test_noise_by_steps_is_noticed() -> None:
         return random_keys(len(list(positions)), count, seed=engine.decoder.step)  # type: ignore[call-overload]
 
     plain = plain_answers(1, True)
-    with patch.object(decoder, "noise_keys", side_effect=by_step):
+    with patch.object(verifier, "noise_keys", side_effect=by_step):
         assert engine.run(*sampled_workload(1, True)) != plain
 
 

@@ -18,6 +18,7 @@ from vllm_treespec.sources.chain import ReusingSource
 from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.profile import profile_trees
+from vllm_treespec.step.verifier import TreeVerifier
 
 NO_LAYOUT: Any = None
 NUM_REQS, VOCAB_SIZE, HIDDEN_SIZE = 3, 32, 8
@@ -45,26 +46,31 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-class Recorder(TreeDecoder):
-    """Notes the largest batch of trees it scored."""
+class Recorder(TreeVerifier):
+    """Notes how many trees it verified, and their nodes."""
 
-    def __init__(self, spec: dict[str, Any], sources: Sources) -> None:
-        config = parse_spec_config({**spec, "schedule": "fixed"})
-        trees = config.scheduled_trees()
-        method = Method(
-            schedule=ListedSchedule(trees),
-            proposers=[tree.config.proposer() for tree in trees],
-            rule=config.rule,
-            batched=True,
-            max_trees=NUM_REQS,
-        )
-        limits = EngineLimits(torch.device("cpu"), 0, 0, 64, 64)
-        super().__init__(method, sources, NO_LAYOUT, limits, StepStats())
+    def __init__(self, verifier: TreeVerifier) -> None:
+        super().__init__(verifier.method, verifier.slots, verifier.sizes)
         self.verified: list[tuple[int, int]] = []
 
     def verify(self, index: int, tree: Any, *inputs: Any) -> ScorerOutput:
         self.verified.append((tree.num_reqs, tree.max_nodes))
         return super().verify(index, tree, *inputs)
+
+
+def decoder_of(spec: dict[str, Any], sources: Sources) -> TreeDecoder:
+    """A decoder of a spec-config's trees, as on a device."""
+    config = parse_spec_config({**spec, "schedule": "fixed"})
+    trees = config.scheduled_trees()
+    method = Method(
+        schedule=ListedSchedule(trees),
+        proposers=[tree.config.proposer() for tree in trees],
+        rule=config.rule,
+        batched=True,
+        max_trees=NUM_REQS,
+    )
+    limits = EngineLimits(torch.device("cpu"), 0, 0, 64, 64)
+    return TreeDecoder(method, sources, NO_LAYOUT, limits, StepStats())
 
 
 class PagedModel(ModelSource):
@@ -94,7 +100,8 @@ def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
         head.head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
         models = [head]
     index = parse_spec_config(spec).text_source()
-    decoder = Recorder(spec, Sources(models, index))
+    decoder = decoder_of(spec, Sources(models, index))
+    decoder.verifier = recorder = Recorder(decoder.verifier)
     profile_trees(decoder, VOCAB_SIZE, torch.zeros(NUM_REQS, HIDDEN_SIZE))
     proposers = decoder.method.proposers
-    assert decoder.verified == [(NUM_REQS, p.sizes.max_nodes) for p in proposers]
+    assert recorder.verified == [(NUM_REQS, p.sizes.max_nodes) for p in proposers]

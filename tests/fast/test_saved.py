@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fast.scheduled_trees import HEAD, HYBRID, INDEX, serve
-from vllm_treespec.schedule.calibration import TEXT_CLAIMS
+from vllm_treespec.schedule.decay import PRIOR_WEIGHT
 from vllm_treespec.schedule.forward_times import ForwardTimes
 from vllm_treespec.schedule.plan import Work
 from vllm_treespec.schedule.saved import (
@@ -16,7 +16,6 @@ from vllm_treespec.schedule.saved import (
     state_of,
 )
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
-from vllm_treespec.schedule.values import PRIOR_TREES
 from vllm_treespec.trees.source import Source
 
 
@@ -41,15 +40,13 @@ def test_what_is_restored_is_what_was_learned() -> None:
         assert found == pytest.approx(known)
         # The pace is one for all sizes.
         assert found == pytest.approx(seconds, rel=0.15)
-    drawn = {option for option, _ in scheduler.values.stats}
-    assert len(drawn) > 1
-    assert drawn == {option for option, _ in again.values.stats}
-    share = RESTORED / (RESTORED + PRIOR_TREES)
-    names = {HEAD[index].name: again.options[index] for index in drawn}
+    share = RESTORED / (RESTORED + PRIOR_WEIGHT)
+    names = {tree.name: again.options[index] for index, tree in enumerate(HEAD)}
     for kind, sampled in KINDS:
+        assert state.accepted[kind]
         for name in state.accepted[kind]:
             mean = share * (2 if sampled else 1) + (1 - share) * names[name].prior
-            restored = again.values.tokens(4, names[name], 99, sampled)
+            restored = again.values.tokens(names[name], 99, sampled)
             assert restored.mean == pytest.approx(mean, rel=0.3)
 
 
@@ -68,7 +65,7 @@ def test_costs_and_ratios_of_pruned_trees_are_restored() -> None:
     costs, expected = (s.cost.draft_costs(4, False) for s in (again, scheduler))
     assert costs == pytest.approx(expected, rel=0.05)
     for source, ratio in ((Source.INDEX, 0.5), (Source.MODEL, 0.25)):
-        mean = (RESTORED * ratio + TEXT_CLAIMS) / (RESTORED + TEXT_CLAIMS)
+        mean = (RESTORED * ratio + PRIOR_WEIGHT) / (RESTORED + PRIOR_WEIGHT)
         assert again.calibration.kept(0, source, 99, True) == pytest.approx(mean)
         assert again.calibration.kept(0, source, 99, False) == 1.0
 
@@ -106,4 +103,4 @@ def test_times_of_another_machine_are_soon_corrected(factor: float) -> None:
     serve(scheduler, 300, range(4))
     again = started_with(state_of(scheduler))
     serve(again, 40, range(4), plain=factor, tree=0.4 * factor)
-    assert again.cost.seconds(Work(4)).mean == pytest.approx(factor, rel=0.15)
+    assert again.cost.seconds(Work(4)).mean == pytest.approx(factor, rel=0.2)

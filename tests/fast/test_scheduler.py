@@ -72,7 +72,8 @@ def test_a_change_of_the_batch_begins_a_round() -> None:
     scheduler = scheduler_of(*HEAD)
     serve(scheduler, 40, accepted=3)
     assert serve(scheduler, 1, accepted=3)[0].tree is not None
-    assert serve(scheduler, 1, range(8)) == [PLAIN_PLAN], "a new size is timed plainly"
+    serve(scheduler, 1, range(8))
+    assert (scheduler.round.size, scheduler.round.sampled) == (8, False)
     serve(scheduler, 1, sampled=True)
     assert (scheduler.round.size, scheduler.round.sampled) == (1, True)
 
@@ -407,22 +408,22 @@ def test_a_step_takes_no_longer_than_allowed() -> None:
     """Red when many tokens a second are bought with steps that last for ever."""
 
     def seconds_of(rows: int, num_trees: int) -> float:
-        return 1.0 + 0.02 * rows + 0.05 * bool(num_trees)
+        return 1.0 + 0.015 * rows + 0.05 * bool(num_trees)
 
     free, bound = slowest_of(100.0, seconds_of), slowest_of(2.0, seconds_of)
-    assert free > 3.5, "trees for all requests bring the most tokens a second"
-    assert 1.3 < bound <= 2.15, "trees are drawn for fewer requests, not for none"
+    assert free > 2.8, "trees for all requests bring the most tokens a second"
+    assert 1.5 < bound <= 2.15, "trees are drawn for fewer requests, not for none"
 
 
 def test_a_model_that_only_reads_is_not_judged() -> None:
     """Red when a model is said to bring nothing while it catches up on a prompt."""
     scheduler, plan = plan_with(0)
-    before = scheduler.values.tokens(2, scheduler.options[0], 0, False)
+    before = scheduler.values.tokens(scheduler.options[0], 0, False)
     requests, nothing = running(range(2)), [0, 0]
     for _ in range(50):
         result = result_of(plan, requests, 1.0, nothing, nothing, caught_up=100)
         scheduler.observe(result)
-    assert scheduler.values.tokens(2, scheduler.options[0], 0, False) == before
+    assert scheduler.values.tokens(scheduler.options[0], 0, False) == before
 
 
 @pytest.mark.parametrize("can_sync", [True, False])

@@ -1,8 +1,7 @@
-"""What trees of each option bring: by kind, request, batch size and part."""
+"""What trees of each option bring: by kind, request and part."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.fast.scheduled_trees import HEAD, HYBRID, INDEX, Tree
 from vllm_treespec.schedule.plan import StepResult, Work
-from vllm_treespec.schedule.values import ANY_SIZE, OptionValues, TreeOption
+from vllm_treespec.schedule.values import OptionValues, TreeOption
 from vllm_treespec.trees.source import Source
 
 GREEDY, SAMPLED = False, True
@@ -24,14 +23,13 @@ class Measured:
         self.options = [
             TreeOption.of_tree(index, tree) for index, tree in enumerate(trees)
         ]
-        self.values = OptionValues(self.options, Counter())
+        self.values = OptionValues(self.options)
 
     def step(
         self,
         index: int,
         accepted: Sequence[int],
         *,
-        size: int = 4,
         sampled: bool = GREEDY,
         found: Sequence[int] = (),
         limit: int = 63,
@@ -40,15 +38,13 @@ class Measured:
     ) -> None:
         """Observe trees of an option; ``found``: accepted tokens of the index."""
         slots = range(first_slot, first_slot + len(accepted))
-        self.values.steps[ANY_SIZE] += 1
-        self.values.steps[size] += 1
+        self.values.step += 1
         self.values.observe(
-            size,
             self.options[index],
             dict.fromkeys(slots, sampled),
             StepResult(
                 index,
-                work or Work(size),
+                work or Work(4),
                 slots=slots,
                 num_drafts=[6] * len(slots),
                 num_accepted=accepted,
@@ -57,11 +53,9 @@ class Measured:
             ),
         )
 
-    def mean(
-        self, index: int, slot: int = 99, size: int = 4, sampled: bool = GREEDY
-    ) -> float:
+    def mean(self, index: int, slot: int = 99, sampled: bool = GREEDY) -> float:
         """Accepted tokens of a request's next tree."""
-        return self.values.tokens(size, self.options[index], slot, sampled).mean
+        return self.values.tokens(self.options[index], slot, sampled).mean
 
 
 def test_greedy_and_sampled_requests_are_learned_apart() -> None:
@@ -83,11 +77,6 @@ def test_each_request_has_a_factor_of_its_own() -> None:
     assert good == pytest.approx(3.0, rel=0.15)
     assert bad < 0.25
     assert other == pytest.approx(1.5, rel=0.1)
-    known, unknown = (
-        measured.values.tokens(4, measured.options[0], slot, GREEDY).own_variance
-        for slot in (0, 99)
-    )
-    assert known < unknown
     measured.values.forget([0, 7])
     assert measured.mean(0, 0) == other
 
@@ -102,29 +91,6 @@ def test_one_tree_tells_of_others_of_its_source() -> None:
     assert measured.mean(0) < 0.2 * before[0]
 
 
-def test_fixed_trees_are_the_same_at_any_batch_size() -> None:
-    """Red when each batch size learns anew what a whole tree brings."""
-    measured = Measured(HEAD[0])
-    for _ in range(60):
-        measured.step(0, [3], size=1)
-    assert measured.mean(0, size=64) == pytest.approx(3.0, rel=0.1)
-
-
-def test_pruned_trees_are_learned_by_batch_size() -> None:
-    """Red when the small trees of a large batch tell what one request would accept.
-
-    And when what was learned of a batch size fades while another one runs.
-    """
-    measured = Measured(INDEX)
-    for _ in range(60):
-        measured.step(0, [4], size=1)
-    assert measured.mean(0, size=2) > 3.0, "a new size begins with its nearest"
-    for number in range(2000):
-        measured.step(0, [0] * 8, size=8, first_slot=10 + number % 5)
-    assert measured.mean(0, size=8) < 0.2
-    assert measured.mean(0, size=1) > 3.0
-
-
 def test_trees_that_requests_made_smaller_hide_nothing() -> None:
     """Red when requests that limit their trees change what whole trees bring."""
     measured = Measured(HEAD[0])
@@ -132,7 +98,7 @@ def test_trees_that_requests_made_smaller_hide_nothing() -> None:
         measured.step(0, [3, 3])
         measured.step(0, [1], limit=1, first_slot=10)
     assert measured.mean(0) == pytest.approx(3.0, rel=0.1)
-    whole = measured.values.work(4, measured.options[0], 4, 2.0, GREEDY)
+    whole = measured.values.work(measured.options[0], 4, 2.0, GREEDY)
     assert whole.rows == 2 * 16
 
 
@@ -166,7 +132,7 @@ def test_work_of_pruned_trees_is_what_they_were() -> None:
     done = Work(4, rows=24, drafted=1.0, branches=0.0, levels=2)
     for _ in range(100):
         measured.step(0, [1] * 4, work=done)
-    work = measured.values.work(4, measured.options[0], 4, 4.0, GREEDY)
+    work = measured.values.work(measured.options[0], 4, 4.0, GREEDY)
     assert work.rows == pytest.approx(24, rel=0.1)
     assert work.levels == pytest.approx(2.0, rel=0.1)
     assert work.branches < 0.1
@@ -174,4 +140,4 @@ def test_work_of_pruned_trees_is_what_they_were() -> None:
     fixed = Measured(HEAD[0])
     option = fixed.options[0]
     whole = Work(4, rows=48, drafted=1.0, branches=1.0, levels=option.levels)
-    assert fixed.values.work(4, option, 4, 3.0, GREEDY) == whole
+    assert fixed.values.work(option, 4, 3.0, GREEDY) == whole

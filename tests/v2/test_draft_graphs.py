@@ -216,9 +216,8 @@ def compare(running: Engine) -> None:
     ) -> ScorerOutput | None:
         scored: ScorerOutput | None = verify(tree, target, keys, positions)
         if scored is not None:
-            numbers = decoder.numbers(keys, positions)
             index = decoder.trees.tree_index
-            without = decoder.verify(index, tree, target, numbers)
+            without = decoder.verifier.verify(index, tree, target, keys, positions)
             for found, other in zip(
                 vars(scored).values(), vars(without).values(), strict=True
             ):

@@ -58,7 +58,6 @@ EngineModel = PagedSource | EngineHeadSource | EngineChainSource
 class TreeDrafter:
     """Makes and loads what a spec-config names; vLLM makes one per worker."""
 
-    decoder_class = TreeDecoder
     decoder: TreeDecoder
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -101,7 +100,7 @@ class TreeDrafter:
         self.models = self._models(draft_model_class)
         sources = Sources(self.models, self.config.text_source())
         layout = make_layout(layout_limits(method, bool(self.paged)))
-        self.decoder = self.decoder_class(method, sources, layout, limits, self.stats)
+        self.decoder = TreeDecoder(method, sources, layout, limits, self.stats)
         return self.decoder
 
     @property

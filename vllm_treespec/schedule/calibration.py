@@ -13,12 +13,8 @@ from vllm_treespec.schedule.plan import StepResult
 from vllm_treespec.schedule.ratios import Ratios
 from vllm_treespec.trees.source import Source
 
-# Claimed tokens that "as many are accepted" counts for: of a text, and of a request
-# beside its text. A few trees tell nothing yet.
-TEXT_CLAIMS, REQUEST_CLAIMS = 6.0, 4.0
-# How often a level is accepted below an accepted one before any was read, and the trees
-# that this counts for.
-PRIOR_SURVIVAL, PRIOR_TREES = 0.6, 4.0
+# How often a level is accepted below an accepted one before any was read.
+PRIOR_SURVIVAL = 0.6
 
 
 class Calibration:
@@ -30,7 +26,7 @@ class Calibration:
     def __init__(self) -> None:
         """Begin with nothing measured."""
         # accepted over claimed tokens
-        self.ratios = Ratios(TEXT_CLAIMS)
+        self.ratios = Ratios()
         # sampled -> of each level from the first, the share of trees accepted to it
         self.levels: dict[bool, list[DecayedMean]] = {False: [], True: []}
 
@@ -38,7 +34,7 @@ class Calibration:
         """Accepted over claimed tokens of a request's next tree."""
         ratio = self.ratios.of_text(step, source, sampled)
         request = self.ratios.request(source, slot)
-        return ratio if request is None else request.mean(step, ratio, REQUEST_CLAIMS)
+        return ratio if request is None else request.mean(step, ratio)
 
     def observe(self, step: int, kinds: Mapping[int, bool], result: StepResult) -> None:
         """Learn what was accepted of the claims of a step's trees.
@@ -77,7 +73,7 @@ class Calibration:
         found = []
         for level in range(depth):
             share = levels[level] if level < len(levels) else DecayedMean()
-            mean = min(share.mean(step, above * rate, PRIOR_TREES), 1.0)
+            mean = min(share.mean(step, above * rate), 1.0)
             found.append(mean)
             rate = mean / above if above else 0.0
             above = mean

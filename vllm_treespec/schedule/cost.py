@@ -54,7 +54,8 @@ PRIOR = Terms(1.0, 1.0, 0.08, 0.04, 0.03, 0.15, 0.01)
 DOUBT = Terms(0.3, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
 # A row of an untimed target costs half of what one of 16 others and it take.
 UNTIMED_ROW, UNTIMED_ROWS = 0.5, 16
-# The part of that which the host takes for a row, beside a timed forward.
+# The part of that which a row takes beside a timed forward: the host's work, and rows
+# beyond those that were timed.
 HOST_ROW = 0.1
 # The least factors of the terms: two noisy steps must not make rows free, timed ones
 # least of all.
@@ -89,7 +90,6 @@ class Fit:
         factors: by term.
         covariance: of the factors, by term and term.
         step: up to which both were brought.
-        num_plain: plain steps that were measured.
 
     """
 
@@ -97,7 +97,6 @@ class Fit:
     factors: list[float]
     covariance: list[list[float]]
     step: int = 0
-    num_plain: int = 0
 
     @classmethod
     def new(cls, plain: float) -> Fit:
@@ -181,11 +180,6 @@ class CostModel:
         """Take the forwards that the start has timed."""
         self.forwards = forwards
 
-    def knows_plain(self, requests: int, sampled: bool) -> bool:
-        """Whether a plain step of this batch size and kind was measured."""
-        fit = self.fits.get((size_group(requests), sampled))
-        return fit is not None and fit.num_plain > 0
-
     def seconds(self, work: Work) -> Estimate:
         """What a step takes.
 
@@ -231,15 +225,13 @@ class CostModel:
             drafting: of these, from its plan to its drafts; 0: not known.
 
         """
-        plain = not (work.rows or work.lookup or work.levels or work.caught_up)
         fit = self._fit(work)
         if fit is None:
-            if not plain:
+            if work.rows or work.lookup or work.levels or work.caught_up:
                 return
             key = size_group(work.requests), work.sampled
             fit = self.fits[key] = Fit.new(seconds / self.pace)
             fit.step = self.steps[key]
-        fit.num_plain += plain
         terms = self._terms(work, fit)
         if drafting:
             ours = [a * b for a, b in zip(terms, DRAFTING, strict=True)]
@@ -262,8 +254,8 @@ class CostModel:
         variance = of_fit + of_pace + error * error
         most = MOST_ERRORS * math.sqrt(variance)
         off = min(seconds - expected, most)
-        least = LEAST_IF_TIMED if self.forwards.target else LEAST
         gain, share = pace * off / variance, pace * pace / variance
+        least = LEAST_IF_TIMED if self.forwards.target else LEAST
         fit.correct(direction, gain, share, least)
         self.pace += pace * self.pace_variance * expected * off / variance
         self.pace_variance *= 1.0 - of_pace / variance

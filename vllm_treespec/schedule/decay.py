@@ -11,6 +11,8 @@ from dataclasses import dataclass
 # Steps after which a third of a mean is left: long enough for 3 % of error, short
 # enough to follow a text that changes.
 MEMORY_STEPS = 192
+# Trees, or tokens, that a prior counts for: few trees tell nothing yet.
+PRIOR_WEIGHT = 4.0
 
 
 def left_after(steps: int, memory: int) -> float:
@@ -55,7 +57,9 @@ class DecayedMean:
         self.weight += weight
         self.total += total
 
-    def mean(self, step: int, prior: float, prior_weight: float) -> float:
+    def mean(
+        self, step: int, prior: float, prior_weight: float = PRIOR_WEIGHT
+    ) -> float:
         """The mean at a step, with a prior that counts as so much weight."""
         self.decay(step)
         return (self.total + prior * prior_weight) / (self.weight + prior_weight)

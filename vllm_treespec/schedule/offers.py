@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -10,8 +9,7 @@ from typing import NamedTuple
 from vllm_treespec.schedule.cost import CostModel, DraftCosts
 from vllm_treespec.schedule.decay import DecayedMean
 from vllm_treespec.schedule.plan import RunningRequests, Work
-from vllm_treespec.schedule.values import ANY_SIZE, OptionValues, TreeOption
-from vllm_treespec.trees.source import Source
+from vllm_treespec.schedule.values import OptionValues, TreeOption
 
 # Standard errors by which a step may be shorter than estimated, where it is compared
 # with the longest one allowed: what is hardly known is tried.
@@ -27,16 +25,13 @@ LEAST_HOPED = 0.5
 class Gain(NamedTuple):
     """What a request's tree brings."""
 
-    # accepted tokens, see ``TokenEstimate``
+    # accepted tokens, and their standard error
     tokens: float
     error: float
-    own_variance: float
     slot: int
     # of a whole tree
     share: float
-    # tokens that draft models are behind, and the part of them for each of the steps
-    # that the request goes on
-    behind: float
+    # tokens that draft models are behind, for each of the steps that it goes on
     behind_a_step: float
 
 
@@ -53,18 +48,11 @@ class Offer:
     tokens_error: float = 0.0
     seconds_error: float = 0.0
     slots: Sequence[int] = ()
-    # seconds that draft models take now for the tokens that they are behind
-    catching_up: float = 0.0
 
     @property
     def tree(self) -> int | None:
         """Index of the tree; None: plain."""
         return None if self.option is None else self.option.index
-
-    @property
-    def sources(self) -> Source:
-        """What drafts it; nothing where it is plain."""
-        return Source(0) if self.option is None else self.option.sources
 
     @property
     def rate(self) -> float:
@@ -128,11 +116,10 @@ class OfferMaker:
         self.max_slowdown = max_slowdown
         self.lives = Lives()
 
-    def offers(self, size: int, requests: RunningRequests, plain: Offer) -> list[Offer]:
+    def offers(self, requests: RunningRequests, plain: Offer) -> list[Offer]:
         """One for each option that a step has time for.
 
         Args:
-            size: the batch size's group.
             requests: that run, some of which may draft.
             plain: of a plain step.
 
@@ -140,7 +127,7 @@ class OfferMaker:
         sampled = any(requests.sampled)
         costs = self.cost.draft_costs(requests.num_reqs, sampled)
         made = [
-            self._offer(option, size, requests, plain, costs)
+            self._offer(option, requests, plain, costs)
             for option in self.values.options
         ]
         return [offer for offer in made if offer is not None]
@@ -164,7 +151,6 @@ class OfferMaker:
     def _offer(
         self,
         option: TreeOption,
-        size: int,
         requests: RunningRequests,
         plain: Offer,
         costs: DraftCosts,
@@ -173,7 +159,6 @@ class OfferMaker:
 
         Args:
             option: that is drawn.
-            size: the batch size's group.
             requests: that run.
             plain: of a plain step.
             costs: of parts of drafting.
@@ -181,14 +166,14 @@ class OfferMaker:
         """
         num_reqs, sampled = requests.num_reqs, any(requests.sampled)
         token = costs.caught_up
-        gains = self._gains(option, size, requests, token / plain.seconds)
+        gains = self._gains(option, requests, token / plain.seconds)
         most = self.max_slowdown * plain.seconds
         prunes_alone = option.index_only and option.prunes
         best: Offer | None = None
         for count in reversed(counts_up_to(min(len(gains), self.max_trees))):
             drawn = gains[:count]
             num_trees = sum(gain.share for gain in drawn)
-            work = self.values.work(size, option, num_reqs, num_trees, sampled)
+            work = self.values.work(option, num_reqs, num_trees, sampled)
             if option.prunes:
                 levels = self.max_levels(plain.seconds, costs, count)
                 work = work._replace(levels=min(work.levels, levels))
@@ -202,11 +187,9 @@ class OfferMaker:
                     option,
                     tokens,
                     seconds,
-                    sum(gain.error for gain in drawn)
-                    + math.sqrt(sum(gain.own_variance for gain in drawn)),
+                    sum(gain.error for gain in drawn),
                     error,
                     [gain.slot for gain in drawn],
-                    token * sum(gain.behind for gain in drawn),
                 )
             # An index prunes by itself what is worth no row.
             if prunes_alone:
@@ -219,18 +202,17 @@ class OfferMaker:
         return best
 
     def _gains(
-        self, option: TreeOption, size: int, requests: RunningRequests, token: float
+        self, option: TreeOption, requests: RunningRequests, token: float
     ) -> list[Gain]:
         """What each request's tree brings; the most first.
 
         Args:
             option: that is drawn.
-            size: the batch size's group.
             requests: that run.
             token: what one takes that draft models are behind, in plain steps.
 
         """
-        steps_left = self.lives.left(requests.slots, self.values.steps[ANY_SIZE])
+        steps_left = self.lives.left(requests.slots, self.values.step)
         gains = []
         for slot, sampled, limit, behind, num_steps in zip(
             requests.slots,
@@ -240,7 +222,7 @@ class OfferMaker:
             steps_left,
             strict=True,
         ):
-            tokens = self.values.tokens(size, option, slot, sampled)
+            tokens = self.values.tokens(option, slot, sampled)
             share = min(limit / option.num_drafts, 1.0)
             unread = 0.0 if option.index_only else float(behind)
             # Tokens that are read for a hope alone are lost.
@@ -249,10 +231,8 @@ class OfferMaker:
                 Gain(
                     min(tokens.mean, limit),
                     tokens.error / caution,
-                    tokens.own_variance / (caution * caution),
                     slot,
                     share,
-                    unread,
                     unread / num_steps,
                 )
             )

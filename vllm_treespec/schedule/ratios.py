@@ -18,9 +18,8 @@ class Ratios:
     A text's ratio begins with 1.
     """
 
-    def __init__(self, prior_tokens: float) -> None:
-        """Begin with nothing measured; ``prior_tokens``: that the 1 counts for."""
-        self.prior_tokens = prior_tokens
+    def __init__(self) -> None:
+        """Begin with nothing measured."""
         # sources, sampled -> of all requests
         self.texts: dict[tuple[Source, bool], DecayedMean] = {}
         # sources, slot -> of a request
@@ -29,7 +28,7 @@ class Ratios:
     def of_text(self, step: int, sources: Source, sampled: bool) -> float:
         """The ratio of a request that is like most."""
         text = self.texts.get((sources, sampled))
-        return 1.0 if text is None else text.mean(step, 1.0, self.prior_tokens)
+        return 1.0 if text is None else text.mean(step, 1.0)
 
     def request(self, sources: Source, slot: int) -> DecayedMean | None:
         """What is known of a request; None: nothing."""

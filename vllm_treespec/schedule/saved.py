@@ -17,7 +17,6 @@ from vllm_treespec.schedule.batch_sizes import size_group
 from vllm_treespec.schedule.cost import Fit, Terms
 from vllm_treespec.schedule.forward_times import ForwardTimes
 from vllm_treespec.schedule.scheduler import AdaptiveScheduler
-from vllm_treespec.schedule.values import ANY_SIZE
 from vllm_treespec.trees.source import Source
 
 Kind = Literal["greedy", "sampled"]
@@ -65,14 +64,9 @@ def state_of(scheduler: AdaptiveScheduler) -> SchedulerState:
     accepted: dict[Kind, dict[str, float]] = {kind: {} for kind, _ in KINDS}
     for kind, sampled in KINDS:
         for index, name in names.items():
-            means = [
-                stats.accepted[sampled]
-                for (option, _), stats in scheduler.values.stats.items()
-                if option == index
-            ]
-            weight = sum(mean.weight for mean in means)
-            if weight:
-                accepted[kind][name] = sum(mean.total for mean in means) / weight
+            tokens = scheduler.values.stats[index].accepted[sampled]
+            if tokens.weight:
+                accepted[kind][name] = tokens.total / tokens.weight
     return SchedulerState(
         costs={
             kind: {
@@ -128,11 +122,8 @@ def restore(scheduler: AdaptiveScheduler, state: SchedulerState) -> None:
             known.factors = factors
             cost.fits[size, sampled] = known.inherit(saved.seconds)
         for name, tokens in state.accepted.get(kind, {}).items():
-            option = scheduler.options[indices[name]]
-            sizes = state.costs.get(kind, {}) if option.prunes else [ANY_SIZE]
-            for size in sizes:
-                stats = values.stats_of(option, size)
-                stats.accepted[sampled].add(0, RESTORED, RESTORED * tokens)
+            stats = values.stats[indices[name]]
+            stats.accepted[sampled].add(0, RESTORED, RESTORED * tokens)
         for source_name, source in SOURCES:
             kept = state.kept.get(kind, {}).get(source_name)
             if kept is not None:

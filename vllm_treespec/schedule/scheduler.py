@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from vllm_treespec.schedule.plan import (
     StepResult,
     Work,
 )
-from vllm_treespec.schedule.values import ANY_SIZE, OptionValues, TreeOption
+from vllm_treespec.schedule.values import OptionValues, TreeOption
 from vllm_treespec.trees.source import Source
 
 # Steps between two choices: a change costs the first of them its usual time.
@@ -30,16 +30,11 @@ PROBE_SHARE = 0.01
 # What a probe costs at least, in plain steps: else options as good as the best would
 # take turns with it.
 LEAST_LOSS = 0.1
-# How much faster than plain decoding an option must be: the best of several estimates
-# is too high.
-WORTH_A_TREE = 1.02
 # Standard errors by which an option may be better than estimated: what is hardly known
 # is tried.
 HOPED_ERRORS = 0.5
 # Standard errors by which an option must come up to the best one to be probed.
 PROBED_ERRORS = 2.0
-# Rounds without a timed plain step after which those of another batch size count.
-MOST_UNTIMED = 3
 # Tokens caught up on that tell what they take, in a step that is no usual one.
 MANY_TOKENS = 16
 # The part of what it takes longer that is left for catching up, whatever trees take.
@@ -95,13 +90,10 @@ class AdaptiveScheduler(Schedule):
         self.options = [
             TreeOption.of_tree(index, tree) for index, tree in enumerate(trees)
         ]
-        self.steps: Counter[int] = Counter()
         self.cost = CostModel()
         self.calibration = Calibration()
-        self.values = OptionValues(self.options, self.steps)
+        self.values = OptionValues(self.options)
         self.maker = OfferMaker(self.values, self.cost, max_trees, max_slowdown)
-        # batch size, sampled -> rounds in which plain steps were not timed
-        self.untimed: Counter[tuple[int, bool]] = Counter()
         # option, batch size, sampled -> seconds that it may lose
         self.credit: defaultdict[tuple[int | None, int, bool], float] = defaultdict(
             float
@@ -125,7 +117,7 @@ class AdaptiveScheduler(Schedule):
     @property
     def step(self) -> int:
         """Number of the current step."""
-        return self.steps[ANY_SIZE]
+        return self.values.step
 
     def _rest_steps(self) -> int:
         """The other steps of a plain round, unless its first one is not timed."""
@@ -156,8 +148,7 @@ class AdaptiveScheduler(Schedule):
 
     def _count(self, size: int, sampled: bool, num_steps: int) -> None:
         """Count steps of a batch size."""
-        self.steps[ANY_SIZE] += num_steps
-        self.steps[size] += num_steps
+        self.values.step += num_steps
         self.cost.count(size, sampled, num_steps)
 
     def _begin_round(self, size: int, sampled: bool, requests: RunningRequests) -> None:
@@ -179,18 +170,16 @@ class AdaptiveScheduler(Schedule):
     ) -> tuple[Offer, float, float]:
         """The best offer, or one to probe; tokens a second of the best, and plain."""
         num_reqs = requests.num_reqs
-        if not self.cost.knows_plain(num_reqs, sampled):
-            self.untimed[size, sampled] += 1
-            if self.untimed[size, sampled] <= MOST_UNTIMED or not self.cost.fits:
-                return Offer(None, num_reqs, 1.0), 0.0, 0.0
+        if not self.cost.fits:
+            return Offer(None, num_reqs, 1.0), 0.0, 0.0
         seconds, error = self.cost.seconds(Work(num_reqs, sampled))
         plain = Offer(None, num_reqs, seconds, seconds_error=error)
         if not requests.slots:
             return plain, plain.rate, plain.rate
-        best, offers = plain, self.maker.offers(size, requests, plain)
+        best, offers = plain, self.maker.offers(requests, plain)
         if offers:
             hopeful = max(offers, key=lambda offer: offer.hopeful_rate(HOPED_ERRORS))
-            if hopeful.hopeful_rate(HOPED_ERRORS) >= WORTH_A_TREE * plain.rate:
+            if hopeful.hopeful_rate(HOPED_ERRORS) >= plain.rate:
                 best = hopeful
         probe = self._probe(size, sampled, [plain, *offers], best)
         return probe or best, best.rate, plain.rate
@@ -207,10 +196,8 @@ class AdaptiveScheduler(Schedule):
             key = offer.tree, size, sampled
             self.credit[key] += time
             lost = ROUND_STEPS * (offer.seconds - offer.tokens / best.rate)
-            lost = max(lost, LEAST_LOSS * best.seconds) + offer.catching_up
-            # A text's change is not seen in a source that the best option lacks.
+            lost = max(lost, LEAST_LOSS * best.seconds)
             may_win = offer.hopeful_rate(PROBED_ERRORS) > best.rate
-            may_win |= bool(offer.sources & ~best.sources)
             if due is None and may_win and self.credit[key] >= lost:
                 self.credit[key] = 0.0
                 due = offer
@@ -256,7 +243,7 @@ class AdaptiveScheduler(Schedule):
             max_levels = min(max_levels, worth)
         others = costs.fixed + costs.branches
         if plan.model:
-            usual = self.values.work(now.size, option, num_reqs, 1.0, now.sampled)
+            usual = self.values.work(option, num_reqs, 1.0, now.sampled)
             others += min(usual.levels, max_levels) * costs.level
         return replace(
             plan,
@@ -286,7 +273,7 @@ class AdaptiveScheduler(Schedule):
         only_reads = work.caught_up > 0 and not work.levels
         if result.tree is not None and not only_reads:
             option = self.options[result.tree]
-            self.values.observe(now.size, option, self.kinds, result)
+            self.values.observe(option, self.kinds, result)
             self.calibration.observe(self.step, self.kinds, result)
             if work.levels:
                 self._observe_levels(option, result)

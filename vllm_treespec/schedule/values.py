@@ -7,27 +7,19 @@ that all ranks compute alike.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm_treespec.schedule.base import ScheduledTree
-from vllm_treespec.schedule.batch_sizes import nearest_size
-from vllm_treespec.schedule.decay import DecayedMean
-from vllm_treespec.schedule.plan import StepResult, Work
+from vllm_treespec.schedule.decay import PRIOR_WEIGHT, DecayedMean
+from vllm_treespec.schedule.plan import Estimate, StepResult, Work
 from vllm_treespec.schedule.ratios import Ratios
 from vllm_treespec.trees.source import Source
 
-# Trees that a prior of their accepted tokens counts for, and tokens that the prior of a
-# text, and of a request, counts for.
-PRIOR_TREES, PRIOR_TEXT, PRIOR_REQUEST = 4.0, 3.0, 4.0
 # The least of a text's ratio that a request is compared with.
 LEAST_RATIO = 0.05
 # Rows of a pruned tree for each token that is accepted, before any was drawn.
 PRIOR_ROWS = 2.0
-# Stands for any batch size: of trees that are the same in all of them.
-ANY_SIZE = 0
 
 
 @dataclass(frozen=True)
@@ -78,19 +70,9 @@ class TreeOption:
         )
 
 
-class TokenEstimate(NamedTuple):
-    """Accepted tokens of a request's tree."""
-
-    mean: float
-    # standard error of what most requests accept, and the variance of how much this one
-    # differs
-    error: float
-    own_variance: float
-
-
 @dataclass
 class TreeStats:
-    """Means of an option's trees at one batch size."""
+    """Means of an option's trees."""
 
     # sampled -> accepted tokens of a tree
     accepted: dict[bool, DecayedMean] = field(
@@ -113,22 +95,16 @@ class OptionValues:
     alone, the model's are of what it adds.
     """
 
-    def __init__(self, options: Iterable[TreeOption], steps: Counter[int]) -> None:
-        """Begin with nothing measured.
-
-        Args:
-            options: of which trees are drawn.
-            steps: so far, by batch size; those of ``ANY_SIZE`` are all. A mean does not
-                decay while other batch sizes run.
-
-        """
+    def __init__(self, options: Iterable[TreeOption]) -> None:
+        """Begin with nothing measured; ``options``: of which trees are drawn."""
         self.options = list(options)
-        self.steps = steps
+        # number of the current one
+        self.step = 0
         self.index_only = next((o for o in self.options if o.index_only), None)
-        # option, batch size -> means
-        self.stats: dict[tuple[int, int], TreeStats] = {}
+        # by option
+        self.stats = [TreeStats() for _ in self.options]
         # accepted tokens over those of the priors
-        self.ratios = Ratios(PRIOR_TEXT)
+        self.ratios = Ratios()
 
     def parts(self, option: TreeOption) -> list[TreeOption]:
         """The index alone and the option that adds to it; else the option itself."""
@@ -138,22 +114,19 @@ class OptionValues:
             return [option]
         return [self.index_only, option]
 
-    def tokens(
-        self, size: int, option: TreeOption, slot: int, sampled: bool
-    ) -> TokenEstimate:
+    def tokens(self, option: TreeOption, slot: int, sampled: bool) -> Estimate:
         """Accepted tokens of a request's next tree.
 
-        The number of a tree's accepted tokens is taken as geometric.
+        The error is that of what most requests accept. The number of a tree's accepted
+        tokens is taken as geometric.
         """
-        mean = of_text = of_request = 0.0
+        mean = variance = 0.0
         for part in self.parts(option):
-            usual, num_trees = self._usual(size, part, sampled)
+            usual, num_trees = self._usual(part, sampled)
             factor = self.factor(part, slot, sampled)
             mean += usual * factor
-            of_text += factor * factor * usual * (1.0 + usual) / num_trees
-            seen = PRIOR_REQUEST + self.num_seen(part, slot)
-            of_request += usual * usual / seen
-        return TokenEstimate(mean, math.sqrt(of_text), of_request)
+            variance += factor * factor * usual * (1.0 + usual) / num_trees
+        return Estimate(mean, math.sqrt(variance))
 
     def factor(self, option: TreeOption, slot: int, sampled: bool) -> float:
         """How much more is accepted of a request's trees than of others'."""
@@ -161,56 +134,29 @@ class OptionValues:
         if request is None:
             return 1.0
         of_text = max(self._of_text(option, sampled), LEAST_RATIO)
-        step = self.steps[ANY_SIZE]
-        return request.mean(step, of_text, PRIOR_REQUEST / of_text) / of_text
+        return request.mean(self.step, of_text, PRIOR_WEIGHT / of_text) / of_text
 
     def _of_text(self, option: TreeOption, sampled: bool) -> float:
         """Accepted tokens over those of the priors, for a request like most."""
-        return self.ratios.of_text(self.steps[ANY_SIZE], option.sources, sampled)
+        return self.ratios.of_text(self.step, option.sources, sampled)
 
-    def num_seen(self, option: TreeOption, slot: int) -> float:
-        """Accepted tokens that were expected of a request's trees so far."""
-        request = self.ratios.request(option.sources, slot)
-        return 0.0 if request is None else request.weight
-
-    def _usual(
-        self, size: int, option: TreeOption, sampled: bool
-    ) -> tuple[float, float]:
+    def _usual(self, option: TreeOption, sampled: bool) -> tuple[float, float]:
         """Accepted tokens of a tree, or of a model's part, for a request like most.
 
         Returns:
             their mean, and the trees that it counts for.
 
         """
-        mean, num_trees = option.prior * self._of_text(option, sampled), PRIOR_TREES
-        for at in self._places(option, size):
-            stats = self.stats.get((option.index, at))
-            if stats is not None:
-                accepted = stats.accepted[sampled]
-                mean = accepted.mean(self.steps[at], mean, PRIOR_TREES)
-                num_trees = PRIOR_TREES + accepted.weight
-        return mean, num_trees
-
-    def _places(self, option: TreeOption, size: int) -> list[int]:
-        """Batch sizes that tell of a tree at this one, the last one most."""
-        if not option.prunes:
-            return [ANY_SIZE]
-        sizes = {at for index, at in self.stats if index == option.index} - {size}
-        nearest = nearest_size(sizes, size)
-        return [size] if nearest is None else [nearest, size]
+        accepted = self.stats[option.index].accepted[sampled]
+        prior = option.prior * self._of_text(option, sampled)
+        return accepted.mean(self.step, prior), PRIOR_WEIGHT + accepted.weight
 
     def work(
-        self,
-        size: int,
-        option: TreeOption,
-        requests: int,
-        num_trees: float,
-        sampled: bool,
+        self, option: TreeOption, requests: int, num_trees: float, sampled: bool
     ) -> Work:
         """What a step does with so many whole trees.
 
         Args:
-            size: the batch size's group.
             option: that is drawn.
             requests: that run.
             num_trees: of them; cut trees count for their part.
@@ -223,31 +169,23 @@ class OptionValues:
             branches = float(option.branches)
             return Work(requests, sampled, rows, 1.0, branches, lookup, option.levels)
         tokens = min(option.prior, option.num_drafts)
-        rows, levels = PRIOR_ROWS * tokens, min(option.levels, 1.0 + tokens)
-        drafted = branches = 1.0
-        for at in self._places(option, size):
-            stats = self.stats.get((option.index, at))
-            if stats is not None:
-                step = self.steps[at]
-                rows = stats.rows.mean(step, rows, PRIOR_TREES)
-                drafted = stats.drafted.mean(step, drafted, 1.0)
-                branches = stats.branches.mean(step, branches, 1.0)
-                levels = stats.levels.mean(step, levels, 1.0)
+        stats, step = self.stats[option.index], self.step
         return Work(
-            requests, sampled, rows * num_trees, drafted, branches, lookup, levels
+            requests,
+            sampled,
+            stats.rows.mean(step, PRIOR_ROWS * tokens) * num_trees,
+            stats.drafted.mean(step, 1.0, 1.0),
+            stats.branches.mean(step, 1.0, 1.0),
+            lookup,
+            stats.levels.mean(step, min(option.levels, 1.0 + tokens), 1.0),
         )
 
     def observe(
-        self,
-        size: int,
-        option: TreeOption,
-        kinds: Mapping[int, bool],
-        result: StepResult,
+        self, option: TreeOption, kinds: Mapping[int, bool], result: StepResult
     ) -> None:
         """Learn from the trees of a step.
 
         Args:
-            size: its batch size's group.
             option: what it drew.
             kinds: whether requests are sampled, by slot. Others tell nothing.
             result: what it brought.
@@ -269,8 +207,8 @@ class OptionValues:
             added = [a - b for a, b in zip(result.num_accepted, found, strict=True)]
             by_part = [found, added]
         for part, accepted in zip(parts, by_part, strict=True):
-            self._observe_part(size, part, kinds, result, accepted)
-        stats, step = self.stats_of(option, size), self.steps[self._place(option, size)]
+            self._observe_part(part, kinds, result, accepted)
+        stats, step = self.stats[option.index], self.step
         for limit, drafts in zip(result.limits, result.num_drafts, strict=True):
             if limit >= option.num_drafts:
                 stats.rows.add(step, 1.0, drafts)
@@ -280,15 +218,13 @@ class OptionValues:
 
     def _observe_part(
         self,
-        size: int,
         part: TreeOption,
         kinds: Mapping[int, bool],
         result: StepResult,
         accepted: Sequence[int],
     ) -> None:
         """Learn what was accepted of one part of the trees."""
-        stats, step = self.stats_of(part, size), self.steps[self._place(part, size)]
-        all_steps = self.steps[ANY_SIZE]
+        stats, step = self.stats[part.index], self.step
         for slot, tokens, limit in zip(
             result.slots, accepted, result.limits, strict=True
         ):
@@ -296,19 +232,10 @@ class OptionValues:
                 continue
             sampled = kinds[slot]
             ratio = part.prior, tokens
-            self.ratios.add_to_request(all_steps, part.sources, slot, *ratio)
+            self.ratios.add_to_request(step, part.sources, slot, *ratio)
             if limit >= part.num_drafts:
                 stats.accepted[sampled].add(step, 1.0, tokens)
-                self.ratios.add_to_text(all_steps, part.sources, sampled, *ratio)
-
-    def stats_of(self, option: TreeOption, size: int) -> TreeStats:
-        """The means of an option at a batch size."""
-        key = option.index, self._place(option, size)
-        return self.stats.setdefault(key, TreeStats())
-
-    def _place(self, option: TreeOption, size: int) -> int:
-        """The batch size to which an option's trees count."""
-        return size if option.prunes else ANY_SIZE
+                self.ratios.add_to_text(step, part.sources, sampled, *ratio)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their slots will be other requests'."""

@@ -19,7 +19,7 @@ from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.base import GraphSource
-from vllm_treespec.step.drafting import Start, TreeDrafter
+from vllm_treespec.step.drafting import Start, StepDrafter
 from vllm_treespec.step.method import Method
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.source import Source
@@ -264,7 +264,7 @@ def _with_tensors(draft: Draft, tensors: Sequence[Tensor]) -> Draft:
     return replace(draft, tree=replace(tree, draws=draws), claims=claims)
 
 
-def captured_trees(drafter: TreeDrafter, max_reqs: int) -> CapturedTrees | None:
+def captured_trees(drafter: StepDrafter, max_reqs: int) -> CapturedTrees | None:
     """Trees that graphs can draw: the device alone draws them from what models read.
 
     None: a model has another part in it, or no proposer draws by the device's work.

@@ -86,8 +86,9 @@ class CapturedScores:
             root_rows,
             SamplingTensors(self.temperature[:size]),
         )
-        numbers = self.decoder.numbers(self.keys[:size], self.positions[:size])
-        scored = self.decoder.verify(index, tree, target, numbers)
+        scored = self.decoder.verifier.verify(
+            index, tree, target, self.keys[:size], self.positions[:size]
+        )
         if shape not in self.found:
             lasting = (torch.empty_like(part) for part in vars(scored).values())
             self.found[shape] = ScorerOutput(*lasting)

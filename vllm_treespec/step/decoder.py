@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllm_treespec.batch.matching import (
@@ -34,18 +33,16 @@ from vllm_treespec.batch.views import (
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import TreeLayout
 from vllm_treespec.sampling.laws import SamplingTensors
-from vllm_treespec.sampling.uniforms import SCORING, Numbers, keyed_uniforms, noise_keys
 from vllm_treespec.schedule.clock import StepClock
 from vllm_treespec.schedule.plan import RunningRequests, StepPlan
-from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
+from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.sources.base import SampledTokens, Sources
 from vllm_treespec.step.committed import CommittedReader, committed_rows, last_hidden
-from vllm_treespec.step.drafting import StepEnd, TreeDrafter
+from vllm_treespec.step.drafting import StepDrafter, StepEnd
 from vllm_treespec.step.method import EngineLimits, Method
-from vllm_treespec.step.plain_draw import PlainDraw, draw_without_trees
-from vllm_treespec.step.target import StepTarget
+from vllm_treespec.step.plain_draw import PlainDraw
+from vllm_treespec.step.verifier import TreeVerifier
 from vllm_treespec.trees.sizes import TreeSizes
-from vllm_treespec.trees.tree import TreeBatch
 
 
 class RanksDiffer(SystemExit):
@@ -88,9 +85,9 @@ class TreeDecoder:
         self.stats = stats
         self.slots = RequestSlots(limits.seed)
         self.committed_reader = CommittedReader(sources.models, limits.max_num_tokens)
-        self.drafter = TreeDrafter(method, sources, self.slots, limits, stats)
+        self.drafter = StepDrafter(method, sources, self.slots, limits, stats)
         self.sizes = TreeSizes.largest([p.sizes for p in method.proposers])
-        self.target = StepTarget(self.slots, self.sizes.max_depth)
+        self.verifier = TreeVerifier(method, self.slots, self.sizes)
         self.step = 0
         self.proposal: Proposal | UnseenTrees | None = None
         self.clock = StepClock(method.schedule, stats)
@@ -108,7 +105,7 @@ class TreeDecoder:
         """Forget the requests that ended, by their released slots, int64 [n]."""
         self.discard_trees(slots)
         self.clock.forget(slots)
-        self.target.finish_requests(slots)
+        self.verifier.finish_requests(slots)
         self.sources.finish_requests(slots)
 
     def begin_step(
@@ -168,13 +165,7 @@ class TreeDecoder:
         if trees is None:
             return None
         assert isinstance(trees, RunningTrees), "an engine's sampler verifies others"
-        reqs = trees.host_reqs, trees.reqs
-        with self.target.at(logits, sampling, self.batch, *reqs, trees) as target:
-            numbers = torch.empty((len(trees.slots), 0))
-            if not target.sampling.all_greedy:
-                positions = on_device(trees.root_positions, self.limits.device)
-                numbers = self.numbers(self.slots.keys(trees.slots), positions)
-            self.scored = self.verify(trees.tree_index, trees.tree, target, numbers)
+        self.scored = self.verifier.score(trees, self.batch, logits, sampling)
         return self.scored
 
     def accept(self, scored: ScorerOutput) -> None:
@@ -192,38 +183,9 @@ class TreeDecoder:
             limits = num_nodes[self.trees.reqs]
             self.trees = replace(self.trees, tree=self.trees.tree.cut(limits))
 
-    def numbers(self, keys: Numbers, root_positions: Tensor) -> Tensor:
-        """Random numbers of the method's rule for trees, on the device.
-
-        Args:
-            keys: int64 [num_trees], of the requests, anywhere.
-            root_positions: int64 [num_trees], on the device.
-
-        """
-        if self.method.rule.follows_noise:
-            return noise_keys(keys, root_positions, 1 + self.sizes.max_depth)
-        count = 1 + self.sizes.max_draws
-        return keyed_uniforms(keys, root_positions, SCORING, count)
-
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
         """Draw the tokens of requests without a tree; see ``draw_without_trees``."""
-        step, batched = (self.batch, self.trees), self.method.batched
-        return draw_without_trees(self.target, logits, sampling, *step, batched)
-
-    def verify(
-        self, index: int, tree: TreeBatch, target: TargetLogits, numbers: Tensor
-    ) -> ScorerOutput:
-        """Verify trees that were drawn as the schedule's tree of this index.
-
-        Args:
-            index: in the schedule.
-            tree: the trees.
-            target: the target's logits at the nodes.
-            numbers: random numbers of the method's rule.
-
-        """
-        sizes = self.method.proposers[index].sizes if self.method.batched else None
-        return score(tree, target, numbers, self.method.rule, sizes)
+        return self.verifier.draw_plainly(self.trees, self.batch, logits, sampling)
 
     def commit(self) -> None:
         """Bring the accepted paths' KV into the requests' own slots.
@@ -306,7 +268,7 @@ class TreeDecoder:
         sampling: SamplingTensors,
         noise_keys: Tensor | None,
     ) -> UnseenTrees:
-        """Draw the trees behind a step that is not over; see ``TreeDrafter``.
+        """Draw the trees behind a step that is not over; see ``StepDrafter``.
 
         Args:
             plan: of the next step.

@@ -87,7 +87,7 @@ class LateModels(Sequence[DraftModel]):
         return self.begun[index]
 
 
-class TreeDrafter:
+class StepDrafter:
     """Lets the planned tree's proposer draft from the method's sources.
 
     ``look_up`` comes first, then ``models_draft``. Then the sources read, and ``draw``

@@ -95,20 +95,23 @@ def profile_trees(decoder: TreeDecoder, vocab_size: int, hidden: Tensor) -> None
             (num_reqs, proposer.sizes.num_uniforms), dtype=torch.float64, device=device
         )
         # keys and positions of no request
-        numbers = decoder.numbers(roots.slots, roots.root_token_ids)
+        keys = roots.slots, roots.root_token_ids
+        noise: Tensor | None = None
+        if decoder.method.rule.follows_noise:
+            noise = decoder.verifier.numbers(*keys)
         inputs = ProposerInputs(
             roots.root_token_ids,
             sampling,
             uniforms,
             [draft_model_of(source, roots, vocab_size) for source in models],
-            noise_keys=numbers if decoder.method.rule.follows_noise else None,
+            noise_keys=noise,
             continuations=() if decoder.sources.text is None else [nothing],
         )
         tree = proposer.propose(inputs).tree
         logits = torch.zeros((num_reqs * tree.max_nodes, vocab_size), device=device)
         root_rows = torch.arange(num_reqs, device=device) * tree.max_nodes
         target = TargetLogits(logits, root_rows, sampling)
-        decoder.verify(index, tree, target, numbers)
+        decoder.verifier.verify(index, tree, target, *keys)
 
 
 def draft_model_of(source: ModelSource, roots: Roots, vocab_size: int) -> DraftModel:

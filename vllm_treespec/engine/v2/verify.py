@@ -164,8 +164,8 @@ class TreeSampler:
         in_graph = self.runner.speculator.verify(trees.tree, target, keys, positions)
         if in_graph is not None:
             return in_graph
-        numbers = decoder.numbers(keys, positions)
-        return decoder.verify(trees.tree_index, trees.tree, target, numbers)
+        step = trees.tree_index, trees.tree, target
+        return decoder.verifier.verify(*step, keys, positions)
 
     def put_together(
         self, at_roots: Tensor, scored: ScorerOutput | None
