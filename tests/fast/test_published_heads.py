@@ -18,7 +18,7 @@ from vllm_treespec.heads import (
     EagleHeadConfig,
     load_eagle_head,
     read_head_config,
-    save_published,
+    save_head,
 )
 from vllm_treespec.heads.checkpoint import INDEX
 
@@ -168,7 +168,7 @@ def test_papers_equations(name: str, tmp_path: Path) -> None:
 def test_written_heads_are_read_again(name: str, tmp_path: Path) -> None:
     """Red when what we train cannot be said in the published form, or is rounded."""
     head = loaded(HEADS[name], tmp_path / "theirs")
-    save_published(head, tmp_path / "ours", torch.float32)
+    save_head(head, tmp_path / "ours", torch.float32)
     again = shared(load_eagle_head(tmp_path / "ours", NUM_LAYERS), HEADS[name])
     assert again.config.model_copy(update={"verifier": head.config.verifier}) == (
         head.config
@@ -193,7 +193,7 @@ def assert_same(head: EagleHead, again: EagleHead) -> None:
 def test_written_form_is_that_of_vllm(tmp_path: Path) -> None:
     """Red when stock vLLM would not find what it looks for in a head of ours."""
     published = PublishedHead(draft_vocab_size=12, lm_head=False)
-    save_published(loaded(published, tmp_path / "theirs"), tmp_path / "ours")
+    save_head(loaded(published, tmp_path / "theirs"), tmp_path / "ours")
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 12
@@ -210,7 +210,7 @@ def test_measured_accuracies_are_kept(tmp_path: Path) -> None:
     head = load_eagle_head(folder)
     assert head.config.rank_accuracies == ((0.5, 0.2), (0.4, 0.1))
     assert head.config.depth == 3
-    save_published(head, tmp_path / "ours")
+    save_head(head, tmp_path / "ours")
     config = read_head_config(tmp_path / "ours")
     assert config == head.config
 
@@ -321,7 +321,7 @@ def test_hot_tokens(lm_head: bool, tmp_path: Path) -> None:
     assert head.hot_token_ids.tolist() == hot
     features = torch.randn(2, published.hidden_size)
     torch.testing.assert_close(head.logits(features), whole.logits(features)[:, hot])
-    save_published(head, tmp_path / "again", torch.float32)
+    save_head(head, tmp_path / "again", torch.float32)
     assert_same(head, shared(load_eagle_head(tmp_path / "again"), published))
 
 

@@ -27,7 +27,7 @@ from vllm_treespec.heads.files import (
     read_heads_hot_tokens,
     read_hot_tokens,
 )
-from vllm_treespec.heads.names import no_such_model
+from vllm_treespec.heads.names import a_head, no_such_model
 from vllm_treespec.heads.published import is_eagle
 from vllm_treespec.heads.published_dflash import is_dflash
 from vllm_treespec.heads.weights import listed, tensor_headers, weights_problem
@@ -217,11 +217,6 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
             f"'rank_accuracies' in {folder}/config.json has {levels} levels and "
             f"there are {head.depth} heads; remove the last levels"
         )
-
-
-def a_head(kind: str) -> str:
-    """Name a head of a kind, with its article."""
-    return f"{'an' if kind == 'eagle' else 'a'} {kind} head"
 
 
 def check_text_only(model: str, draft: PretrainedConfig) -> None:

@@ -1,6 +1,5 @@
 """One-pass heads in training: blocks at random anchors of whole conversations."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,16 +9,13 @@ from transformers import PreTrainedModel
 from vllm_treespec.heads import (
     DFlashHead,
     DFlashHeadConfig,
-    load_dflash_head,
-    save_published,
 )
-from vllm_treespec.train.batches import ContextDataset, TeacherBatches
 from vllm_treespec.train.blocks import read_blocks
 from vllm_treespec.train.head import HeadDrafter
 from vllm_treespec.train.loss import TeacherTargets, topk_kl
 from vllm_treespec.train.options import DFlashOptions
 from vllm_treespec.train.pair_heads import WEIGHT_STD, layers_to_read, target_sizes
-from vllm_treespec.train.teacher import TargetStatistics, TeacherCache
+from vllm_treespec.train.teacher import TargetStatistics
 
 
 class DFlash(HeadDrafter):
@@ -31,10 +27,6 @@ class DFlash(HeadDrafter):
     lighter = "--hot-tokens, --markov-rank or --intermediate-size"
     options: DFlashOptions
     head: DFlashHead
-
-    def __init__(self, options: DFlashOptions, config: DFlashHeadConfig) -> None:
-        super().__init__(options, config)
-        self.layers = config.layers
 
     @staticmethod
     def config_for(
@@ -77,12 +69,6 @@ class DFlash(HeadDrafter):
             **sizes,
         )
 
-    @property
-    def target_size(self) -> int:
-        """Width of the hidden states that are read."""
-        size: int = self.config.target_hidden_size
-        return size
-
     @torch.no_grad()
     def build(
         self, target: PreTrainedModel, statistics: TargetStatistics
@@ -96,15 +82,6 @@ class DFlash(HeadDrafter):
     def muon_matrices(self) -> list[Tensor]:
         """Those of the layers: half as many steps do, measured beside AdamW."""
         return _layer_matrices(self.head)
-
-    @classmethod
-    def load(cls, folder: Path, num_target_layers: int) -> DFlashHead:
-        """Load a trained or published head; shared weights are missing."""
-        return load_dflash_head(folder, num_target_layers)
-
-    def batches(self, cache: TeacherCache, rows: list[int]) -> TeacherBatches:
-        """Whole conversations with their hidden states."""
-        return ContextDataset(cache, rows, self.options.batch_tokens, self.layers)
 
     def guesses(
         self, inputs: dict[str, Tensor]
@@ -141,10 +118,6 @@ class DFlash(HeadDrafter):
         read = self.head.output_inputs_after(states[wanted].float(), before)
         targets = TeacherTargets.of(inputs).at(anchors[blocks] + level)
         return level, read, targets
-
-    def save(self, folder: Path) -> None:
-        """Write what stock vLLM serves too."""
-        save_published(self.head, folder)
 
 
 def _layer_matrices(head: DFlashHead) -> list[Tensor]:

@@ -25,8 +25,7 @@ from vllm_treespec.heads import (
     read_head_config,
 )
 from vllm_treespec.heads.config import AnyHeadConfig, DecoderHeadConfig
-from vllm_treespec.heads.files import read_heads_hot_tokens, read_hot_tokens
-from vllm_treespec.heads.kinds import HEADS
+from vllm_treespec.heads.files import build_head, read_heads_hot_tokens, read_hot_tokens
 from vllm_treespec.tools.plan.models import Model, padded, read_model
 
 
@@ -136,7 +135,7 @@ class PlannedHead:
     def head(self) -> Head:
         """The head without memory."""
         with torch.device("meta"):
-            head = HEADS[self.config.method](self.config)
+            head = build_head(self.config)
             if isinstance(head, EagleHead | DFlashHead):
                 head.rotary.prepare(self.max_model_len)
             return head
