@@ -21,7 +21,7 @@ CONVOLUTIONS: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4}
 HEADS = {
     "dflash": PublishedDFlash(),
     "dflash, no layers named": PublishedDFlash(target_layer_ids=None),
-    "dflash, biases": PublishedDFlash(attention_bias=True),
+    "dflash, biases": PublishedDFlash(qkv_bias=True),
     "dflash, head_dim by its tensors": PublishedDFlash(head_dim=None),
     "dflash, one layer, wider target": PublishedDFlash(
         num_layers=1, target_hidden_size=20, target_layer_ids=(0, 7)

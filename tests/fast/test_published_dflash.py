@@ -368,7 +368,7 @@ def test_written_configs_are_dsparks(tmp_path: Path) -> None:
 
 def test_heads_that_no_form_has_words_for(tmp_path: Path) -> None:
     """Red when a head is written that its file describes wrongly."""
-    published = PublishedDFlash(attention_bias=True)
+    published = PublishedDFlash(qkv_bias=True)
     head = load_dflash_head(published.write(tmp_path / "a"), NUM_LAYERS)
     head.config = head.config.model_copy(update={"target_layers": (0, 4, 5)})
     with pytest.raises(HeadError, match="whose first layer is 1 or more"):
