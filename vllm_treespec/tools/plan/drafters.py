@@ -10,11 +10,8 @@ from typing import Protocol
 import torch
 
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import (
-    check_head,
-    check_hot_tokens,
-    check_shards,
-)
+from vllm_treespec.config.checks import check_head, check_hot_tokens
+from vllm_treespec.config.draft_checks import check_shards
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.heads import (
     DFlashHead,
