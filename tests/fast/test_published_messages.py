@@ -126,7 +126,7 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> Path:
             "missing none, not known layers.0.hidden_norm.weight",
         ),
         (lambda t: t.update(d2t=t["d2t"] + 40), "leads to tokens 4"),
-        (lambda t: t.update(d2t=-torch.arange(12)), "'d2t' in"),
+        (lambda t: t.update(d2t=-torch.arange(12)), "names a token twice"),
         (lambda t: t.update(t2d=~t["t2d"]), "marks other tokens than 'd2t' names"),
         (lambda t: t.update({"lm_head.weight": torch.zeros(9, 16)}), "has 9 rows and"),
         (lambda t: t.update(d2t=t["d2t"][:, None]), "'d2t' in"),
