@@ -291,14 +291,7 @@ def _eagle_3(
 def check_combined(
     shape: tuple[int, ...], num_layers: int, size: int, key: str, path: Path
 ) -> None:
-    """Check that the combining layer reads as many hidden states as ``key`` names.
-
-    Args:
-        shape: of its weight.
-        num_layers: of the target, whose hidden states are named.
-        size: of a hidden state.
-        key: that names the layers.
-        path: for messages.
+    """Check that ``fc``, of this shape, reads the hidden states that ``key`` names.
 
     Raises:
         HeadError: it reads more, or fewer.
