@@ -1,6 +1,5 @@
 """DFlash heads: every form computes what the papers say, and wrong variants do not."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.dense_dflash import BlockAttention
 from tests.published_dflash import PublishedDFlash
 from tests.reference.dflash import ReferenceDFlash
 from vllm_treespec.heads import DFlashHead, load_dflash_head
@@ -102,46 +102,6 @@ HEADS = {
     ),
 }
 WINDOWS = HEADS["dflash, one causal window"]
-
-
-class BlockAttention:
-    """Attention over contexts of different lengths and blocks, by masks."""
-
-    def __init__(
-        self,
-        contexts: list[list[tuple[Tensor, Tensor]]],
-        causality: Sequence[bool],
-        windows: Sequence[int | None],
-    ) -> None:
-        """Take keys and values by request and layer, and what each layer sees."""
-        self.contexts, self.causality, self.windows = contexts, causality, windows
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[num_reqs * rows, ...], see ``Attend``."""
-        num_reqs = len(self.contexts)
-        rows = len(query) // num_reqs
-        parts = []
-        for req, context in enumerate(self.contexts):
-            own = slice(req * rows, (req + 1) * rows)
-            keys = torch.cat([context[layer][0], key[own]])
-            values = torch.cat([context[layer][1], value[own]])
-            shared = query.shape[1] // key.shape[1]
-            scores = torch.einsum(
-                "rhd,chd->hrc", query[own], keys.repeat_interleave(shared, 1)
-            )
-            scores = scores / query.shape[-1] ** 0.5
-            distances = torch.arange(rows)[:, None] - torch.arange(len(keys))
-            distances += len(keys) - rows
-            window = self.windows[layer]
-            if self.causality[layer]:
-                scores = scores.masked_fill(distances < 0, -torch.inf)
-            if window is not None:
-                scores = scores.masked_fill(distances >= window, -torch.inf)
-            out = torch.einsum(
-                "hrc,chd->rhd", scores.softmax(-1), values.repeat_interleave(shared, 1)
-            )
-            parts.append(out.flatten(1))
-        return torch.cat(parts)
 
 
 def target_weights(published: PublishedDFlash) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tests.fast.test_dflash_head import BlockAttention
+from tests.dense_dflash import BlockAttention
 from tests.fast.tiny_training import (
     STEPS,
     TARGET_SIZES,
@@ -61,8 +61,7 @@ def served_logits(
     root = tokens[anchor : anchor + 1]
     block = head.block_tokens(root, head.config.num_levels)
     positions = anchor + torch.arange(block.shape[1])[None]
-    windows = [head.config.window(n) for n in range(head.config.num_layers)]
-    attend = BlockAttention([context], head.config.causality, windows)
+    attend = BlockAttention.of([context], head.config)
     draft = head.begin(head.read_block(block, positions, attend), root)
     found = [draft.root_logits()[0]]
     for token in tokens[anchor + 1 : anchor + head.config.num_levels]:
