@@ -14,7 +14,7 @@ from vllm_treespec.heads import (
 )
 from vllm_treespec.train.batches import HeadDataset, TeacherBatches
 from vllm_treespec.train.head import HeadDrafter
-from vllm_treespec.train.loss import TeacherTargets, topk_kl
+from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.options import HeadOptions
 from vllm_treespec.train.teacher import TeacherCache
 
@@ -57,8 +57,7 @@ class BlockHead(HeadDrafter):
         levels = torch.arange(supervised.shape[1], device=device)
         used = supervised & (drawn < self.options.level_share**levels)
         targets = TeacherTargets.of(inputs).at(used[supervised])
-        features, weight = self._features(inputs, used), self.head.output.weight
-        return topk_kl(features, weight, targets, self.rows, torch.bfloat16)
+        return self.kl(self._features(inputs, used), targets)
 
     def _features(self, inputs: dict[str, Tensor], wanted: Tensor) -> Tensor:
         """Wanted features, float32 [num_wanted, hidden_size], made in bfloat16."""

@@ -12,7 +12,7 @@ from vllm_treespec.heads import (
 )
 from vllm_treespec.train.blocks import read_blocks
 from vllm_treespec.train.head import HeadDrafter
-from vllm_treespec.train.loss import TeacherTargets, topk_kl
+from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.options import DFlashOptions
 from vllm_treespec.train.pair_heads import WEIGHT_STD, layers_to_read, target_sizes
 from vllm_treespec.train.teacher import TargetStatistics
@@ -36,7 +36,7 @@ class DFlash(HeadDrafter):
         mask_token: int | None = None,
         **sizes: Any,
     ) -> DFlashHeadConfig:
-        """Configure a head whose layers are as wide as the target's.
+        """Configure a head; see ``target_sizes`` and ``layers_to_read``.
 
         Args:
             target: of Llama's kind.
@@ -46,8 +46,7 @@ class DFlash(HeadDrafter):
             sizes: further fields.
 
         Raises:
-            ValueError: the target's config lacks a size of a Llama layer, it has too
-                few layers, or no such token.
+            ValueError: the target has no such token.
         """
         known = target_sizes(target)
         if intermediate_size:
@@ -96,8 +95,7 @@ class DFlash(HeadDrafter):
         """``topk_kl`` at a share of the deeper levels."""
         share = self.options.level_share
         _, read, targets = self._guesses(inputs, generator, share)
-        weight, columns = self.head.output.weight, self.head.output_columns()
-        return topk_kl(read, weight, targets, self.rows, torch.bfloat16, columns)
+        return self.kl(read, targets)
 
     def _guesses(
         self, inputs: dict[str, Tensor], generator: torch.Generator, level_share: float

@@ -25,6 +25,7 @@ from vllm_treespec.train.loss import (
     TeacherTargets,
     VocabRows,
     quality_of,
+    topk_kl,
 )
 from vllm_treespec.train.options import DistillOptions, Shape
 from vllm_treespec.train.teacher import TargetStatistics, TeacherCache
@@ -135,6 +136,16 @@ class HeadDrafter(Drafter):
         return VocabRows.of(
             rows, slice(None) if hot is None else hot, self.config.vocab_size
         )
+
+    def kl(self, read: Tensor, targets: TeacherTargets) -> Tensor:
+        """``topk_kl`` over the draft vocabulary.
+
+        Args:
+            read: float32 [n, width of ``output_weight``], what the output layer reads.
+            targets: of the same n guesses.
+        """
+        weight, columns = self.head.output.weight, self.head.output_columns()
+        return topk_kl(read, weight, targets, self.rows, torch.bfloat16, columns)
 
     def judged(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Quality]:
         """Level of each guess in one batch, int64 [n], and their quality."""

@@ -16,7 +16,7 @@ from vllm_treespec.heads import (
 from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import TeacherBatches
 from vllm_treespec.train.head import HeadDrafter
-from vllm_treespec.train.loss import TeacherTargets, topk_kl
+from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.options import LyannaOptions, PairOptions
 from vllm_treespec.train.teacher import TargetStatistics
 from vllm_treespec.train.unrolled import unrolled
@@ -68,14 +68,8 @@ class PairHead(HeadDrafter):
             wanted = features.flatten(0, 1)
             steps = unrolled(self.head, features, inputs, options.steps)
             for step, (pairs, out, before) in enumerate(steps):
-                loss = topk_kl(
-                    self.head.output_inputs_after(out, before).float(),
-                    self.head.output.weight,
-                    targets.at(pairs + step),
-                    self.rows,
-                    torch.bfloat16,
-                    self.head.output_columns(),
-                )
+                read = self.head.output_inputs_after(out, before).float()
+                loss = self.kl(read, targets.at(pairs + step))
                 if options.feature_weight:
                     # The last supervised pair is followed by no feature.
                     place = inputs["pairs"][pairs] + 1 + step
@@ -95,16 +89,7 @@ class Eagle(PairHead):
     def config_for(
         target: PreTrainedModel, layers: str, **sizes: Any
     ) -> EagleHeadConfig:
-        """Configure a head whose layer is as wide as the target's.
-
-        Args:
-            target: of Llama's kind.
-            layers: see ``layers_to_read``.
-            sizes: further fields.
-
-        Raises:
-            ValueError: the target's config lacks a size of a Llama layer.
-        """
+        """Configure a head; see ``target_sizes`` and ``layers_to_read``."""
         known = target_sizes(target)
         num_layers = target.config.get_text_config().num_hidden_layers
         known["target_layers"] = layers_to_read(layers, num_layers)
@@ -127,15 +112,7 @@ class Lyanna(PairHead):
 
     @staticmethod
     def config_for(target: PreTrainedModel, **sizes: Any) -> LyannaHeadConfig:
-        """Configure a head whose layer is as wide as the target's.
-
-        Args:
-            target: of Llama's kind.
-            sizes: further fields.
-
-        Raises:
-            ValueError: the target's config lacks a size of a Llama layer.
-        """
+        """Configure a head; see ``target_sizes``."""
         return LyannaHeadConfig.model_validate({**target_sizes(target), **sizes})
 
     @torch.no_grad()
