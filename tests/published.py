@@ -116,6 +116,12 @@ class Published(ABC):
             tensors["t2d"][ids] = True
         return tensors
 
+    def target_weights(self) -> Tensor:
+        """Embedding and output layer of a target, [2, vocab_size + 3, hidden_size]."""
+        generator = torch.Generator().manual_seed(9)
+        shape = (2, self.vocab_size + 3, self.hidden_size)
+        return torch.randn(shape, generator=generator)
+
     def layer_config(self) -> dict[str, Any]:
         """What a config.json says of the decoder layers."""
         return {

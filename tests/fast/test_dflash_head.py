@@ -104,13 +104,6 @@ HEADS = {
 WINDOWS = HEADS["dflash, one causal window"]
 
 
-def target_weights(published: PublishedDFlash) -> Tensor:
-    """Embedding and output layer of the target, [2, vocab_size + 3, hidden_size]."""
-    generator = torch.Generator().manual_seed(9)
-    shape = (2, published.vocab_size + 3, published.hidden_size)
-    return torch.randn(shape, generator=generator)
-
-
 def hidden_states(published: PublishedDFlash, length: int) -> list[Tensor]:
     """What transformers gives of a target: the embeddings, then behind each layer."""
     generator = torch.Generator().manual_seed(length)
@@ -121,7 +114,7 @@ def hidden_states(published: PublishedDFlash, length: int) -> list[Tensor]:
 def loaded(published: PublishedDFlash, folder: Path) -> DFlashHead:
     """The head in float64, with the target's weights."""
     head = load_dflash_head(published.write(folder), NUM_LAYERS).double()
-    head.share(*target_weights(published).double())
+    head.share(*published.target_weights().double())
     return head
 
 
@@ -168,7 +161,7 @@ def references(published: PublishedDFlash, depth: int) -> list[ReferenceDFlash]:
     """One a request, behind its block."""
     made = []
     for root, length in zip(ROOTS, LENGTHS, strict=True):
-        reference = ReferenceDFlash(published, *target_weights(published))
+        reference = ReferenceDFlash(published, *published.target_weights())
         reference.read_context(hidden_states(published, length))
         reference.read_block(root, depth)
         made.append(reference)
@@ -232,7 +225,7 @@ def test_keys_and_values_of_contexts(tmp_path: Path) -> None:
     """Red when a context's key is not normed or turned, or layers are exchanged."""
     published = HEADS["dflash, biases"]
     head, length = loaded(published, tmp_path), LENGTHS[0]
-    reference = ReferenceDFlash(published, *target_weights(published))
+    reference = ReferenceDFlash(published, *published.target_weights())
     states = hidden_states(published, length)
     reference.read_context(states)
     states = [states[layer] for layer in head.config.layers]
@@ -310,7 +303,7 @@ def test_restricted_heads_draft_hot_tokens(name: str, tmp_path: Path) -> None:
     before = head.begin(states, roots)
     edges = before.root_logits()
     head.restrict(hot)
-    head.share(*target_weights(published).double())
+    head.share(*published.target_weights().double())
     torch.testing.assert_close(head.logits(states), whole)
     draft = head.begin(states, roots)
     assert draft.vocabulary is not None

@@ -81,13 +81,6 @@ HEADS = {
 }
 
 
-def target_weights(published: PublishedHead) -> Tensor:
-    """Embedding and output layer of the target, [2, vocab_size + 3, hidden_size]."""
-    generator = torch.Generator().manual_seed(9)
-    shape = (2, published.vocab_size + 3, published.hidden_size)
-    return torch.randn(shape, generator=generator)
-
-
 def loaded(published: PublishedHead, folder: Path) -> EagleHead:
     """The head, with the target's weights."""
     return shared(load_eagle_head(published.write(folder), NUM_LAYERS), published)
@@ -95,7 +88,7 @@ def loaded(published: PublishedHead, folder: Path) -> EagleHead:
 
 def shared(head: EagleHead, published: PublishedHead) -> EagleHead:
     """The head, with the target's weights."""
-    head.share(*target_weights(published))
+    head.share(*published.target_weights())
     return head
 
 
@@ -131,7 +124,7 @@ def reference(published: PublishedHead) -> tuple[Tensor, Tensor]:
     """The same by the papers' equations."""
     states, token_ids = sequence(published)
     tensors = published.tensors()
-    embedding, output = target_weights(published)
+    embedding, output = published.target_weights()
     output = output[: published.vocab_size]
     ids = published.hot_tokens()
     if ids is not None:

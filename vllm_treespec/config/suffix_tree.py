@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
@@ -15,7 +14,7 @@ from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.trees.sizes import TreeSizes
 
 
-class IndexConfig(MethodConfig, ABC):
+class IndexConfig(MethodConfig):
     """What methods share that draft from a suffix index."""
 
     SHAPE: ClassVar[tuple[str, ...]] = ("num_drafts", "depth", "min_probability")
