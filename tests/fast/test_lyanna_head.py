@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.fast.tiny_training import PlainAttention
 from tests.heads import lyanna_head, write_head
@@ -113,6 +113,10 @@ def test_saved_heads_come_back(tmp_path: Path, config: dict[str, Any]) -> None:
     for name, tensor in head.state_dict().items():
         assert torch.equal(same.state_dict()[name].to(tensor.dtype), tensor), name
     assert not any(weight.requires_grad for weight in same.parameters())
+    tensors["hot_token_ids"] = tensors["hot_token_ids"].int()
+    save_file(tensors, tmp_path / "head" / "model.safetensors")
+    hot = load_lyanna_head(folder).state_dict()["hot_token_ids"]
+    assert hot.dtype == torch.int64
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def load_weights(head: Head, folder: Path, read: dict[str, Tensor]) -> None:
         for name in tensors.keys() & set(ROWS):
             if not order.equal(torch.arange(len(order))):
                 tensors[name] = tensors[name][order]
+    if head.hot_token_ids is not None:
+        tensors["hot_token_ids"] = tensors["hot_token_ids"].long()
     head.load_state_dict(tensors, assign=True)
     head.eval().requires_grad_(False)
 
