@@ -1,14 +1,63 @@
-"""A one-pass head's drafts after a text, computed without cache, layouts and engine."""
+"""One-pass heads in plain matrix products: without cache, layouts and engine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from vllm_treespec.heads import DFlashHead, load_dflash_head
+from vllm_treespec.heads import DFlashHead, DFlashHeadConfig, load_dflash_head
 from vllm_treespec.sampling.coupling import LIKELIEST
+
+
+class BlockAttention:
+    """Attention over contexts of different lengths and blocks, by masks."""
+
+    def __init__(
+        self,
+        contexts: list[list[tuple[Tensor, Tensor]]],
+        causality: Sequence[bool],
+        windows: Sequence[int | None],
+    ) -> None:
+        """Take keys and values by request and layer, and what each layer sees."""
+        self.contexts, self.causality, self.windows = contexts, causality, windows
+
+    @classmethod
+    def of(
+        cls, contexts: list[list[tuple[Tensor, Tensor]]], config: DFlashHeadConfig
+    ) -> BlockAttention:
+        """That of a head's layers."""
+        windows = [config.window(number) for number in range(config.num_layers)]
+        return cls(contexts, config.causality, windows)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[num_reqs * rows, ...], see ``Attend``."""
+        num_reqs = len(self.contexts)
+        rows = len(query) // num_reqs
+        parts = []
+        for req, context in enumerate(self.contexts):
+            own = slice(req * rows, (req + 1) * rows)
+            keys = torch.cat([context[layer][0], key[own]])
+            values = torch.cat([context[layer][1], value[own]])
+            shared = query.shape[1] // key.shape[1]
+            scores = torch.einsum(
+                "rhd,chd->hrc", query[own], keys.repeat_interleave(shared, 1)
+            )
+            scores = scores / query.shape[-1] ** 0.5
+            distances = torch.arange(rows)[:, None] - torch.arange(len(keys))
+            distances += len(keys) - rows
+            window = self.windows[layer]
+            if self.causality[layer]:
+                scores = scores.masked_fill(distances < 0, -torch.inf)
+            if window is not None:
+                scores = scores.masked_fill(distances >= window, -torch.inf)
+            out = torch.einsum(
+                "hrc,chd->rhd", scores.softmax(-1), values.repeat_interleave(shared, 1)
+            )
+            parts.append(out.flatten(1))
+        return torch.cat(parts)
 
 
 class DenseDFlash:
@@ -31,26 +80,8 @@ class DenseDFlash:
         positions = torch.arange(context.shape[1])
         kept = self.head.context_kv(features, positions)
         tokens = self.head.block_tokens(root, depth)
-        rows = tokens.shape[1]
-        config = self.head.config
-        distances = torch.arange(rows)[:, None] - torch.arange(len(positions) + rows)
-        distances += len(positions)
-
-        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys = torch.cat([kept[number][0], key]).transpose(0, 1)
-            values = torch.cat([kept[number][1], value]).transpose(0, 1)
-            seen = torch.ones_like(distances, dtype=torch.bool)
-            window = config.window(number)
-            if config.causality[number]:
-                seen &= distances >= 0
-            if window is not None:
-                seen &= distances < window
-            found = scaled_dot_product_attention(
-                query.transpose(0, 1), keys, values, seen, enable_gqa=True
-            )
-            return found.transpose(0, 1).flatten(1)
-
-        places = torch.arange(len(positions), len(positions) + rows)[None]
+        attend = BlockAttention.of([kept], self.head.config)
+        places = len(positions) + torch.arange(tokens.shape[1])[None]
         block = self.head.read_block(tokens, places, attend)
         draft = self.head.begin(block, root)
         token = draft.root_logits().argmax(dim=-1)

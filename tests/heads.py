@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from tests.published import Published
 from tests.published_dflash import PublishedDFlash
 from tests.published_heads import PublishedHead
 from vllm_treespec.config import HEAD_METHODS
@@ -50,10 +51,8 @@ DRAFT_CONFIG = llama().to_dict()
 
 def write_head(folder: Path, kind: str, **config: Any) -> str:
     """Write a head of a small target, or of one as ``config`` says; its folder."""
-    if kind == "eagle":
-        return write_eagle_head(folder, **config)
-    if kind == "dflash":
-        return write_dflash_head(folder, **config)
+    if kind in ("eagle", "dflash"):
+        return str(published_head(kind, **config).write(folder))
     if kind == "lyanna":
         save_head(lyanna_head(**config), folder)
         return str(folder)
@@ -65,59 +64,33 @@ def write_head(folder: Path, kind: str, **config: Any) -> str:
     return str(folder)
 
 
-def write_eagle_head(
-    folder: Path,
+def published_head(
+    kind: str,
     hidden_size: int = 64,
     vocab_size: int = 32,
     num_hot_tokens: int | None = None,
-    layer_ids: tuple[int, ...] = (0, 1, 2),
-) -> str:
-    """Write an EAGLE-3 head as it is published; its folder."""
-    head = PublishedHead(
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        vocab_size=vocab_size,
-        draft_vocab_size=num_hot_tokens,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        layer_ids=layer_ids,
-        max_positions=512,
-    )
-    return str(head.write(folder))
-
-
-def write_dflash_head(
-    folder: Path,
-    hidden_size: int = 64,
-    vocab_size: int = 32,
-    num_hot_tokens: int | None = None,
-    layer_ids: tuple[int, ...] = (0, 1),
+    layer_ids: tuple[int, ...] | None = None,
     **published: Any,
-) -> str:
-    """Write a DSpark head as it is published, or one as ``published`` says.
+) -> Published:
+    """An EAGLE-3 or DSpark head as it is published, or one as ``published`` says.
 
-    ``layer_ids`` are published numbers: of the layers that end.
+    ``layer_ids`` are published numbers: DSpark's are of the layers that end.
     """
-    head = PublishedDFlash(
-        **{
-            "form": "dspark",
-            "hidden_size": hidden_size,
-            "intermediate_size": 2 * hidden_size,
-            "vocab_size": vocab_size,
-            "draft_vocab_size": num_hot_tokens,
-            "num_heads": 2,
-            "num_kv_heads": 1,
-            "head_dim": 64,
-            "target_layer_ids": layer_ids,
-            "mask_token_id": vocab_size - 1,
-            "markov_rank": 4,
-            "lm_head": True,
-            "max_positions": 512,
-            **published,
-        }
-    )
-    return str(head.write(folder))
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": num_hot_tokens,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+        "max_positions": 512,
+    }
+    if kind == "eagle":
+        return PublishedHead(**sizes, layer_ids=layer_ids or (0, 1, 2), **published)
+    sizes |= {"form": "dspark", "target_layer_ids": layer_ids or (0, 1)}
+    sizes |= {"mask_token_id": vocab_size - 1, "markov_rank": 4, "lm_head": True}
+    return PublishedDFlash(**{**sizes, **published})
 
 
 def lyanna_head(seed: int = 0, **config: Any) -> LyannaHead:

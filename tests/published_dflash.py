@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from tests.published import Published
 
 Form = Literal["dflash", "jetspec", "dspark", "specforge", "dflash2", "speculators"]
 ARCHITECTURES = {
@@ -22,20 +18,16 @@ ARCHITECTURES = {
 
 
 @dataclass(frozen=True)
-class PublishedDFlash:
-    """What a published head is made of, in its authors' words."""
+class PublishedDFlash(Published):
+    """What a published one-pass head is made of, in its authors' words."""
 
     form: Form = "dflash"
-    hidden_size: int = 16
-    target_hidden_size: int | None = None
-    intermediate_size: int = 24
-    vocab_size: int = 40
-    draft_vocab_size: int | None = None
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    # not hidden_size / num_heads
-    head_dim: int | None = 6
     num_layers: int = 2
+    num_kv_heads: int = 2
+    lm_head: bool = False
+    # with that of attention's output
+    qkv_bias: bool = False
+    qk_norm: bool = True
     block_size: int = 4
     mask_token_id: int = 39
     # None: the file does not name them
@@ -54,18 +46,10 @@ class PublishedDFlash:
     selector_top_k: int = 0
     conv_kernel_size: int = 0
     conv_group_size: int = 0
-    attention_bias: bool = False
-    embed_tokens: bool = False
-    lm_head: bool = False
     mask_embedding: bool = False
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
-    max_positions: int = 128
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 500.0})
-    # keys that config.json has besides, or instead; None: it has no such key
-    keys: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
 
     @property
     def predicts_from_root(self) -> bool:
@@ -100,21 +84,8 @@ class PublishedDFlash:
         """Of one attention head."""
         return self.head_dim or 8
 
-    @property
-    def target_size(self) -> int:
-        """Width of the target's hidden states."""
-        return self.target_hidden_size or self.hidden_size
-
-    def hot_tokens(self) -> Tensor | None:
-        """The target's id of each row of lm_head, not ascending; None: all tokens."""
-        if self.draft_vocab_size is None:
-            return None
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        order = torch.randperm(self.vocab_size, generator=generator)
-        return order[: self.draft_vocab_size]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all weights."""
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of this form."""
         size, rows = self.hidden_size, self.draft_vocab_size or self.vocab_size
         shapes: dict[str, tuple[int, ...]] = {
             "fc.weight": (size, len(self.layer_ids) * self.target_size),
@@ -122,7 +93,7 @@ class PublishedDFlash:
             "norm.weight": (size,),
         }
         for number in range(self.num_layers):
-            shapes |= self._layer_shapes(f"layers.{number}.")
+            shapes |= self.layer_shapes(f"layers.{number}.", size)
         if self.markov_rank:
             shapes["markov_head.markov_w1.weight"] = (self.vocab_size, self.markov_rank)
             shapes["markov_head.markov_w2.weight"] = (rows, self.markov_rank)
@@ -135,33 +106,15 @@ class PublishedDFlash:
             shapes[f"{prefix}.predecessor_codebook"] = codebook
             shapes[f"{prefix}.successor_codebook"] = codebook
             shapes[f"{prefix}.hidden_projection.weight"] = (self.selector_rank, size)
-        if self.embed_tokens:
-            shapes["embed_tokens.weight"] = (self.vocab_size, size)
-        if self.lm_head:
-            shapes["lm_head.weight"] = (rows, size)
         if self.mask_embedding:
             shapes["mask_embedding"] = (size,)
         return shapes
 
-    def _layer_shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
-        size, inner = self.hidden_size, self.intermediate_size
-        rows = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        rows = {name: count * self.head_size for name, count in rows.items()}
-        shapes: dict[str, tuple[int, ...]] = {
-            f"{layer}self_attn.o_proj.weight": (size, rows["q"]),
-            f"{layer}self_attn.q_norm.weight": (self.head_size,),
-            f"{layer}self_attn.k_norm.weight": (self.head_size,),
-            f"{layer}mlp.gate_proj.weight": (inner, size),
-            f"{layer}mlp.up_proj.weight": (inner, size),
-            f"{layer}mlp.down_proj.weight": (size, inner),
-            f"{layer}input_layernorm.weight": (size,),
-            f"{layer}post_attention_layernorm.weight": (size,),
-        }
-        for name, num_rows in rows.items():
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (num_rows, size)
-            if self.attention_bias:
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = (num_rows,)
-        if self.attention_bias:
+    def layer_shapes(self, layer: str, wide: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a decoder layer."""
+        size, shapes = self.hidden_size, super().layer_shapes(layer, wide)
+        shapes[f"{layer}input_layernorm.weight"] = (size,)
+        if self.qkv_bias:
             shapes[f"{layer}self_attn.o_proj.bias"] = (size,)
         if self.conv_kernel_size:
             taps, groups = self.conv_kernel_size, size // self.conv_group_size
@@ -171,29 +124,8 @@ class PublishedDFlash:
                 shapes[f"{conv}.kernel_projection.weight"] = (2 * taps * groups, size)
         return shapes
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Random weights, float32, by their published names."""
-        generator = torch.Generator().manual_seed(self.seed)
-        tensors: dict[str, Tensor] = {}
-        for name, shape in self.shapes().items():
-            noise = torch.randn(shape, generator=generator)
-            plain = any(
-                part in name for part in ("embed", "codebook", "markov", "base")
-            )
-            if len(shape) == 2 and not plain:
-                noise = noise / shape[1] ** 0.5
-            elif not plain:
-                noise = 0.3 * noise + ("norm" in name)
-            tensors[name] = noise
-        ids = self.hot_tokens()
-        if ids is not None:
-            tensors["d2t"] = ids - torch.arange(len(ids))
-            tensors["t2d"] = torch.zeros(self.vocab_size, dtype=torch.bool)
-            tensors["t2d"][ids] = True
-        return tensors
-
-    def config(self) -> dict[str, Any]:
-        """The ``config.json``."""
+    def said(self) -> dict[str, Any]:
+        """What a form says."""
         own = {
             "block_size": self.block_size,
             "draft_vocab_size": self.draft_vocab_size,
@@ -208,8 +140,7 @@ class PublishedDFlash:
             del config["block_size"]
         if self.form in ("dspark", "specforge", "dflash2"):
             config["is_causal"] = self.said_causal
-        config = config | self.keys
-        return {key: value for key, value in config.items() if value is not None}
+        return config
 
     def _layer(self) -> dict[str, Any]:
         kinds = ["full_attention"] * self.num_layers
@@ -219,21 +150,10 @@ class PublishedDFlash:
             for number in self.sliding_layers:
                 kinds[number] = "sliding_attention"
         return {
-            "model_type": "qwen3",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "num_hidden_layers": self.num_layers,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "max_position_embeddings": self.max_positions,
-            "vocab_size": self.vocab_size,
-            "attention_bias": self.attention_bias,
+            **self.layer_config(),
+            "attention_bias": self.qkv_bias,
             "layer_types": kinds,
             **window,
-            **self.rope,
         }
 
     def _markov(self) -> dict[str, Any]:
@@ -300,14 +220,3 @@ class PublishedDFlash:
             },
             **more,
         }
-
-    def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-        """Write the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in self.tensors().items()
-        }
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(self.config()))
-        return folder

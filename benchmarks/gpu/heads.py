@@ -9,7 +9,7 @@ import torch
 
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.engine.adapters import GPU_V2
-from vllm_treespec.heads import EagleHead, EagleHeadConfig, save_published
+from vllm_treespec.heads import EagleHead, EagleHeadConfig, save_head
 from vllm_treespec.plugin import stock_arguments
 
 if TYPE_CHECKING:
@@ -78,4 +78,4 @@ def write_weights(models: Path, name: str, shape: Shape) -> None:
     head = EagleHead(config)
     if head.hot_token_ids is not None:
         head.hot_token_ids.copy_(torch.arange(len(head.hot_token_ids)))
-    save_published(head, folder)
+    save_head(head, folder)

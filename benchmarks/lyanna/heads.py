@@ -13,7 +13,6 @@ from vllm_treespec.heads import (
     load_eagle_head,
     load_lyanna_head,
     save_head,
-    save_published,
 )
 from vllm_treespec.tools.store import settings_of
 
@@ -53,7 +52,7 @@ def full_twin(kind: str, folder: str, target: str, out: Path) -> str:
     else:
         head.config = head.config.model_copy(update={"num_hot_tokens": None})
         head.hot_token_ids = None
-        save_published(head, twin, next(head.parameters()).dtype)
+        save_head(head, twin, next(head.parameters()).dtype)
     return str(twin)
 
 

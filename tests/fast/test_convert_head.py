@@ -122,7 +122,11 @@ REFUSED: list[tuple[Callable[[Path], Any], str, str]] = [
         "config.json",
         "holds no JSON object; copy",
     ),
-    (lambda f: change(f, x=torch.ones(2)), "", "missing none, not known x; get the"),
+    (
+        lambda f: change(f, x=torch.ones(2)),
+        "",
+        "missing none, not known x; correct it, ",
+    ),
     (
         lambda f: change(f, fc_weight=torch.ones(16, 32, dtype=torch.int8)),
         "",
@@ -136,7 +140,7 @@ REFUSED: list[tuple[Callable[[Path], Any], str, str]] = [
     (
         lambda f: change(f, fc_weight=torch.full((16, 32), torch.nan)),
         "",
-        "fc.weight holds NaN or infinity; correct it, or get the head again",
+        "fc.weight holds NaN or infinity; correct it, train or get the whole head",
     ),
     (lambda f: change(f, fc_weight=torch.tensor(1.0)), "", "'fc.weight' beside it has"),
 ]

@@ -1,6 +1,5 @@
 """DFlash heads: every form computes what the papers say, and wrong variants do not."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.dense_dflash import BlockAttention
 from tests.published_dflash import PublishedDFlash
 from tests.reference.dflash import ReferenceDFlash
 from vllm_treespec.heads import DFlashHead, load_dflash_head
@@ -21,7 +21,7 @@ CONVOLUTIONS: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4}
 HEADS = {
     "dflash": PublishedDFlash(),
     "dflash, no layers named": PublishedDFlash(target_layer_ids=None),
-    "dflash, biases": PublishedDFlash(attention_bias=True),
+    "dflash, biases": PublishedDFlash(qkv_bias=True),
     "dflash, head_dim by its tensors": PublishedDFlash(head_dim=None),
     "dflash, one layer, wider target": PublishedDFlash(
         num_layers=1, target_hidden_size=20, target_layer_ids=(0, 7)
@@ -104,53 +104,6 @@ HEADS = {
 WINDOWS = HEADS["dflash, one causal window"]
 
 
-class BlockAttention:
-    """Attention over contexts of different lengths and blocks, by masks."""
-
-    def __init__(
-        self,
-        contexts: list[list[tuple[Tensor, Tensor]]],
-        causality: Sequence[bool],
-        windows: Sequence[int | None],
-    ) -> None:
-        """Take keys and values by request and layer, and what each layer sees."""
-        self.contexts, self.causality, self.windows = contexts, causality, windows
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[num_reqs * rows, ...], see ``Attend``."""
-        num_reqs = len(self.contexts)
-        rows = len(query) // num_reqs
-        parts = []
-        for req, context in enumerate(self.contexts):
-            own = slice(req * rows, (req + 1) * rows)
-            keys = torch.cat([context[layer][0], key[own]])
-            values = torch.cat([context[layer][1], value[own]])
-            shared = query.shape[1] // key.shape[1]
-            scores = torch.einsum(
-                "rhd,chd->hrc", query[own], keys.repeat_interleave(shared, 1)
-            )
-            scores = scores / query.shape[-1] ** 0.5
-            distances = torch.arange(rows)[:, None] - torch.arange(len(keys))
-            distances += len(keys) - rows
-            window = self.windows[layer]
-            if self.causality[layer]:
-                scores = scores.masked_fill(distances < 0, -torch.inf)
-            if window is not None:
-                scores = scores.masked_fill(distances >= window, -torch.inf)
-            out = torch.einsum(
-                "hrc,chd->rhd", scores.softmax(-1), values.repeat_interleave(shared, 1)
-            )
-            parts.append(out.flatten(1))
-        return torch.cat(parts)
-
-
-def target_weights(published: PublishedDFlash) -> Tensor:
-    """Embedding and output layer of the target, [2, vocab_size + 3, hidden_size]."""
-    generator = torch.Generator().manual_seed(9)
-    shape = (2, published.vocab_size + 3, published.hidden_size)
-    return torch.randn(shape, generator=generator)
-
-
 def hidden_states(published: PublishedDFlash, length: int) -> list[Tensor]:
     """What transformers gives of a target: the embeddings, then behind each layer."""
     generator = torch.Generator().manual_seed(length)
@@ -161,7 +114,7 @@ def hidden_states(published: PublishedDFlash, length: int) -> list[Tensor]:
 def loaded(published: PublishedDFlash, folder: Path) -> DFlashHead:
     """The head in float64, with the target's weights."""
     head = load_dflash_head(published.write(folder), NUM_LAYERS).double()
-    head.share(*target_weights(published).double())
+    head.share(*published.target_weights().double())
     return head
 
 
@@ -208,7 +161,7 @@ def references(published: PublishedDFlash, depth: int) -> list[ReferenceDFlash]:
     """One a request, behind its block."""
     made = []
     for root, length in zip(ROOTS, LENGTHS, strict=True):
-        reference = ReferenceDFlash(published, *target_weights(published))
+        reference = ReferenceDFlash(published, *published.target_weights())
         reference.read_context(hidden_states(published, length))
         reference.read_block(root, depth)
         made.append(reference)
@@ -272,7 +225,7 @@ def test_keys_and_values_of_contexts(tmp_path: Path) -> None:
     """Red when a context's key is not normed or turned, or layers are exchanged."""
     published = HEADS["dflash, biases"]
     head, length = loaded(published, tmp_path), LENGTHS[0]
-    reference = ReferenceDFlash(published, *target_weights(published))
+    reference = ReferenceDFlash(published, *published.target_weights())
     states = hidden_states(published, length)
     reference.read_context(states)
     states = [states[layer] for layer in head.config.layers]
@@ -350,7 +303,7 @@ def test_restricted_heads_draft_hot_tokens(name: str, tmp_path: Path) -> None:
     before = head.begin(states, roots)
     edges = before.root_logits()
     head.restrict(hot)
-    head.share(*target_weights(published).double())
+    head.share(*published.target_weights().double())
     torch.testing.assert_close(head.logits(states), whole)
     draft = head.begin(states, roots)
     assert draft.vocabulary is not None

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="it translates vLLM's requests")
 
 from tests.fast.small_engine import model_config
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.checks import check_text_only
+from vllm_treespec.config.draft_checks import check_text_only
 from vllm_treespec.engine.refusals import unsupported_features
 from vllm_treespec.engine.request_check import drafters_can_read
 

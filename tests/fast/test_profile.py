@@ -96,7 +96,7 @@ def test_trees_of_full_size_are_scored(method: str, tmp_path: Path) -> None:
         folder = write_head(tmp_path, HEADS[method])
         spec = {**spec, "model": folder}
         head = HeadSource(StepStats())
-        head.head = load_head(Path(folder))
+        head.head = load_head(Path(folder)).float()
         head.head.share(*[torch.randn(VOCAB_SIZE, HIDDEN_SIZE)] * 2)
         models = [head]
     index = parse_spec_config(spec).text_source()

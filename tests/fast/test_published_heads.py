@@ -18,7 +18,7 @@ from vllm_treespec.heads import (
     EagleHeadConfig,
     load_eagle_head,
     read_head_config,
-    save_published,
+    save_head,
 )
 from vllm_treespec.heads.checkpoint import INDEX
 
@@ -81,13 +81,6 @@ HEADS = {
 }
 
 
-def target_weights(published: PublishedHead) -> Tensor:
-    """Embedding and output layer of the target, [2, vocab_size + 3, hidden_size]."""
-    generator = torch.Generator().manual_seed(9)
-    shape = (2, published.vocab_size + 3, published.hidden_size)
-    return torch.randn(shape, generator=generator)
-
-
 def loaded(published: PublishedHead, folder: Path) -> EagleHead:
     """The head, with the target's weights."""
     return shared(load_eagle_head(published.write(folder), NUM_LAYERS), published)
@@ -95,7 +88,7 @@ def loaded(published: PublishedHead, folder: Path) -> EagleHead:
 
 def shared(head: EagleHead, published: PublishedHead) -> EagleHead:
     """The head, with the target's weights."""
-    head.share(*target_weights(published))
+    head.share(*published.target_weights())
     return head
 
 
@@ -131,7 +124,7 @@ def reference(published: PublishedHead) -> tuple[Tensor, Tensor]:
     """The same by the papers' equations."""
     states, token_ids = sequence(published)
     tensors = published.tensors()
-    embedding, output = target_weights(published)
+    embedding, output = published.target_weights()
     output = output[: published.vocab_size]
     ids = published.hot_tokens()
     if ids is not None:
@@ -168,7 +161,7 @@ def test_papers_equations(name: str, tmp_path: Path) -> None:
 def test_written_heads_are_read_again(name: str, tmp_path: Path) -> None:
     """Red when what we train cannot be said in the published form, or is rounded."""
     head = loaded(HEADS[name], tmp_path / "theirs")
-    save_published(head, tmp_path / "ours", torch.float32)
+    save_head(head, tmp_path / "ours", torch.float32)
     again = shared(load_eagle_head(tmp_path / "ours", NUM_LAYERS), HEADS[name])
     assert again.config.model_copy(update={"verifier": head.config.verifier}) == (
         head.config
@@ -193,7 +186,7 @@ def assert_same(head: EagleHead, again: EagleHead) -> None:
 def test_written_form_is_that_of_vllm(tmp_path: Path) -> None:
     """Red when stock vLLM would not find what it looks for in a head of ours."""
     published = PublishedHead(draft_vocab_size=12, lm_head=False)
-    save_published(loaded(published, tmp_path / "theirs"), tmp_path / "ours")
+    save_head(loaded(published, tmp_path / "theirs"), tmp_path / "ours")
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 12
@@ -210,7 +203,7 @@ def test_measured_accuracies_are_kept(tmp_path: Path) -> None:
     head = load_eagle_head(folder)
     assert head.config.rank_accuracies == ((0.5, 0.2), (0.4, 0.1))
     assert head.config.depth == 3
-    save_published(head, tmp_path / "ours")
+    save_head(head, tmp_path / "ours")
     config = read_head_config(tmp_path / "ours")
     assert config == head.config
 
@@ -321,7 +314,7 @@ def test_hot_tokens(lm_head: bool, tmp_path: Path) -> None:
     assert head.hot_token_ids.tolist() == hot
     features = torch.randn(2, published.hidden_size)
     torch.testing.assert_close(head.logits(features), whole.logits(features)[:, hot])
-    save_published(head, tmp_path / "again", torch.float32)
+    save_head(head, tmp_path / "again", torch.float32)
     assert_same(head, shared(load_eagle_head(tmp_path / "again"), published))
 
 

@@ -100,9 +100,9 @@ eagle_tree {"num_drafts": null} => 'num_drafts' is None: null keeps all that was
 eagle_tree {"tree": "static", "num_drafts": null} => write a number such as 8
 eagle_tree {"tree": "stochastic", "num_drafts": null, "top_k": 9, "depth": 8} => the
     tree has 72 draft tokens and at most 63 fit; lower top_k, depth
-eagle_tree {"top_k": 40, "num_drafts": 63} => 'eagle_tree': the head reads 80 nodes of a
-    tree, top_k x (depth - 1), and
-eagle_tree {"top_k": 10, "depth": 8, "num_drafts": 60} => the head reads 70 nodes of a
+eagle_tree {"top_k": 40, "num_drafts": 63} => 'eagle_tree': the model reads 80 nodes of
+    a tree, top_k x (depth - 1), and
+eagle_tree {"top_k": 10, "depth": 8, "num_drafts": 60} => the model reads 70 nodes of a
     tree, top_k x (depth - 1), and at most 63 fit; lower 'top_k' or 'depth'
 eagle_tree {"schedule": [{"batch_size": 2, "num_drafts": null}]} => 'schedule' has an
     entry in which num_drafts is wrong

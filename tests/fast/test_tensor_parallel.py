@@ -4,7 +4,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.checks import check_shards
+from vllm_treespec.config.draft_checks import check_shards
 
 SIZES = {
     "num_attention_heads": 12,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.dense_dflash import BlockAttention
 from tests.fast.tiny_training import (
     STEPS,
     TARGET_SIZES,
@@ -21,7 +22,7 @@ from tests.fast.tiny_training import (
     tiny_target,
     trained,
 )
-from vllm_treespec.heads import DFlashHead, DFlashHeadConfig
+from vllm_treespec.heads import DFlashHead
 from vllm_treespec.train.batches import ContextDataset
 from vllm_treespec.train.blocks import read_blocks
 from vllm_treespec.train.dflash import DFlash
@@ -43,36 +44,6 @@ def cache(
     return tiny_cache(tmp_path_factory.mktemp("teacher"), target)
 
 
-class PlainAttention:
-    """Attention of one block over its context and itself, in plain matrix products."""
-
-    def __init__(
-        self, context: list[tuple[Tensor, Tensor]], config: DFlashHeadConfig
-    ) -> None:
-        """Take keys and values of the context, by layer."""
-        self.context, self.config = context, config
-
-    def __call__(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """Attend; shapes as ``Attend`` has them."""
-        num_before = len(self.context[number][0])
-        group = query.shape[1] // key.shape[1]
-        key, value = (
-            torch.cat([before, own]).repeat_interleave(group, 1)
-            for before, own in zip(self.context[number], (key, value), strict=True)
-        )
-        scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
-        unseen = torch.zeros(len(query), len(key), dtype=torch.bool)
-        if self.config.causality[number]:
-            unseen |= torch.ones_like(unseen).triu(num_before + 1)
-        window = self.config.window(number)
-        if window is not None:
-            unseen |= torch.ones_like(unseen).tril(num_before - window)
-        scores = scores.masked_fill(unseen, -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
-
-
 def served_logits(
     head: DFlashHead, states: Tensor, tokens: Tensor, anchor: int
 ) -> list[Tensor]:
@@ -90,7 +61,7 @@ def served_logits(
     root = tokens[anchor : anchor + 1]
     block = head.block_tokens(root, head.config.num_levels)
     positions = anchor + torch.arange(block.shape[1])[None]
-    attend = PlainAttention(context, head.config)
+    attend = BlockAttention.of([context], head.config)
     draft = head.begin(head.read_block(block, positions, attend), root)
     found = [draft.root_logits()[0]]
     for token in tokens[anchor + 1 : anchor + head.config.num_levels]:

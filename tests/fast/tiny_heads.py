@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.fast.drafting import at_temperature, propose, token_paths
-from vllm_treespec.heads import (
-    DraftHead,
-    MedusaHeadConfig,
-    ReDrafterHeadConfig,
-    build_head,
-)
+from tests.heads import KINDS
+from vllm_treespec.heads import DraftHead, build_head
 from vllm_treespec.proposers import Proposer
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.trees.tree import TreeBatch
@@ -24,8 +20,7 @@ DEPTH = 4
 
 def tiny_head(method: str, hot: bool = True, seed: int = 0) -> DraftHead:
     """A head of random weights; ``hot`` tokens are a random part of the vocabulary."""
-    kind = {"redrafter": ReDrafterHeadConfig, "medusa": MedusaHeadConfig}[method]
-    config = kind(
+    config = KINDS[method](
         hidden_size=HIDDEN_SIZE,
         vocab_size=VOCAB_SIZE,
         num_hot_tokens=NUM_HOT if hot else None,

@@ -14,29 +14,27 @@ import torch
 from torch import Tensor
 
 from tests.published_dflash import PublishedDFlash
+from tests.reference.decoder import ReferenceDecoder
 
-EPS = 1e-5
 Part = Callable[[list[Tensor]], list[Tensor]]
 
 
-class ReferenceDFlash:
+class ReferenceDFlash(ReferenceDecoder):
     """One request: its context, then one block."""
+
+    head: PublishedDFlash
+    theta = 1e6
 
     def __init__(
         self, head: PublishedDFlash, embedding: Tensor, output: Tensor
     ) -> None:
         """Take a head, and the target's embedding and output layer."""
-        self.head = head
-        self.weights = {name: t.double() for name, t in head.tensors().items()}
+        super().__init__(head, head.tensors())
         self.embedding = self.weights.get("embed_tokens.weight", embedding.double())
         hot = head.hot_tokens()
         self.ids = list(range(head.vocab_size)) if hot is None else hot.tolist()
         self.output = self.weights.get("lm_head.weight", output.double()[self.ids])
         self.mask = self.weights.get("mask_embedding")
-        # layer -> one [num_kv_heads, head_size] a token
-        layers = range(head.num_layers)
-        self.keys: list[list[Tensor]] = [[] for _ in layers]
-        self.values: list[list[Tensor]] = [[] for _ in layers]
         self.states: list[Tensor] = []
         self.root = 0
 
@@ -48,10 +46,9 @@ class ReferenceDFlash:
             ]
             feature = self.norm("hidden_norm", self.linear("fc", torch.cat(parts)))
             for layer in range(self.head.num_layers):
-                key = self.heads(layer, "k", feature, position)
-                self.keys[layer].append(torch.stack(key))
-                value = self.heads(layer, "v", feature, position)
-                self.values[layer].append(torch.stack(value))
+                key, value = self.keys_values(layer, feature, position)
+                self.keys[layer].append(key)
+                self.values[layer].append(value)
 
     def read_block(self, root: int, depth: int) -> list[Tensor]:
         """The states that predict, one a level."""
@@ -104,17 +101,6 @@ class ReferenceDFlash:
         assert row is not None
         return row * self.head.input_embedding_scale
 
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        """W x, and b where there is one."""
-        y = self.weights[f"{name}.weight"] @ x
-        bias = self.weights.get(f"{name}.bias")
-        return y if bias is None else y + bias
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        """RMSNorm."""
-        scale = 1 / math.sqrt(sum(float(value) ** 2 for value in x) / len(x) + EPS)
-        return x * scale * self.weights[f"{name}.weight"]
-
     def around(self, name: str, rows: list[Tensor], part: Part) -> list[Tensor]:
         """A part of a layer between two convolutions, if the head has them."""
         if not self.head.conv_kernel_size:
@@ -146,76 +132,31 @@ class ReferenceDFlash:
         return torch.stack(terms).sum(0)
 
     def attention(self, layer: int, rows: list[Tensor], start: int) -> list[Tensor]:
-        """softmax(q K^T / sqrt(d)) V over the context and the block.
+        """Attention over the context and the block.
 
         A key is seen that lies fewer positions before the row than the window has, if
         the layer has one.
         """
         sliding = layer in self.head.sliding_layers
         causal = self.head.sliding_causal if sliding else self.head.causal
-        block = range(len(rows))
-        keys = [torch.stack(self.heads(layer, "k", rows[i], start + i)) for i in block]
-        values = [
-            torch.stack(self.heads(layer, "v", rows[i], start + i)) for i in block
-        ]
+        made = [self.keys_values(layer, x, start + i) for i, x in enumerate(rows)]
+        keys, values = ([*part] for part in zip(*made, strict=True))
         results = []
-        for i in block:
+        for i, x in enumerate(rows):
             seen = i + 1 if causal else len(rows)
             first = 0
             if sliding:
                 first = max(start + i - self.head.sliding_window + 1, 0)
-            seen_keys = self.keys[layer][first:] + keys[:seen]
-            seen_values = self.values[layer][first:] + values[:seen]
-            parts = []
-            for number, query in enumerate(self.heads(layer, "q", rows[i], start + i)):
-                shared = number // (self.head.num_heads // self.head.num_kv_heads)
-                scores = [
-                    float(query @ key[shared]) / math.sqrt(len(query))
-                    for key in seen_keys
-                ]
-                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-                terms = [
-                    weight * value[shared]
-                    for weight, value in zip(weights, seen_values, strict=True)
-                ]
-                parts.append(torch.stack(terms).sum(0))
             results.append(
-                self.linear(f"layers.{layer}.self_attn.o_proj", torch.cat(parts))
+                self.attended(
+                    layer,
+                    self.heads(layer, "q", x, start + i),
+                    self.keys[layer][first:] + keys[:seen],
+                    self.values[layer][first:] + values[:seen],
+                )
             )
         return results
-
-    def heads(self, layer: int, name: str, x: Tensor, position: int) -> list[Tensor]:
-        """Queries, keys or values, one a head; queries and keys normed and turned."""
-        prefix = f"layers.{layer}.self_attn.{name}"
-        heads = list(self.linear(f"{prefix}_proj", x).split(self.head.head_size))
-        if name == "v":
-            return heads
-        return [
-            self.rotated(self.norm(f"{prefix}_norm", one), position) for one in heads
-        ]
-
-    def rotated(self, x: Tensor, position: int) -> Tensor:
-        """Pairs (i, i + d/2) turned by the position times theta^(-2i/d)."""
-        rope, half = self.head.rope, len(x) // 2
-        theta = rope.get("rope_theta", 1e6)
-        factor = rope.get("rope_scaling", {}).get("factor", 1.0)
-        turned = x.clone()
-        for i in range(half):
-            angle = position * theta ** (-2 * i / len(x)) / factor
-            cos, sin = math.cos(angle), math.sin(angle)
-            turned[i] = x[i] * cos - x[i + half] * sin
-            turned[i + half] = x[i + half] * cos + x[i] * sin
-        return turned
 
     def mlps(self, layer: int, rows: list[Tensor]) -> list[Tensor]:
         """The MLP, row by row."""
         return [self.mlp(layer, row) for row in rows]
-
-    def mlp(self, layer: int, x: Tensor) -> Tensor:
-        """down(silu(gate(x)) * up(x))."""
-        prefix = f"layers.{layer}.mlp"
-        gate, up = (
-            self.linear(f"{prefix}.gate_proj", x),
-            self.linear(f"{prefix}.up_proj", x),
-        )
-        return self.linear(f"{prefix}.down_proj", gate / (1 + torch.exp(-gate)) * up)

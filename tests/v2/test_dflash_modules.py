@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import (
 from tests.fast.test_dflash_head import LENGTHS, ROOTS, BlockAttention
 from tests.published_dflash import PublishedDFlash
 from tests.v2.engines import ARGUMENTS
-from vllm_treespec.heads import DFlashHead, load_dflash_head, save_published
+from vllm_treespec.heads import DFlashHead, load_dflash_head, save_head
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -155,7 +155,7 @@ def test_modules_agree(name: str, written: bool, target: str, tmp_path: Path) ->
     head.share(None, None)
     if written:
         folder = tmp_path / "ours"
-        save_published(head, folder, torch.float32)
+        save_head(head, folder, torch.float32)
     depth, config = published.num_levels, head.config
     stock, vllm_config = stock_model(folder, target, depth)
     spec = vllm_config.speculative_config

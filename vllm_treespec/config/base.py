@@ -31,6 +31,7 @@ MAX_DRAFTS = MAX_NODES - 1
 NO_LIMIT = 2**31
 # true and 3.0 are no numbers of tokens
 Count = Annotated[int, Field(strict=True, gt=0)]
+DraftCount = Annotated[Count, Field(le=MAX_DRAFTS)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 MinProbability = Annotated[
     Number,
@@ -83,6 +84,8 @@ class MethodConfig(BaseModel, ABC):
     NEEDS: ClassVar[str] = "nothing"
     # keys that shape the tree, and may stand in a schedule
     SHAPE: ClassVar[tuple[str, ...]] = ()
+    # those of children per node and of levels, if what drafts keeps KV of its nodes
+    READ_SHAPE: ClassVar[tuple[str, ...]] = ()
 
     max_trees: Count = Field(
         default=16, description="requests that may carry a tree in one step"
@@ -260,6 +263,13 @@ class MethodConfig(BaseModel, ABC):
                 f"the tree has {num_drafts} draft tokens and at most {MAX_DRAFTS} fit; "
                 f"lower {', '.join(k for k in self.SHAPE if k != 'min_probability')}"
             )
+        num_read = self.sizes.draft_nodes
+        if self.READ_SHAPE and num_read > MAX_DRAFTS:
+            width, depth = self.READ_SHAPE
+            raise ValueError(
+                f"the model reads {num_read} nodes of a tree, {width} x ({depth} - 1), "
+                f"and at most {MAX_DRAFTS} fit; lower '{width}' or '{depth}'"
+            )
         if self.schedule == ():
             raise ValueError("'schedule' is empty; remove it, or write 'fixed'")
         if self.max_slowdown is not None and self.schedule != "measured":
@@ -318,49 +328,54 @@ def _short(value: Any) -> str:
     return separator.join(_short(part) for part in value)
 
 
-# Of methods with draft models.
-HotTokens = Annotated[
-    str | None,
-    Field(
+class DraftModelsConfig(MethodConfig):
+    """What all methods with draft models share."""
+
+    hot_tokens: str | None = Field(
+        default=None,
         min_length=1,
-        description="JSON file of the token ids to draft; left out: hot_tokens.json "
-        "in the draft model's folder, if there (in every one's, and equal, if there "
-        "are several); all: every token",
-    ),
-]
-
-
-def hot_token_files(
-    models: Sequence[str], hot_tokens: str | None
-) -> tuple[Path | None, ...]:
-    """For each draft model the JSON file of the tokens it drafts; None: all.
-
-    One tree draws from one draft vocabulary: files of the models' own are for nothing
-    unless they are equal.
-    """
-    if hot_tokens is not None:
-        return (None if hot_tokens == "all" else Path(hot_tokens),) * len(models)
-    own = [Path(model) / "hot_tokens.json" for model in models]
-    equal = (
-        all(file.is_file() for file in own) and len({f.read_bytes() for f in own}) == 1
+        description="JSON file of the token ids to draft; left out: hot_tokens.json in "
+        "the draft model's folder, if there (in every one's, and equal, if there are "
+        "several); all: every token",
     )
-    return tuple(own) if equal else (None,) * len(own)
+
+    @property
+    def hot_token_files(self) -> tuple[Path | None, ...]:
+        """For each draft model the JSON file of the tokens it drafts; None: all.
+
+        One tree draws from one draft vocabulary: files of the models' own are for
+        nothing unless they are equal.
+        """
+        if self.hot_tokens is not None:
+            file = None if self.hot_tokens == "all" else Path(self.hot_tokens)
+            return (file,) * len(self.models)
+        own = [Path(model) / "hot_tokens.json" for model in self.models]
+        if all(file.is_file() for file in own) and (
+            len({file.read_bytes() for file in own}) == 1
+        ):
+            return tuple(own)
+        return (None,) * len(own)
 
 
-class DraftModelConfig(MethodConfig):
+class DraftModelConfig(DraftModelsConfig):
     """What all methods with one draft model share."""
 
     NEEDS = "a draft model"
 
     model: str = Field(min_length=1, description="folder or hub id of the draft model")
-    hot_tokens: HotTokens = None
 
     @property
     def models(self) -> tuple[str, ...]:
         """The one draft model."""
         return (self.model,)
 
+
+class FilteredTreeConfig(DraftModelConfig):
+    """What methods share that leave out drawn tokens which are not likely enough."""
+
+    min_probability: MinProbability | None = None
+
     @property
-    def hot_token_files(self) -> tuple[Path | None, ...]:
-        """The one draft model's."""
-        return hot_token_files(self.models, self.hot_tokens)
+    def prunes_by_cost(self) -> bool:
+        """Yes: likely drafts alone, and levels that are worth reading."""
+        return True

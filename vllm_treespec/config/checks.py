@@ -27,7 +27,7 @@ from vllm_treespec.heads.files import (
     read_heads_hot_tokens,
     read_hot_tokens,
 )
-from vllm_treespec.heads.names import no_such_model
+from vllm_treespec.heads.names import a_head, no_such_model
 from vllm_treespec.heads.published import is_eagle
 from vllm_treespec.heads.published_dflash import is_dflash
 from vllm_treespec.heads.weights import listed, tensor_headers, weights_problem
@@ -43,6 +43,10 @@ SIZES = {
     "vocab_size": ("vocab_size",),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
 }
+
+
+def wrong_model(problem: object) -> SpecConfigError:
+    return SpecConfigError(f"speculative_config 'model': {problem}")
 
 
 def check_weights(config: MethodConfig) -> None:
@@ -65,17 +69,16 @@ def check_folder(model: str, config: MethodConfig) -> None:
 
     """
     if problem := no_such_model(model):
-        raise SpecConfigError(
-            f"speculative_config 'model': {problem}; `treespec assets` prints where "
-            f"the shipped draft models lie"
+        raise wrong_model(
+            f"{problem}; `treespec assets` prints where the shipped draft models lie"
         )
     folder = Path(model)
     if not folder.exists():
         return
     if not (folder / "config.json").is_file():
-        raise SpecConfigError(
-            f"speculative_config 'model': {folder} holds no config.json; name the "
-            f"folder of a model in Hugging Face format"
+        raise wrong_model(
+            f"{folder} holds no config.json; name the folder of a model in Hugging "
+            f"Face format"
         )
     _check_config_file(folder / "config.json", config)
 
@@ -97,14 +100,12 @@ def check_files(model: str, config: MethodConfig) -> None:
         return
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise SpecConfigError(
-            f"speculative_config 'model': {folder} holds no *.safetensors weights; "
-            f"convert them with save_pretrained(..., safe_serialization=True)"
+        raise wrong_model(
+            f"{folder} holds no *.safetensors weights; convert them with "
+            f"save_pretrained(..., safe_serialization=True)"
         )
     for problem in filter(None, map(weights_problem, files)):
-        raise SpecConfigError(
-            f"speculative_config 'model': {problem}; copy or save the draft model again"
-        )
+        raise wrong_model(f"{problem}; copy or save the draft model again")
     said = read_json_object(folder / "config.json")
     if kind := kind_of_head(said, files):
         raise _no_draft_model(folder, kind, config)
@@ -119,10 +120,10 @@ def check_files(model: str, config: MethodConfig) -> None:
         if name.endswith(".weight") and not header.dtype.is_floating_point
     ]
     if whole:
-        raise SpecConfigError(
-            f"speculative_config 'model': weights in {folder} are whole numbers "
-            f"({listed(whole)}), and its config.json has no 'quantization_config'; "
-            f"save the draft model again, `treespec shrink` makes one in int8"
+        raise wrong_model(
+            f"weights in {folder} are whole numbers ({listed(whole)}), and its "
+            f"config.json has no 'quantization_config'; save the draft model again, "
+            f"`treespec shrink` makes one in int8"
         )
 
 
@@ -149,26 +150,24 @@ def _check_config_file(path: Path, method: MethodConfig) -> None:
     try:
         config = read_json_object(path)
     except ValueError as error:
-        raise SpecConfigError(
-            f"speculative_config 'model': {error}; copy or save the draft model again"
-        ) from None
+        raise wrong_model(f"{error}; copy or save the draft model again") from None
     if kind := kind_of_head(config):
         raise _no_draft_model(path.parent, kind, method)
     text = config.get("text_config")
     keys = {*config, *(text if isinstance(text, dict) else ())}
     for size, names in SIZES.items():
         if keys.isdisjoint(names):
-            raise SpecConfigError(
-                f"speculative_config 'model': {path} says no {size}; add it, or save "
-                f"the draft model again with save_pretrained"
+            raise wrong_model(
+                f"{path} says no {size}; add it, or save the draft model again with "
+                f"save_pretrained"
             )
     check_config_sizes("speculative_config 'model'", path, config)
 
 
 def _no_draft_model(folder: Path, kind: str, config: MethodConfig) -> SpecConfigError:
-    return SpecConfigError(
-        f"speculative_config 'model': {folder} holds {a_head(kind)}, not a draft "
-        f"model; write {_key_of_head(kind, config)}"
+    return wrong_model(
+        f"{folder} holds {a_head(kind)}, not a draft model; write "
+        f"{_key_of_head(kind, config)}"
     )
 
 
@@ -193,7 +192,7 @@ def check_head_files(config: MethodConfig) -> None:
         # a Medusa head's accuracies must give a tree
         config.proposer()
     except ValueError as error:
-        raise SpecConfigError(f"speculative_config 'model': {error}") from None
+        raise wrong_model(error) from None
 
 
 def _check_head_folder(folder: Path, config: MethodConfig) -> None:
@@ -216,42 +215,6 @@ def _check_head_folder(folder: Path, config: MethodConfig) -> None:
         raise HeadError(
             f"'rank_accuracies' in {folder}/config.json has {levels} levels and "
             f"there are {head.depth} heads; remove the last levels"
-        )
-
-
-def a_head(kind: str) -> str:
-    """Name a head of a kind, with its article."""
-    return f"{'an' if kind == 'eagle' else 'a'} {kind} head"
-
-
-def check_text_only(model: str, draft: PretrainedConfig) -> None:
-    """Check that a draft model reads text alone: images are shown to the target only.
-
-    Raises:
-        SpecConfigError: it takes images or the like.
-
-    """
-    if draft.get_text_config() is not draft:
-        raise SpecConfigError(
-            f"speculative_config 'model': {model} is a multimodal model "
-            f"({draft.model_type}); name a text model with the target's vocabulary, or "
-            f"train one (treespec train draft)"
-        )
-
-
-def check_attention(model: str, draft: PretrainedConfig, device: str) -> None:
-    """Check that trees of a draft model can be drafted on a device.
-
-    Raises:
-        SpecConfigError: its layers see one chunk of the context, on a GPU.
-
-    """
-    chunk = draft.to_dict().get("attention_chunk_size")
-    if device == "cuda" and chunk is not None:
-        raise SpecConfigError(
-            f"speculative_config 'model': draft trees do not support chunked local "
-            f"attention on a GPU yet ({model} has chunks of {chunk} tokens); name "
-            f"another draft model"
         )
 
 
@@ -279,73 +242,6 @@ def check_hot_tokens(config: MethodConfig, vocab_size: int | None = None) -> Non
         raise SpecConfigError(f"speculative_config {error}") from None
 
 
-def undivided_size(config: PretrainedConfig, num_ranks: int) -> str | None:
-    """Name and number of a size that ranks cannot share evenly; None: they all can.
-
-    Ranks beyond the number of key-value heads hold copies of them, as vLLM does it.
-    """
-    sizes = config.to_dict() | {"num_attention_heads": config.num_attention_heads}
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = sizes.get(name) or num_ranks
-        copied = name == "num_key_value_heads" and num_ranks % size == 0
-        if size % num_ranks and not copied:
-            return f"{name} {size}"
-    return None
-
-
-def check_shards(model: str, draft: PretrainedConfig, num_ranks: int) -> None:
-    """Check that tensor-parallel ranks can share a draft model's layers evenly.
-
-    Raises:
-        SpecConfigError: naming the size that does not divide.
-
-    """
-    if size := undivided_size(draft, num_ranks):
-        raise SpecConfigError(
-            f"speculative_config 'model': {model} has {size}, which "
-            f"tensor_parallel_size={num_ranks} does not divide; use a draft model "
-            f"of other sizes (treespec train draft --heads, --intermediate-size), "
-            f"or another tensor_parallel_size"
-        )
-
-
-def check_positions(model: str, draft: PretrainedConfig, max_model_len: int) -> None:
-    """Check that a draft model reads texts as long as the target's.
-
-    Raises:
-        SpecConfigError: naming both lengths.
-
-    """
-    if draft.max_position_embeddings < max_model_len:
-        raise SpecConfigError(
-            f"speculative_config 'model': {model} reads at most "
-            f"{draft.max_position_embeddings} positions and max_model_len is "
-            f"{max_model_len}; pass --max-model-len "
-            f"{draft.max_position_embeddings} or less"
-        )
-
-
-def check_kv_cache(model: str, config: PretrainedConfig, cache_dtype: str) -> None:
-    """Check that a quantised model leaves the KV cache as it is.
-
-    Args:
-        model: target or draft model.
-        config: its own.
-        cache_dtype: what the user asked for; with ``"auto"`` vLLM follows the model.
-
-    Raises:
-        SpecConfigError: naming the key in the model's config.json.
-
-    """
-    quantised = config.to_dict().get("quantization_config") or {}
-    if cache_dtype == "auto" and quantised.get("kv_cache_scheme"):
-        raise SpecConfigError(
-            f"the config.json of {model} asks for a quantised KV cache "
-            f"('kv_cache_scheme'), which draft trees do not support here yet; pass "
-            f"--kv-cache-dtype bfloat16, or remove speculative_config"
-        )
-
-
 def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     """Check that a head was made for a target like this one.
 
@@ -358,7 +254,7 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
     try:
         head = read_head_config(config.head)
     except HeadError as error:
-        raise SpecConfigError(f"speculative_config 'model': {error}") from None
+        raise wrong_model(error) from None
     sizes = {"vocab_size": (head.vocab_size, target.vocab_size)}
     if isinstance(head, DecoderHeadConfig):
         states = (head.target_hidden_size, target.hidden_size)
@@ -369,8 +265,8 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
         sizes["hidden_size"] = (head.hidden_size, target.hidden_size)
     for name, (found, wanted) in sizes.items():
         if found != wanted:
-            raise SpecConfigError(
-                f"speculative_config 'model': the head {config.head} has {name} "
+            raise wrong_model(
+                f"the head {config.head} has {name} "
                 f"{found}, the target {wanted}; use a head trained for this target"
                 f" (treespec train {head.method})"
             )
@@ -436,7 +332,7 @@ def _check_target_layers(
     try:
         head.with_target(target.num_hidden_layers)
     except HeadError as error:
-        raise SpecConfigError(f"speculative_config 'model': {name}: {error}") from None
+        raise wrong_model(f"{name}: {error}") from None
     found = target.architectures or ()
     if head.verifier and found and not set(found) & set(head.verifier):
         logger.warning(

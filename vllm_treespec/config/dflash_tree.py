@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field, top_k_field
+from vllm_treespec.config.heads import GrownTree, GrownTreeConfig, NumDrafts, TopK
 from vllm_treespec.proposers import DFlash, DrawnDFlash, dflash
 from vllm_treespec.trees.sizes import TreeSizes
 
@@ -19,18 +19,14 @@ class DFlashTreeConfig(GrownTreeConfig):
     NEEDS = "a DFlash, DSpark or JetSpec head"
 
     method: Literal["dflash_tree"]
-    tree: Literal["dynamic", "stochastic"] = Field(
-        default="dynamic",
-        description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
-        "recursive rejection",
-    )
-    top_k: Count = top_k_field(8)
+    tree: GrownTree = "dynamic"
+    top_k: TopK = 8
     depth: Count = Field(
         default=7,
         le=MAX_DRAFTS - 1,
         description="levels below the root, at most as many as the head drafts",
     )
-    num_drafts: Count | None = num_drafts_field(16)
+    num_drafts: NumDrafts = 16
 
     @property
     def sizes(self) -> TreeSizes:

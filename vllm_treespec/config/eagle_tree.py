@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from vllm_treespec.config.base import MAX_DRAFTS
 from vllm_treespec.config.heads import GrownTreeConfig
 from vllm_treespec.heads import EagleHeadConfig, read_head_config
 from vllm_treespec.proposers import Proposer, StaticTree, static_tree
@@ -17,6 +16,7 @@ from vllm_treespec.trees.sizes import TreeSizes
 class EagleTreeConfig(GrownTreeConfig):
     """Trees from an EAGLE head."""
 
+    READ_SHAPE = ("top_k", "depth")
     HEAD = "eagle"
     NEEDS = "an EAGLE head"
 
@@ -50,13 +50,3 @@ class EagleTreeConfig(GrownTreeConfig):
         assert self.num_drafts is not None
         accuracies = head.rank_accuracies or RANK_ACCURACIES
         return StaticTree(self.top_k, self.depth, self.num_drafts, accuracies)
-
-    @model_validator(mode="after")
-    def _head_reads_what_masks_hold(self) -> Self:
-        num_read = self.sizes.draft_nodes
-        if num_read > MAX_DRAFTS:
-            raise ValueError(
-                f"the head reads {num_read} nodes of a tree, top_k x (depth - 1), and "
-                f"at most {MAX_DRAFTS} fit; lower 'top_k' or 'depth'"
-            )
-        return self

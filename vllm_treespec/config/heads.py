@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from vllm_treespec.config.base import (
-    MAX_DRAFTS,
-    Count,
-    MethodConfig,
-    MinProbability,
-)
+from vllm_treespec.config.base import DraftCount, MethodConfig, MinProbability
 from vllm_treespec.proposers import (
     DynamicTree,
     RsdS,
@@ -56,28 +51,7 @@ class HeadMethodConfig(MethodConfig):
         return COUPLED_DRAW
 
 
-def smaller_trees(
-    shapes: Sequence[tuple[int, int, int]], **limits: int | None
-) -> list[dict[str, int]]:
-    """Trees of these shapes that are smaller than the whole tree, or as large.
-
-    Args:
-        shapes: children per node, levels, draft tokens.
-        limits: of the whole tree, by its keys: children per node, levels, and draft
-            tokens, which is None where all are kept.
-
-    """
-    return [
-        {
-            key: min(size, limit)
-            for (key, limit), size in zip(limits.items(), sizes, strict=True)
-            if limit is not None
-        }
-        for sizes in shapes
-    ]
-
-
-def for_dynamic_trees(least: float | None, info: ValidationInfo) -> float | None:
+def _for_dynamic_trees(least: float | None, info: ValidationInfo) -> float | None:
     """Refuse a ``min_probability`` of a tree that is not a dynamic one."""
     if least is not None and info.data.get("tree") != "dynamic":
         raise ValueError(
@@ -87,26 +61,55 @@ def for_dynamic_trees(least: float | None, info: ValidationInfo) -> float | None
     return least
 
 
-def top_k_field(default: int) -> Any:
-    """The field ``top_k`` of a tree that its head grows."""
-    return Field(
-        default=default,
-        le=MAX_DRAFTS,
-        description="children per node, and nodes of each level that get children",
-    )
-
-
-def num_drafts_field(default: int) -> Any:
-    """The field ``num_drafts`` of a tree that its head grows."""
-    return Field(
-        default=default,
-        le=MAX_DRAFTS,
+DynamicMinProbability = Annotated[
+    MinProbability | None, AfterValidator(_for_dynamic_trees)
+]
+# Of trees that their heads grow.
+GrownTree = Annotated[
+    Literal["dynamic", "stochastic"],
+    Field(
+        description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
+        "recursive rejection"
+    ),
+]
+TopK = Annotated[
+    DraftCount,
+    Field(description="children per node, and nodes of each level that get children"),
+]
+NumDrafts = Annotated[
+    DraftCount | None,
+    Field(
         description="draft tokens at most, the best of all levels are kept; null, for "
-        "a stochastic tree: top_k of each level",
-    )
+        "a stochastic tree: top_k of each level"
+    ),
+]
 
 
-class GrownTreeConfig(HeadMethodConfig):
+class DynamicTreeConfig(HeadMethodConfig):
+    """What methods share whose trees hold the likeliest nodes, by default.
+
+    Their ``SHAPE`` begins with children per node, levels, and draft tokens.
+    """
+
+    @property
+    @abstractmethod
+    def prunes_by_cost(self) -> bool:
+        """Whether its trees are dynamic ones."""
+
+    def smaller_shapes(self) -> list[dict[str, Any]]:
+        """Smaller trees down to one level of two; of a dynamic one, one level."""
+        shape = self.shape
+        return [
+            {
+                key: min(size, shape[key])
+                for key, size in zip(self.SHAPE, sizes, strict=False)
+                if key in shape
+            }
+            for sizes in (ONE_LEVEL if self.prunes_by_cost else SMALLER)
+        ]
+
+
+class GrownTreeConfig(DynamicTreeConfig):
     """What methods share whose head gives each node children of its own.
 
     A method says which kinds of ``tree`` it has.
@@ -120,10 +123,10 @@ class GrownTreeConfig(HeadMethodConfig):
     )
 
     tree: str = "dynamic"
-    top_k: Count = top_k_field(4)
-    depth: Count = Field(default=3, le=MAX_DRAFTS, description="levels below the root")
-    num_drafts: Count | None = num_drafts_field(8)
-    min_probability: MinProbability | None = None
+    top_k: TopK = 4
+    depth: DraftCount = Field(default=3, description="levels below the root")
+    num_drafts: NumDrafts = 8
+    min_probability: DynamicMinProbability = None
 
     @property
     def rule(self) -> Rule:
@@ -158,22 +161,6 @@ class GrownTreeConfig(HeadMethodConfig):
         if self.tree == "stochastic":
             return StochasticTree(*shape, self.num_drafts)
         return dynamic(*shape, self.num_drafts, self.min_probability or 0.0)
-
-    def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Smaller trees down to one level of two; of a dynamic one, one level."""
-        return smaller_trees(
-            ONE_LEVEL if self.prunes_by_cost else SMALLER,
-            top_k=self.top_k,
-            depth=self.depth,
-            num_drafts=self.num_drafts,
-        )
-
-    @field_validator("min_probability")
-    @classmethod
-    def _only_dynamic_trees_leave_out(
-        cls, least: float | None, info: ValidationInfo
-    ) -> float | None:
-        return for_dynamic_trees(least, info)
 
     @field_validator("num_drafts")
     @classmethod

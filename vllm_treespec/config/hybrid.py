@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, HotTokens, hot_token_files
+from vllm_treespec.config.base import MAX_DRAFTS, DraftCount, DraftModelsConfig
 from vllm_treespec.config.suffix_tree import IndexConfig
 from vllm_treespec.proposers import Hybrid, hybrid
 from vllm_treespec.trees.sizes import TreeSizes
@@ -18,11 +17,11 @@ HeadKind = Literal["redrafter", "eagle", "dflash", "lyanna"]
 HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 
 
-class HybridConfig(IndexConfig):
+class HybridConfig(IndexConfig, DraftModelsConfig):
     """A suffix index and a model's likeliest tokens in one tree."""
 
-    MODEL_SHAPE: ClassVar[tuple[str, ...]] = ("top_k", "model_depth")
-    SHAPE = (*IndexConfig.SHAPE, *MODEL_SHAPE)
+    READ_SHAPE = ("top_k", "model_depth")
+    SHAPE = (*IndexConfig.SHAPE, *READ_SHAPE)
     NEEDS = "a draft model or a head"
 
     method: Literal["hybrid"]
@@ -32,10 +31,8 @@ class HybridConfig(IndexConfig):
     drafter: Literal["draft_model"] | HeadKind = Field(
         default="draft_model", description="what 'model' is: a draft model or a head"
     )
-    hot_tokens: HotTokens = None
-    top_k: Count = Field(
+    top_k: DraftCount = Field(
         default=4,
-        le=MAX_DRAFTS,
         description="of the model's part: children per node, and nodes of each level "
         "that get children",
     )
@@ -53,11 +50,6 @@ class HybridConfig(IndexConfig):
         return (self.model,) if self.drafter == "draft_model" else ()
 
     @property
-    def hot_token_files(self) -> tuple[Path | None, ...]:
-        """The draft model's, if it is one."""
-        return hot_token_files(self.models, self.hot_tokens)
-
-    @property
     def head(self) -> str | None:
         """The head, if it is one."""
         return None if self.head_kind is None else self.model
@@ -73,7 +65,7 @@ class HybridConfig(IndexConfig):
         index = self._short_shape(IndexConfig.SHAPE)
         if not self.model_depth:
             return index
-        return f"{index}+{self.drafter} {self._short_shape(self.MODEL_SHAPE)}"
+        return f"{index}+{self.drafter} {self._short_shape(self.READ_SHAPE)}"
 
     @property
     def sizes(self) -> TreeSizes:
@@ -99,15 +91,5 @@ class HybridConfig(IndexConfig):
         if self.hot_tokens is not None and not self.models:
             raise ValueError(
                 "'hot_tokens' is for draft models, a head has its own; remove it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _model_reads_what_masks_hold(self) -> Self:
-        num_read = self.sizes.draft_nodes
-        if num_read > MAX_DRAFTS:
-            raise ValueError(
-                f"the model reads {num_read} nodes of a tree, top_k x (model_depth - "
-                f"1), and at most {MAX_DRAFTS} fit; lower 'top_k' or 'model_depth'"
             )
         return self

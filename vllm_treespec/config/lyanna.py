@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count
-from vllm_treespec.config.heads import GrownTreeConfig, num_drafts_field
+from vllm_treespec.config.base import DraftCount
+from vllm_treespec.config.heads import GrownTree, GrownTreeConfig, NumDrafts
 from vllm_treespec.proposers import DynamicTree, Lyanna, dynamic_tree, lyanna
 from vllm_treespec.sources.chain import Resample
 from vllm_treespec.trees.sizes import TreeSizes
@@ -21,24 +21,19 @@ class LyannaConfig(GrownTreeConfig):
     NEEDS = "a Lyanna head"
 
     method: Literal["lyanna"]
-    tree: Literal["dynamic", "stochastic"] = Field(
-        default="dynamic",
-        description="dynamic: the likeliest nodes; stochastic: drawn, and verified by "
-        "recursive rejection",
-    )
-    num_drafts: Count | None = num_drafts_field(12)
+    tree: GrownTree = "dynamic"
+    num_drafts: NumDrafts = 12
     resample: Resample = Field(
         default="off",
         description="levels that the last step did not use; off: dropped; replace: "
         "drafted from in place of a new chain; merge: beside it",
     )
-    resample_drafts: Count = Field(
+    resample_drafts: DraftCount = Field(
         default=4,
-        le=MAX_DRAFTS,
         description="merge: draft tokens from the levels that are left, at most",
     )
-    resample_min_levels: Count = Field(
-        default=1, le=MAX_DRAFTS, description="fewer levels that are left are dropped"
+    resample_min_levels: DraftCount = Field(
+        default=1, description="fewer levels that are left are dropped"
     )
 
     @property

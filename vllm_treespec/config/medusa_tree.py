@@ -7,13 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count
+from vllm_treespec.config.base import DraftCount
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.heads import MedusaHeadConfig, read_head_config
 from vllm_treespec.proposers import Medusa, Proposer, medusa
 from vllm_treespec.trees.sizes import TreeSizes
-
-NUM_DRAFTS = 5
 
 
 class MedusaTreeConfig(HeadMethodConfig):
@@ -24,9 +22,7 @@ class MedusaTreeConfig(HeadMethodConfig):
     NEEDS = "a Medusa head"
 
     method: Literal["medusa_tree"]
-    num_drafts: Count = Field(
-        default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens"
-    )
+    num_drafts: DraftCount = Field(default=5, description="draft tokens")
 
     @property
     def sizes(self) -> TreeSizes:

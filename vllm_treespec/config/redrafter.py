@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, MinProbability
-from vllm_treespec.config.heads import (
-    ONE_LEVEL,
-    SMALLER,
-    HeadMethodConfig,
-    for_dynamic_trees,
-    smaller_trees,
-)
+from vllm_treespec.config.base import DraftCount
+from vllm_treespec.config.heads import DynamicMinProbability, DynamicTreeConfig
 from vllm_treespec.proposers import (
     DynamicTree,
     Proposer,
@@ -27,12 +21,10 @@ from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.recursive_rejection import RECURSIVE_REJECTION
 from vllm_treespec.trees.sizes import TreeSizes
 
-BEAM_WIDTH = 4
-LENGTH = 2
 NUM_DRAFTS = 5
 
 
-class ReDrafterConfig(HeadMethodConfig):
+class ReDrafterConfig(DynamicTreeConfig):
     """Beam search over a recurrent head."""
 
     SHAPE = ("beam_width", "length", "num_drafts", "min_probability")
@@ -40,10 +32,8 @@ class ReDrafterConfig(HeadMethodConfig):
     NEEDS = "a ReDrafter head"
 
     method: Literal["redrafter"]
-    beam_width: Count = Field(default=BEAM_WIDTH, le=MAX_DRAFTS, description="beams")
-    length: Count = Field(
-        default=LENGTH, le=MAX_DRAFTS, description="draft tokens of each beam"
-    )
+    beam_width: DraftCount = Field(default=4, description="beams")
+    length: DraftCount = Field(default=2, description="draft tokens of each beam")
     beam_search: Literal["deterministic", "stochastic"] = Field(
         default="deterministic",
         description="stochastic: beams are drawn; they are verified by recursive "
@@ -58,14 +48,13 @@ class ReDrafterConfig(HeadMethodConfig):
         "in the paper; null: dynamic, but for a stochastic beam",
     )
     # A null becomes NUM_DRAFTS when validated, but for a stochastic beam.
-    num_drafts: Count | None = Field(
+    num_drafts: DraftCount | None = Field(
         default=None,
         validate_default=True,
-        le=MAX_DRAFTS,
         description="draft tokens at most, the likeliest are kept; null: "
         f"{NUM_DRAFTS}, and all of a stochastic beam",
     )
-    min_probability: MinProbability | None = None
+    min_probability: DynamicMinProbability = None
 
     @property
     def rule(self) -> Rule:
@@ -100,22 +89,6 @@ class ReDrafterConfig(HeadMethodConfig):
     def prunes_by_cost(self) -> bool:
         """Whether its trees are dynamic ones."""
         return self.tree == "dynamic"
-
-    def smaller_shapes(self) -> list[dict[str, Any]]:
-        """Smaller trees down to one level of two; of a dynamic one, one level."""
-        return smaller_trees(
-            ONE_LEVEL if self.prunes_by_cost else SMALLER,
-            beam_width=self.beam_width,
-            length=self.length,
-            num_drafts=self.num_drafts,
-        )
-
-    @field_validator("min_probability")
-    @classmethod
-    def _only_dynamic_trees_leave_out(
-        cls, least: float | None, info: ValidationInfo
-    ) -> float | None:
-        return for_dynamic_trees(least, info)
 
     @field_validator("tree")
     @classmethod

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_treespec.config.base import (
-    MAX_DRAFTS,
-    Count,
-    HotTokens,
-    MethodConfig,
-    hot_token_files,
-)
+from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelsConfig
 from vllm_treespec.proposers import SpecInfer, specinfer
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.multi_round import MULTI_ROUND
 from vllm_treespec.trees.sizes import TreeSizes
-
-# of each draft model
-BRANCHING_FACTORS = (2, 1, 1)
 
 
 class SpecInferDraft(BaseModel):
@@ -31,14 +21,14 @@ class SpecInferDraft(BaseModel):
 
     model: str = Field(min_length=1, description="folder or hub id of the draft model")
     branching_factors: tuple[Count, ...] = Field(
-        default=BRANCHING_FACTORS,
+        default=(2, 1, 1),
         min_length=1,
         max_length=MAX_DRAFTS,
         description="draws per node, by level",
     )
 
 
-class SpecInferConfig(MethodConfig):
+class SpecInferConfig(DraftModelsConfig):
     """Trees of one or more draft models, merged."""
 
     NEEDS = "draft models"
@@ -48,17 +38,11 @@ class SpecInferConfig(MethodConfig):
     drafts: tuple[SpecInferDraft, ...] = Field(
         min_length=1, description="draft models and their trees"
     )
-    hot_tokens: HotTokens = None
 
     @property
     def models(self) -> tuple[str, ...]:
         """The draft models, in the order in which their draws are tried."""
         return tuple(draft.model for draft in self.drafts)
-
-    @property
-    def hot_token_files(self) -> tuple[Path | None, ...]:
-        """The draft models', which must name the same tokens."""
-        return hot_token_files(self.models, self.hot_tokens)
 
     @property
     def rule(self) -> Rule:

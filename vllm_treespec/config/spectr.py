@@ -7,13 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, DraftModelConfig
+from vllm_treespec.config.base import DraftCount, DraftModelConfig
 from vllm_treespec.proposers import SpecTr, spectr
 from vllm_treespec.scorers import RULES, Rule
 from vllm_treespec.trees.sizes import TreeSizes
-
-NUM_PATHS = 2
-DEPTH = 3
 
 
 class SpecTrConfig(DraftModelConfig):
@@ -22,12 +19,8 @@ class SpecTrConfig(DraftModelConfig):
     SHAPE = ("num_paths", "depth")
 
     method: Literal["spectr"]
-    num_paths: Count = Field(
-        default=NUM_PATHS, le=MAX_DRAFTS, description="independent paths"
-    )
-    depth: Count = Field(
-        default=DEPTH, le=MAX_DRAFTS, description="draft tokens of each path"
-    )
+    num_paths: DraftCount = Field(default=2, description="independent paths")
+    depth: DraftCount = Field(default=3, description="draft tokens of each path")
     scorer: Literal["k_seq", "multi_round"] = Field(
         default="k_seq", description="verification rule"
     )

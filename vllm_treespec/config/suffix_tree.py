@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from vllm_treespec.config.base import MAX_DRAFTS, Count, MethodConfig, MinProbability
+from vllm_treespec.config.base import Count, DraftCount, MethodConfig, MinProbability
 from vllm_treespec.proposers import Suffix, suffix
 from vllm_treespec.scorers.base import Rule
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.sources.suffix_index import SuffixIndex
 from vllm_treespec.trees.sizes import TreeSizes
 
-NUM_DRAFTS = 32
-DEPTH = 28
 
-
-class IndexConfig(MethodConfig, ABC):
+class IndexConfig(MethodConfig):
     """What methods share that draft from a suffix index."""
 
     SHAPE: ClassVar[tuple[str, ...]] = ("num_drafts", "depth", "min_probability")
 
-    num_drafts: Count = Field(
-        default=NUM_DRAFTS, le=MAX_DRAFTS, description="draft tokens at most"
-    )
-    depth: Count = Field(
-        default=DEPTH, le=MAX_DRAFTS, description="levels below the root"
-    )
+    num_drafts: DraftCount = Field(default=32, description="draft tokens at most")
+    depth: DraftCount = Field(default=28, description="levels below the root")
     min_probability: MinProbability | None = None
     max_match: Count = Field(
         default=16, le=256, description="last tokens to look up at most"

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
-    check_attention,
     check_files,
     check_folder,
     check_head,
     check_hot_tokens,
+    head_joins_groups,
+)
+from vllm_treespec.config.draft_checks import (
+    check_attention,
     check_kv_cache,
     check_positions,
     check_shards,
     check_text_only,
-    head_joins_groups,
 )
 from vllm_treespec.config.reading import A_MODEL, read_config
 from vllm_treespec.config.vocabularies import check_vocabularies

@@ -16,17 +16,17 @@ from vllm_treespec.heads.dflash import DFlashHead
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.files import (
     build_head,
+    load_any_head,
     load_dflash_head,
     load_eagle_head,
     load_head,
     load_lyanna_head,
     read_head_config,
-    save_head,
 )
 from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.heads.medusa import MedusaHead
-from vllm_treespec.heads.published_weights import save_published
 from vllm_treespec.heads.redrafter import ReDrafterHead
+from vllm_treespec.heads.tensors import save_head
 
 __all__ = [
     "DFlashHead",
@@ -47,11 +47,11 @@ __all__ = [
     "ReDrafterHeadConfig",
     "build_head",
     "head_folder",
+    "load_any_head",
     "load_dflash_head",
     "load_eagle_head",
     "load_head",
     "load_lyanna_head",
     "read_head_config",
     "save_head",
-    "save_published",
 ]

@@ -25,6 +25,8 @@ class Head(nn.Module):
 
     """
 
+    # whether its folder has its authors' form, not ours
+    published = False
     hot_token_ids: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
@@ -118,6 +120,7 @@ class DraftHead(Head, ABC):
 class ContextHead(Head):
     """A head of published form, which keeps a context of its own."""
 
+    published = True
     config: DecoderHeadConfig
 
     def share(self, embedding: Tensor | None, output: Tensor | None) -> None:

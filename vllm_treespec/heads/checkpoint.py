@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import snapshot_download
+from pydantic import BaseModel, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ INDEX = "model.safetensors.index.json"
 MASK_FILE = "mask_embedding.pt"
 # What is fetched of a head on the hub.
 READ = ("config.json", "*.safetensors", "*.safetensors.index.json", MASK_FILE)
+M = TypeVar("M", bound=BaseModel)
 
 
 def head_folder(model: str | Path, files: tuple[str, ...] = READ) -> Path:
@@ -88,47 +90,62 @@ def not_a_head(path: Path, reason: str) -> HeadError:
     )
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What the files of weights in a folder hold, read from their headers.
+def validated(kind: type[M], said: dict[str, Any], path: Path) -> M:
+    """What a ``config.json`` says, as ``kind``.
 
-    Attributes:
-        files: the file of each tensor.
-        headers: of each tensor.
+    Raises:
+        HeadError: it is not the configuration of a head.
 
     """
+    try:
+        return kind.model_validate(said)
+    except ValidationError as error:
+        raise not_a_head(path, first_problem(error)) from None
+
+
+def first_problem(error: ValueError) -> str:
+    """The first thing that is wrong, and where."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    problem = error.errors()[0]
+    said = problem["msg"].removeprefix("Value error, ")
+    return ": ".join([*map(str, problem["loc"]), said])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the files of weights in a folder hold, read from their headers."""
 
     folder: Path
-    files: dict[str, Path]
+    files: list[Path]
     headers: dict[str, TensorHeader]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each tensor."""
-        return {name: header.shape for name, header in self.headers.items()}
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
         """Read the headers of ``model.safetensors``, or of its shards.
 
         Raises:
-            HeadError: a file is missing or broken.
+            HeadError: a file is missing or broken, or the mask's embedding is pickled.
 
         """
-        files: dict[str, Path] = {}
+        files = _weight_files(folder)
         headers: dict[str, TensorHeader] = {}
-        for path in _weight_files(folder):
+        for path in files:
             if problem := weights_problem(path):
                 raise HeadError(f"{problem}; copy the head again, or train it again")
-            found = tensor_headers(path)
-            files |= dict.fromkeys(found, path)
-            headers |= found
+            headers |= tensor_headers(path)
+        path = folder / MASK_FILE
+        if path.is_file() and "mask_embedding" not in headers:
+            raise HeadError(
+                f"{path} is not read, for weights come from safetensors alone; write "
+                f"it into {WEIGHTS} as the tensor 'mask_embedding'"
+            )
         return cls(folder, files, headers)
 
     def tensors(self) -> dict[str, Tensor]:
         """Read all tensors, in the dtypes of the files."""
         tensors: dict[str, Tensor] = {}
-        for path in sorted(set(self.files.values())):
+        for path in self.files:
             tensors |= load_file(path)
         return tensors
 
@@ -167,7 +184,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return listed_files(folder / INDEX)
     if not (folder / WEIGHTS).is_file():
         raise HeadError(
-            f"{folder} holds no {WEIGHTS}; `treespec convert-head {folder} OUT` makes "
-            f"one of pytorch_model.bin"
+            f"{folder} holds no {WEIGHTS}; train it again, or copy it whole "
+            f"(`treespec convert-head {folder} OUT` makes one of pytorch_model.bin)"
         )
     return [folder / WEIGHTS]

@@ -12,6 +12,10 @@ from vllm_treespec.sources.base import FINAL_LAYER
 # true is no size
 Size = Annotated[int, Field(strict=True, gt=0)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+RankAccuracies = Annotated[
+    tuple[tuple[Share, ...], ...],
+    Field(description="by level and rank, how often that guess is the target's token"),
+]
 
 
 class HeadError(ValueError):
@@ -41,9 +45,19 @@ class HeadConfig(BaseModel):
         """Number of tokens that the head can draft."""
         return self.num_hot_tokens or self.vocab_size
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The target's layers before which hidden states are read."""
+        return (FINAL_LAYER,)
+
 
 class BlockHeadConfig(HeadConfig):
     """A head of ResNet blocks, which reads no context."""
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Of the hidden states that are read."""
+        return self.hidden_size
 
     num_blocks: NonNegativeInt = Field(
         default=2, strict=True, description="ResNet blocks"
@@ -63,10 +77,7 @@ class MedusaHeadConfig(BlockHeadConfig):
     """One head a level."""
 
     method: Literal["medusa"] = "medusa"
-    rank_accuracies: tuple[tuple[Share, ...], ...] = Field(
-        default=(),
-        description="by level and rank, how often that guess is the target's token",
-    )
+    rank_accuracies: RankAccuracies = ()
 
 
 class DecoderHeadConfig(HeadConfig):
@@ -94,11 +105,7 @@ class DecoderHeadConfig(HeadConfig):
     qkv_bias: bool = Field(default=False, description="biases of q, k and v")
     o_bias: bool = Field(default=False, description="bias of attention's output")
     qk_norm: bool = Field(default=False, description="norms of q and k, as in Qwen3")
-    rank_accuracies: tuple[tuple[Share, ...], ...] = Field(
-        default=(),
-        description="by level and rank, how often that guess is the target's token",
-    )
-
+    rank_accuracies: RankAccuracies = ()
     verifier: tuple[str, ...] = Field(
         default=(), description="architectures of the target, where the file says so"
     )

@@ -22,7 +22,7 @@ from vllm_treespec.heads.checkpoint import (
 from vllm_treespec.heads.config import HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import eagle_config, read_published
-from vllm_treespec.heads.published_weights import check_weights_fit, load_weights
+from vllm_treespec.heads.tensors import check_weights_fit, load_weights
 from vllm_treespec.heads.weights import TensorHeader, first_not_finite
 
 INDEX = "pytorch_model.bin.index.json"
@@ -53,7 +53,7 @@ def convert_head(model: str, out: Path, dtype: torch.dtype | None = None) -> flo
     for path in _bin_files(folder):
         tensors |= _read_bin(path)
     headers = {name: TensorHeader.of(tensor) for name, tensor in tensors.items()}
-    checkpoint = Checkpoint(folder, {}, headers)
+    checkpoint = Checkpoint(folder, [], headers)
     head = EagleHead(eagle_config(said, checkpoint))
     check_weights_fit(head, checkpoint)
     load_weights(head, folder, tensors)

@@ -1,23 +1,24 @@
-"""Heads as folders: reading those of every kind, and writing our own kinds."""
+"""Heads as folders: reading those of every kind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, TypeAdapter
-from safetensors.torch import load_file, save_file
 
-from vllm_treespec.heads.base import ContextHead, DraftHead, Head
+from vllm_treespec.heads.base import DraftHead, Head
 from vllm_treespec.heads.checkpoint import (
-    WEIGHTS,
     Checkpoint,
+    first_problem,
     head_folder,
     not_a_head,
     read_config_file,
 )
 from vllm_treespec.heads.config import (
+    AnyHeadConfig,
     DecoderHeadConfig,
     DFlashHeadConfig,
     EagleHeadConfig,
@@ -28,30 +29,26 @@ from vllm_treespec.heads.config import (
 )
 from vllm_treespec.heads.dflash import DFlashHead
 from vllm_treespec.heads.eagle import EagleHead
-from vllm_treespec.heads.kinds import HEADS
 from vllm_treespec.heads.lyanna import LyannaHead
 from vllm_treespec.heads.medusa import MedusaHead
-from vllm_treespec.heads.published import (
-    eagle_config,
-    first_problem,
-    read_published,
-)
+from vllm_treespec.heads.names import a_head
+from vllm_treespec.heads.published import eagle_config, read_published
 from vllm_treespec.heads.published_dflash import (
-    dflash_checkpoint,
     dflash_config,
     is_dflash,
     read_published_dflash,
 )
-from vllm_treespec.heads.published_weights import check_weights_fit, load_weights
 from vllm_treespec.heads.redrafter import ReDrafterHead
-from vllm_treespec.heads.weights import (
-    TensorHeader,
-    first_misfit,
-    first_not_finite,
-    tensor_headers,
-    weights_problem,
-)
+from vllm_treespec.heads.tensors import check_weights_fit, load_weights
 
+# By the ``method`` of their config; each takes that config.
+HEADS: dict[str, Callable[[Any], Head]] = {
+    "redrafter": ReDrafterHead,
+    "medusa": MedusaHead,
+    "eagle": EagleHead,
+    "lyanna": LyannaHead,
+    "dflash": DFlashHead,
+}
 _OwnConfig = ReDrafterHeadConfig | MedusaHeadConfig | LyannaHeadConfig
 _ADAPTER: TypeAdapter[_OwnConfig] = TypeAdapter(
     Annotated[_OwnConfig, Field(discriminator="method")]
@@ -61,7 +58,7 @@ _TOKEN_IDS: TypeAdapter[list[int]] = TypeAdapter(list[Annotated[int, Field(ge=0)
 
 def read_head_config(
     model: str | Path, num_target_layers: int | None = None
-) -> ReDrafterHeadConfig | MedusaHeadConfig | EagleHeadConfig | DFlashHeadConfig:
+) -> AnyHeadConfig:
     """Read the configuration of a head of ours, or of a published EAGLE or DFlash head.
 
     Args:
@@ -93,15 +90,13 @@ def _published_config(
     path = folder / "config.json"
     if is_dflash(config):
         said = read_published_dflash(config, path)
-        return dflash_config(said, dflash_checkpoint(folder))
+        return dflash_config(said, Checkpoint.read(folder))
     return eagle_config(read_published(config, path), Checkpoint.read(folder))
 
 
-def build_head(config: ReDrafterHeadConfig | MedusaHeadConfig) -> DraftHead:
-    """Make a fresh head."""
-    if isinstance(config, MedusaHeadConfig):
-        return MedusaHead(config)
-    return ReDrafterHead(config)
+def build_head(config: AnyHeadConfig) -> Any:
+    """Make a fresh head of the config's kind."""
+    return HEADS[config.method](config)
 
 
 def check_head_weights(folder: Path) -> None:
@@ -114,102 +109,50 @@ def check_head_weights(folder: Path) -> None:
     config = read_head_config(folder)
     # without memory for weights
     with torch.device("meta"):
-        head = HEADS[config.method](config)
-    if isinstance(head, LyannaHead) or not isinstance(head, ContextHead):
-        _check_own_weights(head, folder)
-    elif isinstance(head, DFlashHead):
-        check_weights_fit(head, dflash_checkpoint(folder))
-    else:
-        check_weights_fit(head, Checkpoint.read(folder))
+        head = build_head(config)
+    check_weights_fit(head, Checkpoint.read(folder))
 
 
-def _check_own_weights(head: Head, folder: Path) -> None:
-    """Check the weights of a head of our own form.
-
-    Raises:
-        HeadError: the file is missing, or its tensors are not those of the config.
-
-    """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise HeadError(f"{folder} holds no {WEIGHTS}; train it again")
-    if problem := weights_problem(path):
-        raise HeadError(f"{problem}; copy the head again, or train it again")
-    wanted = {name: TensorHeader.of(own) for name, own in head.state_dict().items()}
-    found = tensor_headers(path)
-    problems = [
-        *(f"{name} is missing" for name in wanted if name not in found),
-        *(f"{name} is not known" for name in found if name not in wanted),
-    ]
-    if problem := next(iter(problems), None) or first_misfit(wanted, found):
-        raise _unfit(path, problem)
-
-
-def _unfit(path: Path, problem: str) -> HeadError:
-    return HeadError(
-        f"{path} does not fit its config.json: {problem}; copy the head again, or "
-        f"train it again"
-    )
-
-
-def load_head(model: str | Path) -> DraftHead:
-    """Load a head without context; shared weights are missing until ``share``.
+def load_any_head(
+    model: str | Path,
+    num_target_layers: int | None = None,
+    kinds: tuple[str, ...] = tuple(HEADS),
+) -> Any:
+    """Load a head, in its files' dtypes; shared weights are missing until ``share``.
 
     Args:
         model: folder or hub id.
+        num_target_layers: of the target, see ``read_head_config``.
+        kinds: that it may be of.
 
     Raises:
-        HeadError: a file is missing, or its tensors are not those of the config.
+        HeadError: it is of another kind, or its files do not fit together.
 
     """
     folder = head_folder(model)
-    config = read_head_config(folder)
-    if isinstance(config, DecoderHeadConfig):
+    config = read_head_config(folder, num_target_layers)
+    if config.method not in kinds:
         raise HeadError(
-            f"{folder} holds a head of kind {config.method}; name a redrafter or medusa"
-            f" head"
+            f"{folder} holds {a_head(config.method)}; name "
+            f"{' or '.join(map(a_head, kinds))}, or train one"
         )
     head = build_head(config)
-    _load_weights(head, folder)
+    checkpoint = Checkpoint.read(folder)
+    check_weights_fit(head, checkpoint)
+    load_weights(head, folder, checkpoint.tensors())
+    return head
+
+
+def load_head(model: str | Path) -> DraftHead:
+    """Load a head without context; see ``load_any_head``."""
+    head: DraftHead = load_any_head(model, kinds=("redrafter", "medusa"))
     return head
 
 
 def load_lyanna_head(model: str | Path) -> LyannaHead:
-    """Load a Lyanna head; shared weights are missing until ``share``.
-
-    Args:
-        model: folder or hub id.
-
-    Raises:
-        HeadError: it is no Lyanna head, or its files do not fit together.
-
-    """
-    folder = head_folder(model)
-    config = read_head_config(folder)
-    if not isinstance(config, LyannaHeadConfig):
-        raise HeadError(
-            f"{folder} holds a head of kind {config.method}; name a Lyanna head,"
-            f" `treespec train lyanna` makes one"
-        )
-    head = LyannaHead(config)
-    _load_weights(head, folder)
+    """Load a Lyanna head; see ``load_any_head``."""
+    head: LyannaHead = load_any_head(model, kinds=("lyanna",))
     return head
-
-
-def _load_weights(head: Head, folder: Path) -> None:
-    """Read the weights of a head of our own form, and freeze it.
-
-    Raises:
-        HeadError: the file is missing, or its tensors are not those of the config.
-
-    """
-    _check_own_weights(head, folder)
-    path = folder / WEIGHTS
-    found = load_file(path)
-    if name := first_not_finite(found):
-        raise _unfit(path, f"{name} holds NaN or infinity")
-    head.load_state_dict(found)
-    head.eval().requires_grad_(False)
 
 
 def load_eagle_head(
@@ -217,56 +160,27 @@ def load_eagle_head(
     num_target_layers: int | None = None,
     hot_tokens: Path | None = None,
 ) -> EagleHead:
-    """Load a published EAGLE head, in the dtypes of its files.
-
-    Shared weights are missing until ``EagleHead.share``.
+    """Load a published EAGLE head; see ``load_any_head``.
 
     Args:
         model: folder or hub id.
-        num_target_layers: of the target, see ``read_head_config``.
+        num_target_layers: of the target.
         hot_tokens: a JSON list of token ids, the only ones to draft.
 
-    Raises:
-        HeadError: it is no EAGLE head, or its files do not fit together.
-
     """
-    folder = head_folder(model)
-    config = read_head_config(folder, num_target_layers)
-    if not isinstance(config, EagleHeadConfig) or isinstance(config, LyannaHeadConfig):
-        raise HeadError(f"{folder} holds a {config.method} head; name an EAGLE head")
-    head = EagleHead(config)
-    checkpoint = Checkpoint.read(folder)
-    check_weights_fit(head, checkpoint)
-    load_weights(head, folder, checkpoint.tensors())
+    head: EagleHead = load_any_head(model, num_target_layers, ("eagle",))
     if hot_tokens is not None:
-        head.restrict(read_heads_hot_tokens(hot_tokens, config))
-    return head.eval().requires_grad_(False)
+        head.restrict(read_heads_hot_tokens(hot_tokens, head.config))
+        head.requires_grad_(False)
+    return head
 
 
 def load_dflash_head(
     model: str | Path, num_target_layers: int | None = None
 ) -> DFlashHead:
-    """Load a published DFlash head, in the dtypes of its files.
-
-    Shared weights are missing until ``DFlashHead.share``.
-
-    Args:
-        model: folder or hub id.
-        num_target_layers: of the target, see ``read_head_config``.
-
-    Raises:
-        HeadError: it is no DFlash head, or its files do not fit together.
-
-    """
-    folder = head_folder(model)
-    config = read_head_config(folder, num_target_layers)
-    if not isinstance(config, DFlashHeadConfig):
-        raise HeadError(f"{folder} holds a {config.method} head; name a DFlash head")
-    head = DFlashHead(config)
-    checkpoint = dflash_checkpoint(folder)
-    check_weights_fit(head, checkpoint)
-    load_weights(head, folder, checkpoint.tensors())
-    return head.eval().requires_grad_(False)
+    """Load a published DFlash head; see ``load_any_head``."""
+    head: DFlashHead = load_any_head(model, num_target_layers, ("dflash",))
+    return head
 
 
 def read_heads_hot_tokens(path: Path, config: DecoderHeadConfig) -> torch.Tensor:
@@ -309,20 +223,3 @@ def read_hot_tokens(path: Path, vocab_size: int | None) -> torch.Tensor:
             f"'hot_tokens': {path} must name tokens{below or ''}, and at least one"
         )
     return hot
-
-
-def save_head(
-    head: Head,
-    folder: Path,
-    dtype: torch.dtype = torch.bfloat16,
-) -> float:
-    """Write a head's folder; return the size of the weights in MB (10^6 bytes)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in head.state_dict().items()
-    }
-    path = folder / WEIGHTS
-    save_file(tensors, path)
-    (folder / "config.json").write_text(head.config.model_dump_json(indent=2) + "\n")
-    return path.stat().st_size / 1e6

@@ -21,6 +21,7 @@ class LyannaHead(EagleHead):
     A pair is read as EAGLE-1 reads it. Every state is normed before it is fed back.
     """
 
+    published = False
     config: LyannaHeadConfig
 
     def __init__(self, config: LyannaHeadConfig) -> None:

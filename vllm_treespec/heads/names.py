@@ -16,6 +16,11 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
+def a_head(kind: str) -> str:
+    """Name a head of a kind, with its article."""
+    return f"{'an' if kind == 'eagle' else 'a'} {kind} head"
+
+
 def no_such_model(name: str) -> str | None:
     """Why a name stands for no model, as far as can be said without the hub.
 

@@ -12,11 +12,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from transformers import LlamaConfig
 
-from vllm_treespec.heads.checkpoint import Checkpoint, not_a_head
-from vllm_treespec.heads.config import EagleHeadConfig, HeadError, Share, Size
+from vllm_treespec.heads.checkpoint import Checkpoint, not_a_head, validated
+from vllm_treespec.heads.config import (
+    EagleHeadConfig,
+    HeadError,
+    RankAccuracies,
+    Size,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +35,18 @@ MIDDLE_LAYER = "midlayer."
 VERSION_3_KEY = f"{FIRST_LAYER}hidden_norm.weight"
 
 EAGLE_1_KEYS = {"fc.weight", f"{FIRST_LAYER}self_attn.q_proj.weight"}
-# What speculators' form says outside of its ``transformer_layer_config``.
+# What speculators' form says outside of its ``transformer_layer_config``, of all kinds.
 SPECULATORS_KEYS = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "norm_before_residual",
-    "norm_before_fc",
-    "norm_output",
-    "fc_norm",
+    *("draft_vocab_size", "target_hidden_size", "speculators_config", "treespec"),
+    # EAGLE-3
+    *("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"),
     "eagle_aux_hidden_state_layer_ids",
-    "speculators_config",
-    "treespec",
+    # DFlash, DSpark, DFlash2
+    *("block_size", "mask_token_id", "aux_hidden_state_layer_ids"),
+    *("sample_from_anchor", "sliding_window_non_causal"),
+    *("markov_rank", "markov_head_type", "conv_kernel_size", "conv_group_size"),
+    *("selector_rank", "selector_top_k", "projector_type", "shift_label"),
+    *("quantization_config", "use_aux_hidden_state"),
 )
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -60,7 +66,7 @@ class OurSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    rank_accuracies: tuple[tuple[Share, ...], ...] = ()
+    rank_accuracies: RankAccuracies = ()
     depth: Size = 5
 
 
@@ -123,31 +129,37 @@ def read_published(config: dict[str, Any], path: Path) -> PublishedConfig:
         HeadError: it is of a form that is not supported, or of none.
 
     """
-    # null says as much as leaving a key out
-    flat = {k: v for k, v in _flattened(config, path).items() if v is not None}
-    try:
-        return PublishedConfig.model_validate(flat)
-    except ValidationError as error:
-        raise not_a_head(path, first_problem(error)) from None
-
-
-def _flattened(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """All keys side by side, as vLLM flattens speculators' form."""
     kind = config.get("speculators_model_type")
-    if kind is None:
-        return config
-    if kind != "eagle3":
+    if kind not in (None, "eagle3"):
         raise HeadError(
             f"{path}: heads of 'speculators_model_type' {kind!r} are not supported; "
             f"use one of type 'eagle3', 'dflash', 'dflash2' or 'dspark'"
         )
+    if kind is not None:
+        # False is everybody else's default
+        config = of_speculators(config, path, norm_before_residual=True)
+    return validated(PublishedConfig, without_nulls(config), path)
+
+
+def without_nulls(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that say something: null says as much as leaving a key out."""
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def of_speculators(
+    config: dict[str, Any], path: Path, **defaults: bool
+) -> dict[str, Any]:
+    """All keys of speculators' form side by side, as vLLM flattens it.
+
+    Raises:
+        HeadError: it has no layer.
+
+    """
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise not_a_head(path, "'transformer_layer_config' is missing")
-    # True is speculators' default, False everybody else's
-    own = {"norm_before_residual": True}
-    own |= {key: config[key] for key in SPECULATORS_KEYS if key in config}
-    return layer | own
+    own = {key: config[key] for key in SPECULATORS_KEYS if key in config}
+    return layer | defaults | own
 
 
 def is_eagle(shapes: Iterable[str]) -> bool:
@@ -182,10 +194,7 @@ def eagle_config(said: PublishedConfig, checkpoint: Checkpoint) -> EagleHeadConf
         common |= {"version": 3, **_eagle_3(said, shapes, path)}
     else:
         common |= {"version": 1, **_eagle_1(said, shapes)}
-    try:
-        return EagleHeadConfig(**common)
-    except ValidationError as error:
-        raise not_a_head(path, first_problem(error)) from None
+    return validated(EagleHeadConfig, common, path)
 
 
 def plain_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -195,11 +204,13 @@ def plain_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         HeadError: a tensor has no numbers.
 
     """
-    for key, shape in checkpoint.shapes.items():
+    shapes = {}
+    for key, (shape, _) in checkpoint.headers.items():
         if 0 in shape or not shape:
             path = checkpoint.folder / "config.json"
             raise not_a_head(path, f"'{key}' beside it has the shape {list(shape)}")
-    return {plain_key(key): shape for key, shape in checkpoint.shapes.items()}
+        shapes[plain_key(key)] = shape
+    return shapes
 
 
 def decoder_fields(
@@ -266,13 +277,8 @@ def _eagle_3(
         return ours
     layers = _layer_ids(said)
     num_layers = 3 if layers is None else len(layers)
-    width = shapes.get("fc.weight", (0, 0))[-1]
-    if width != num_layers * size:
-        raise HeadError(
-            f"{path}: 'fc.weight' reads {width} numbers, which are not {num_layers} "
-            f"hidden states of {size}; correct 'eagle_aux_hidden_state_layer_ids' or "
-            f"'target_hidden_size'"
-        )
+    key = "eagle_aux_hidden_state_layer_ids"
+    check_combined(shapes.get("fc.weight", (0,)), num_layers, size, key, path)
     before = said.eagle_config.norm_before_fc
     return ours | {
         "target_layers": layers,
@@ -280,6 +286,23 @@ def _eagle_3(
         "norm_layers": said.fc_norm,
         "norm_before_combine": said.norm_before_fc if before is None else before,
     }
+
+
+def check_combined(
+    shape: tuple[int, ...], num_layers: int, size: int, key: str, path: Path
+) -> None:
+    """Check that ``fc``, of this shape, reads the hidden states that ``key`` names.
+
+    Raises:
+        HeadError: it reads more, or fewer.
+
+    """
+    if shape[-1] != num_layers * size:
+        raise HeadError(
+            f"{path}: 'fc.weight' reads {shape[-1]} numbers, which are not "
+            f"{num_layers} hidden states of {size}; correct '{key}' or "
+            f"'target_hidden_size'"
+        )
 
 
 def _layer_ids(said: PublishedConfig) -> tuple[int, ...] | None:
@@ -353,12 +376,3 @@ def _rope(said: PublishedDecoder, path: Path) -> dict[str, Any]:
         raise not_a_head(path, " ".join(str(error).split())) from None
     parameters: dict[str, Any] = config.rope_parameters
     return parameters
-
-
-def first_problem(error: ValueError) -> str:
-    """The first thing that is wrong, and where."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    problem = error.errors()[0]
-    said = problem["msg"].removeprefix("Value error, ")
-    return ": ".join([*map(str, problem["loc"]), said])

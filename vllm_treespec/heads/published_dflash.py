@@ -19,14 +19,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt
 
-from vllm_treespec.heads.checkpoint import (
-    MASK_FILE,
-    WEIGHTS,
-    Checkpoint,
-    not_a_head,
-)
+from vllm_treespec.heads.checkpoint import Checkpoint, not_a_head, validated
 from vllm_treespec.heads.config import DFlashHeadConfig, HeadError, Size
 from vllm_treespec.heads.published import (
     FIRST_LAYER,
@@ -34,9 +29,11 @@ from vllm_treespec.heads.published import (
     Flag,
     LayerIds,
     PublishedDecoder,
+    check_combined,
     decoder_fields,
-    first_problem,
+    of_speculators,
     plain_shapes,
+    without_nulls,
 )
 
 SPECULATORS_KINDS = ("dflash", "dflash2", "dspark")
@@ -60,28 +57,11 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "projector_type": ("dflash", "dflash2", "dspark"),
     "shift_label": (False,),
 }
-# What speculators' form says outside of its ``transformer_layer_config``.
-SPECULATORS_KEYS = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "block_size",
-    "mask_token_id",
-    "aux_hidden_state_layer_ids",
-    "sample_from_anchor",
-    "sliding_window_non_causal",
-    "markov_rank",
-    "markov_head_type",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "projector_type",
-    "shift_label",
-    "quantization_config",
-    "use_aux_hidden_state",
-    "speculators_config",
-    "treespec",
-)
+# Keys that we call so, too.
+SAME = {
+    *("block_size", "mask_token_id", "markov_rank", "selector_rank"),
+    *("selector_top_k", "conv_kernel_size", "conv_group_size"),
+}
 
 
 class PublishedDFlash(PublishedDecoder):
@@ -132,8 +112,7 @@ def read_published_dflash(config: dict[str, Any], path: Path) -> PublishedDFlash
         HeadError: it is of a form that is not supported, or of none.
 
     """
-    # null says as much as leaving a key out
-    flat = {k: v for k, v in _flattened(config, path).items() if v is not None}
+    flat = without_nulls(_flattened(config, path))
     for key, supported in SUPPORTED.items():
         if key not in flat or flat[key] in supported:
             continue
@@ -144,48 +123,22 @@ def read_published_dflash(config: dict[str, Any], path: Path) -> PublishedDFlash
             f"{path}: heads with {key!r} {flat[key]!r} are not supported, only "
             f"{known}; use another head"
         )
-    try:
-        return PublishedDFlash.model_validate(flat)
-    except ValidationError as error:
-        raise not_a_head(path, first_problem(error)) from None
+    return validated(PublishedDFlash, flat, path)
 
 
 def _flattened(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """All keys side by side; vLLM prefers those of ``dflash_config``, too."""
-    kind = config.get("speculators_model_type")
-    if kind is None:
+    if config.get("speculators_model_type") is None:
         section = config.get("dflash_config") or {}
         if not isinstance(section, dict):
             raise not_a_head(path, "'dflash_config' is no JSON object")
-        return config | {k: v for k, v in section.items() if v is not None}
-    layer = config.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise not_a_head(path, "'transformer_layer_config' is missing")
-    own = {key: config[key] for key in SPECULATORS_KEYS if key in config}
-    # those in the file are names of training classes, and its layer is the target's
+        return config | without_nulls(section)
+    flat = of_speculators(
+        config, path, sample_from_anchor=False, sliding_window_non_causal=False
+    )
+    # names of training classes, and what the target's layer is
     dropped = ("architectures", "is_causal")
-    return {k: v for k, v in layer.items() if k not in dropped} | {
-        "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
-        **own,
-    }
-
-
-def dflash_checkpoint(folder: Path) -> Checkpoint:
-    """The weights of a DFlash head.
-
-    Raises:
-        HeadError: a file is missing or broken, or the mask's embedding is pickled.
-
-    """
-    checkpoint = Checkpoint.read(folder)
-    path = folder / MASK_FILE
-    if path.is_file() and "mask_embedding" not in checkpoint.headers:
-        raise HeadError(
-            f"{path} is not read, for weights come from safetensors alone; write it "
-            f"into {WEIGHTS} as the tensor 'mask_embedding'"
-        )
-    return checkpoint
+    return {key: value for key, value in flat.items() if key not in dropped}
 
 
 def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadConfig:
@@ -203,16 +156,10 @@ def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadCo
         "target_hidden_size": said.target_hidden_size or said.hidden_size,
         "target_layers": _target_layers(said, path),
         "o_bias": f"{FIRST_LAYER}self_attn.o_proj.bias" in shapes,
-        "block_size": said.block_size,
-        "mask_token_id": said.mask_token_id,
         "own_mask": "mask_embedding" in shapes,
         "sample_from_anchor": _samples_from_anchor(said, path),
         **_windows_and_causality(said, path),
-        "markov_rank": said.markov_rank,
-        "selector_rank": said.selector_rank,
-        "selector_top_k": said.selector_top_k,
-        "conv_kernel_size": said.conv_kernel_size,
-        "conv_group_size": said.conv_group_size,
+        **said.model_dump(include=SAME),
         "input_scale": said.input_embedding_scale,
         "output_scale": said.output_multiplier * said.logit_scale,
         "output_softcap": said.final_logit_softcapping or None,
@@ -228,11 +175,10 @@ def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadCo
             f"{path}: a candidate selector drafts the whole vocabulary, and "
             f"'draft_vocab_size' is {said.draft_vocab_size}; use another head"
         )
-    _check_combined(config, shapes, path)
-    try:
-        return DFlashHeadConfig(**config)
-    except ValidationError as error:
-        raise not_a_head(path, first_problem(error)) from None
+    count, size = len(config["target_layers"]), config["target_hidden_size"]
+    shape = shapes.get("fc.weight", (count * size,))
+    check_combined(shape, count, size, "target_layer_ids", path)
+    return validated(DFlashHeadConfig, config, path)
 
 
 def _target_layers(said: PublishedDFlash, path: Path) -> tuple[int, ...]:
@@ -319,16 +265,3 @@ def _sliding_layers(said: PublishedDFlash, path: Path) -> tuple[int, ...]:
         )
     layers = tuple(number for number, kind in enumerate(kinds) if kind == SLIDING)
     return layers or (tuple(range(count)) if said.use_swa else ())
-
-
-def _check_combined(
-    config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path
-) -> None:
-    """Check that the combining layer reads as many hidden states as are named."""
-    count, size = len(config["target_layers"]), config["target_hidden_size"]
-    width = shapes.get("fc.weight", (0, count * size))[-1]
-    if width != count * size:
-        raise HeadError(
-            f"{path}: 'fc.weight' reads {width} numbers, which are not {count} hidden "
-            f"states of {size}; correct 'target_layer_ids' or 'target_hidden_size'"
-        )

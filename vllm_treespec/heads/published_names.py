@@ -1,10 +1,10 @@
-"""How the tensors of published heads are named in their files."""
+"""How the tensors of heads are named in their files."""
 
 from __future__ import annotations
 
 import re
 
-from vllm_treespec.heads.base import ContextHead
+from vllm_treespec.heads.base import Head
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER
 
@@ -67,16 +67,18 @@ NOT_READ_DFLASH = re.compile(
 )
 
 
-def names_of(head: ContextHead) -> dict[str, tuple[str, ...]]:
-    """The published names of each of a head's weights."""
-    return {
-        name: published_names(head, name)
-        for name in head.state_dict()
-        if name != "hot_token_ids"
-    }
+def names_of(head: Head) -> dict[str, tuple[str, ...]]:
+    """The names, in its files, of each of a head's tensors.
+
+    Tensors of our own form have our names. Published hot tokens are offsets ``d2t``.
+    """
+    names = head.state_dict()
+    if not head.published:
+        return {name: (name,) for name in names}
+    return {n: published_names(head, n) for n in names if n != "hot_token_ids"}
 
 
-def published_names(head: ContextHead, name: str) -> tuple[str, ...]:
+def published_names(head: Head, name: str) -> tuple[str, ...]:
     """The published names of one of a head's tensors."""
     table = NAMES_DFLASH
     if isinstance(head, EagleHead):

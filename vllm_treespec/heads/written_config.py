@@ -116,15 +116,9 @@ def _dflash(config: DFlashHeadConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.output_softcap,
     }
     if config.selector_rank:
-        section |= {
-            "selector_rank": config.selector_rank,
-            "selector_top_k": config.selector_top_k,
-        }
+        section |= config.model_dump(include={"selector_rank", "selector_top_k"})
     if config.conv_kernel_size:
-        section |= {
-            "conv_kernel_size": config.conv_kernel_size,
-            "conv_group_size": config.conv_group_size,
-        }
+        section |= config.model_dump(include={"conv_kernel_size", "conv_group_size"})
     markov = {
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",

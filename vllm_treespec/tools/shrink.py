@@ -31,8 +31,9 @@ from transformers import (
 
 from vllm_treespec.atomic_files import atomic_writes
 from vllm_treespec.config import HEAD_METHODS
-from vllm_treespec.config.checks import a_head, kind_of_head
+from vllm_treespec.config.checks import kind_of_head
 from vllm_treespec.config.reading import read_config
+from vllm_treespec.heads.names import a_head
 from vllm_treespec.heads.weights import weights_problem
 from vllm_treespec.json_files import read_json_object
 from vllm_treespec.tools.load import load_model

@@ -42,14 +42,23 @@ def split_rows(
 class TeacherBatches(Dataset):
     """Each item is one batch of rows; its teacher is ``ids``, ``probs`` and ``rest``.
 
+    Args:
+        cache: of the teacher.
+        layers: whose hidden states are read.
+
+    Raises:
+        ValueError: the cache lacks hidden states of a layer.
+
     Attributes:
         starts: where each row starts in the cache's tokens, and the last one ends.
         bounds: ``TeacherCache.row_bounds``.
         batches: the rows of each.
     """
 
-    def __init__(self, cache: TeacherCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: TeacherCache, layers: tuple[int, ...] = ()) -> None:
+        if missing := [layer for layer in layers if not cache.states.has(layer)]:
+            raise ValueError(f"the teacher's cache holds no hidden states of {missing}")
+        self.cache, self.layers = cache, layers
         self.starts: list[int] = cache.row_starts.tolist()
         self.bounds = cache.row_bounds()
         self.batches: list[list[int]] = []
@@ -136,9 +145,6 @@ class HeadDataset(TeacherBatches):
         rows: row numbers of the cache; shuffled once by ``seed``.
         batch_positions: positions of a batch, at least.
         depth: levels of the head.
-
-    Raises:
-        ValueError: the cache lacks the final hidden states.
     """
 
     def __init__(
@@ -149,9 +155,7 @@ class HeadDataset(TeacherBatches):
         depth: int,
         seed: int,
     ) -> None:
-        super().__init__(cache)
-        if not cache.states.has(FINAL_LAYER):
-            raise ValueError("the teacher's cache holds no final hidden states")
+        super().__init__(cache, (FINAL_LAYER,))
         self.depth = depth
         trained = [row for row in rows if self.entries(row)]
         size = batch_positions
@@ -175,7 +179,7 @@ class HeadDataset(TeacherBatches):
             # Positions of a row are neighbours.
             begin = int(positions[self.bounds[row]])
             end = begin + len(index[-1])
-            hidden.append(self.cache.states.read((FINAL_LAYER,), begin, end))
+            hidden.append(self.cache.states.read(self.layers, begin, end))
         first = torch.cat(index)
         after = first[:, None] + 1 + torch.arange(self.depth)
         supervised = after < torch.cat(ends)[:, None]
@@ -207,9 +211,6 @@ class ContextDataset(TeacherBatches):
         rows: row numbers of the cache, in the order to batch them.
         batch_tokens: tokens of a batch, padding included.
         layers: whose hidden states are read.
-
-    Raises:
-        ValueError: the cache lacks hidden states of a layer.
     """
 
     def __init__(
@@ -219,10 +220,7 @@ class ContextDataset(TeacherBatches):
         batch_tokens: int,
         layers: tuple[int, ...],
     ) -> None:
-        super().__init__(cache)
-        if missing := [layer for layer in layers if not cache.states.has(layer)]:
-            raise ValueError(f"the teacher's cache holds no hidden states of {missing}")
-        self.layers = layers
+        super().__init__(cache, layers)
         supervised = [row for row in rows if self.entries(row)]
         self.batches = self.pooled(supervised, batch_tokens)
 

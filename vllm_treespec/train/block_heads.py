@@ -1,6 +1,5 @@
 """ReDrafter and Medusa heads in training: no context, positions one by one."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +11,17 @@ from vllm_treespec.heads import (
     HeadConfig,
     MedusaHeadConfig,
     ReDrafterHeadConfig,
-    build_head,
-    load_head,
 )
-from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import HeadDataset, TeacherBatches
 from vllm_treespec.train.head import HeadDrafter
-from vllm_treespec.train.loss import TeacherTargets, topk_kl
+from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.options import HeadOptions
-from vllm_treespec.train.teacher import TargetStatistics, TeacherCache
+from vllm_treespec.train.teacher import TeacherCache
 
 
 class BlockHead(HeadDrafter):
     """A head of ResNet blocks; its loss is ``topk_kl`` over the draft vocabulary."""
 
-    layers = (FINAL_LAYER,)
     lighter = "--hot-tokens or --blocks"
     config_type: type[Any]
     options: HeadOptions
@@ -38,15 +33,6 @@ class BlockHead(HeadDrafter):
         width = target.get_output_embeddings().weight.shape[1]
         vocab_size = target.config.vocab_size
         return cls.config_type(hidden_size=width, vocab_size=vocab_size, **sizes)
-
-    def build(self, target: PreTrainedModel, statistics: TargetStatistics) -> DraftHead:
-        """Make the fresh layers."""
-        return build_head(self.config)
-
-    @classmethod
-    def load(cls, folder: Path, num_target_layers: int) -> DraftHead:
-        """Load a trained head; shared weights are missing."""
-        return load_head(folder)
 
     def batches(self, cache: TeacherCache, rows: list[int]) -> TeacherBatches:
         """Positions with the tokens that follow."""
@@ -71,8 +57,7 @@ class BlockHead(HeadDrafter):
         levels = torch.arange(supervised.shape[1], device=device)
         used = supervised & (drawn < self.options.level_share**levels)
         targets = TeacherTargets.of(inputs).at(used[supervised])
-        features, weight = self._features(inputs, used), self.head.output.weight
-        return topk_kl(features, weight, targets, self.rows, torch.bfloat16)
+        return self.kl(self._features(inputs, used), targets)
 
     def _features(self, inputs: dict[str, Tensor], wanted: Tensor) -> Tensor:
         """Wanted features, float32 [num_wanted, hidden_size], made in bfloat16."""

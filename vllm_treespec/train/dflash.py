@@ -1,6 +1,5 @@
 """One-pass heads in training: blocks at random anchors of whole conversations."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,16 +9,13 @@ from transformers import PreTrainedModel
 from vllm_treespec.heads import (
     DFlashHead,
     DFlashHeadConfig,
-    load_dflash_head,
-    save_published,
 )
-from vllm_treespec.train.batches import ContextDataset, TeacherBatches
 from vllm_treespec.train.blocks import read_blocks
 from vllm_treespec.train.head import HeadDrafter
-from vllm_treespec.train.loss import TeacherTargets, topk_kl
+from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.options import DFlashOptions
 from vllm_treespec.train.pair_heads import WEIGHT_STD, layers_to_read, target_sizes
-from vllm_treespec.train.teacher import TargetStatistics, TeacherCache
+from vllm_treespec.train.teacher import TargetStatistics
 
 
 class DFlash(HeadDrafter):
@@ -32,10 +28,6 @@ class DFlash(HeadDrafter):
     options: DFlashOptions
     head: DFlashHead
 
-    def __init__(self, options: DFlashOptions, config: DFlashHeadConfig) -> None:
-        super().__init__(options, config)
-        self.layers = config.layers
-
     @staticmethod
     def config_for(
         target: PreTrainedModel,
@@ -44,7 +36,7 @@ class DFlash(HeadDrafter):
         mask_token: int | None = None,
         **sizes: Any,
     ) -> DFlashHeadConfig:
-        """Configure a head whose layers are as wide as the target's.
+        """Configure a head; see ``target_sizes`` and ``layers_to_read``.
 
         Args:
             target: of Llama's kind.
@@ -54,8 +46,7 @@ class DFlash(HeadDrafter):
             sizes: further fields.
 
         Raises:
-            ValueError: the target's config lacks a size of a Llama layer, it has too
-                few layers, or no such token.
+            ValueError: the target has no such token.
         """
         known = target_sizes(target)
         if intermediate_size:
@@ -77,12 +68,6 @@ class DFlash(HeadDrafter):
             **sizes,
         )
 
-    @property
-    def target_size(self) -> int:
-        """Width of the hidden states that are read."""
-        size: int = self.config.target_hidden_size
-        return size
-
     @torch.no_grad()
     def build(
         self, target: PreTrainedModel, statistics: TargetStatistics
@@ -97,15 +82,6 @@ class DFlash(HeadDrafter):
         """Those of the layers: half as many steps do, measured beside AdamW."""
         return _layer_matrices(self.head)
 
-    @classmethod
-    def load(cls, folder: Path, num_target_layers: int) -> DFlashHead:
-        """Load a trained or published head; shared weights are missing."""
-        return load_dflash_head(folder, num_target_layers)
-
-    def batches(self, cache: TeacherCache, rows: list[int]) -> TeacherBatches:
-        """Whole conversations with their hidden states."""
-        return ContextDataset(cache, rows, self.options.batch_tokens, self.layers)
-
     def guesses(
         self, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, TeacherTargets]:
@@ -119,8 +95,7 @@ class DFlash(HeadDrafter):
         """``topk_kl`` at a share of the deeper levels."""
         share = self.options.level_share
         _, read, targets = self._guesses(inputs, generator, share)
-        weight, columns = self.head.output.weight, self.head.output_columns()
-        return topk_kl(read, weight, targets, self.rows, torch.bfloat16, columns)
+        return self.kl(read, targets)
 
     def _guesses(
         self, inputs: dict[str, Tensor], generator: torch.Generator, level_share: float
@@ -141,10 +116,6 @@ class DFlash(HeadDrafter):
         read = self.head.output_inputs_after(states[wanted].float(), before)
         targets = TeacherTargets.of(inputs).at(anchors[blocks] + level)
         return level, read, targets
-
-    def save(self, folder: Path) -> None:
-        """Write what stock vLLM serves too."""
-        save_published(self.head, folder)
 
 
 def _layer_matrices(head: DFlashHead) -> list[Tensor]:

@@ -10,18 +10,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vllm_treespec.heads import HeadConfig, HeadError, save_head
+from vllm_treespec.heads import (
+    HeadConfig,
+    HeadError,
+    build_head,
+    load_any_head,
+    save_head,
+)
 from vllm_treespec.heads.base import Head
-from vllm_treespec.train.batches import TeacherBatches
+from vllm_treespec.train.batches import ContextDataset, TeacherBatches
 from vllm_treespec.train.drafter import Drafter
 from vllm_treespec.train.loss import (
     Quality,
     TeacherTargets,
     VocabRows,
     quality_of,
+    topk_kl,
 )
 from vllm_treespec.train.options import DistillOptions, Shape
-from vllm_treespec.train.teacher import TargetStatistics
+from vllm_treespec.train.teacher import TargetStatistics, TeacherCache
 
 # Ranks whose accuracy is measured, for static trees.
 NUM_RANKS = 10
@@ -41,6 +48,7 @@ class HeadDrafter(Drafter):
     def __init__(self, options: DistillOptions, config: HeadConfig) -> None:
         super().__init__(options)
         self.config: Any = config
+        self.layers = config.layers
 
     @classmethod
     def plan(
@@ -54,9 +62,13 @@ class HeadDrafter(Drafter):
         sizes = {**shape.sizes(), "num_hot_tokens": num_hot_tokens}
         return cls(options, cls.config_for(target, **sizes))
 
-    @abstractmethod
-    def build(self, target: PreTrainedModel, statistics: TargetStatistics) -> Head:
+    def build(self, target: PreTrainedModel, statistics: TargetStatistics) -> Any:
         """Make the fresh layers."""
+        return build_head(self.config)
+
+    def batches(self, cache: TeacherCache, rows: list[int]) -> TeacherBatches:
+        """Whole conversations with their hidden states."""
+        return ContextDataset(cache, rows, self.options.batch_tokens, self.layers)
 
     @abstractmethod
     def guesses(
@@ -70,28 +82,19 @@ class HeadDrafter(Drafter):
         """
 
     @classmethod
-    @abstractmethod
-    def load(cls, folder: Path, num_target_layers: int) -> Head:
-        """Load a trained head; shared weights are missing.
-
-        Raises:
-            HeadError: it is no head of this kind, or its files do not fit together.
-        """
-
-    @classmethod
     def of_folder(
         cls, folder: Path, options: DistillOptions, target: PreTrainedModel
     ) -> Self:
         """A trained head, to be measured.
 
         Raises:
-            HeadError: the folder holds no such head, or one for another target.
+            HeadError: the folder holds no whole head, or one for another target.
         """
         known = target.config.get_text_config()
-        head = cls.load(folder, known.num_hidden_layers).float()
+        head = load_any_head(folder, known.num_hidden_layers).float()
         drafter = cls(options, head.config)
         size = target.get_output_embeddings().weight.shape[1]
-        ours = (drafter.target_size, head.config.vocab_size)
+        ours = (head.config.target_hidden_size, head.config.vocab_size)
         theirs = (size, known.vocab_size)
         if ours != theirs:
             raise HeadError(
@@ -101,12 +104,6 @@ class HeadDrafter(Drafter):
             )
         drafter.take(head, target)
         return drafter
-
-    @property
-    def target_size(self) -> int:
-        """Width of the hidden states that are read."""
-        size: int = self.config.hidden_size
-        return size
 
     def start(self, target: PreTrainedModel, statistics: TargetStatistics) -> None:
         """Make a fresh head: the likeliest tokens are hot, own weights the target's."""
@@ -139,6 +136,16 @@ class HeadDrafter(Drafter):
         return VocabRows.of(
             rows, slice(None) if hot is None else hot, self.config.vocab_size
         )
+
+    def kl(self, read: Tensor, targets: TeacherTargets) -> Tensor:
+        """``topk_kl`` over the draft vocabulary.
+
+        Args:
+            read: float32 [n, width of ``output_weight``], what the output layer reads.
+            targets: of the same n guesses.
+        """
+        weight, columns = self.head.output.weight, self.head.output_columns()
+        return topk_kl(read, weight, targets, self.rows, torch.bfloat16, columns)
 
     def judged(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Quality]:
         """Level of each guess in one batch, int64 [n], and their quality."""
@@ -198,7 +205,7 @@ class HeadDrafter(Drafter):
         return {"rank_accuracies": ranks, "training": asdict(self.options)}
 
     def save(self, folder: Path) -> None:
-        """Write our own form of a head."""
+        """Write the head's folder."""
         save_head(self.head, folder)
 
 

@@ -253,7 +253,7 @@ class EagleShape(Shape):
         three = self.read_layers == Layers.THREE
         output, layers = self.norm_output, self.norm_layers
         return {
-            "layers": self.read_layers.value,
+            "layers": self.read_layers,
             "version": self.version,
             "depth": self.depth,
             "norm_output": self.version == 3 if output is None else output,
@@ -315,10 +315,6 @@ class LyannaShape(Shape):
     token_info_rank: int = 64
     token_info: Told = Told.HOT
     depth: int = 5
-
-    def sizes(self) -> dict[str, Any]:
-        """Fields of the head's config."""
-        return {**asdict(self), "token_info": self.token_info.value}
 
 
 @dataclass(frozen=True)

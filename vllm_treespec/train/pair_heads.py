@@ -1,6 +1,5 @@
 """EAGLE and Lyanna heads in training: unrolled, on whole conversations."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +12,13 @@ from vllm_treespec.heads import (
     EagleHeadConfig,
     LyannaHead,
     LyannaHeadConfig,
-    load_eagle_head,
-    load_lyanna_head,
-    save_published,
 )
 from vllm_treespec.sources.base import FINAL_LAYER
-from vllm_treespec.train.batches import ContextDataset, TeacherBatches
+from vllm_treespec.train.batches import TeacherBatches
 from vllm_treespec.train.head import HeadDrafter
-from vllm_treespec.train.loss import TeacherTargets, topk_kl
+from vllm_treespec.train.loss import TeacherTargets
 from vllm_treespec.train.options import LyannaOptions, PairOptions
-from vllm_treespec.train.teacher import TargetStatistics, TeacherCache
+from vllm_treespec.train.teacher import TargetStatistics
 from vllm_treespec.train.unrolled import unrolled
 
 # Standard deviation of fresh weights, as in Llama.
@@ -41,20 +37,6 @@ class PairHead(HeadDrafter):
     distance: Any
     options: PairOptions
     head: EagleHead
-
-    def __init__(self, options: PairOptions, config: EagleHeadConfig) -> None:
-        super().__init__(options, config)
-        self.layers = config.layers
-
-    @property
-    def target_size(self) -> int:
-        """Width of the hidden states that are read."""
-        size: int = self.config.target_hidden_size
-        return size
-
-    def batches(self, cache: TeacherCache, rows: list[int]) -> TeacherBatches:
-        """Whole conversations with their hidden states."""
-        return ContextDataset(cache, rows, self.options.batch_tokens, self.layers)
 
     def guesses(
         self, inputs: dict[str, Tensor]
@@ -86,14 +68,8 @@ class PairHead(HeadDrafter):
             wanted = features.flatten(0, 1)
             steps = unrolled(self.head, features, inputs, options.steps)
             for step, (pairs, out, before) in enumerate(steps):
-                loss = topk_kl(
-                    self.head.output_inputs_after(out, before).float(),
-                    self.head.output.weight,
-                    targets.at(pairs + step),
-                    self.rows,
-                    torch.bfloat16,
-                    self.head.output_columns(),
-                )
+                read = self.head.output_inputs_after(out, before).float()
+                loss = self.kl(read, targets.at(pairs + step))
                 if options.feature_weight:
                     # The last supervised pair is followed by no feature.
                     place = inputs["pairs"][pairs] + 1 + step
@@ -113,16 +89,7 @@ class Eagle(PairHead):
     def config_for(
         target: PreTrainedModel, layers: str, **sizes: Any
     ) -> EagleHeadConfig:
-        """Configure a head whose layer is as wide as the target's.
-
-        Args:
-            target: of Llama's kind.
-            layers: see ``layers_to_read``.
-            sizes: further fields.
-
-        Raises:
-            ValueError: the target's config lacks a size of a Llama layer.
-        """
+        """Configure a head; see ``target_sizes`` and ``layers_to_read``."""
         known = target_sizes(target)
         num_layers = target.config.get_text_config().num_hidden_layers
         known["target_layers"] = layers_to_read(layers, num_layers)
@@ -135,15 +102,6 @@ class Eagle(PairHead):
         initialise(head, target)
         return head
 
-    @classmethod
-    def load(cls, folder: Path, num_target_layers: int) -> EagleHead:
-        """Load a trained or published head; shared weights are missing."""
-        return load_eagle_head(folder, num_target_layers)
-
-    def save(self, folder: Path) -> None:
-        """Write what stock vLLM serves too."""
-        save_published(self.head, folder)
-
 
 class Lyanna(PairHead):
     """A Lyanna head."""
@@ -154,15 +112,7 @@ class Lyanna(PairHead):
 
     @staticmethod
     def config_for(target: PreTrainedModel, **sizes: Any) -> LyannaHeadConfig:
-        """Configure a head whose layer is as wide as the target's.
-
-        Args:
-            target: of Llama's kind.
-            sizes: further fields.
-
-        Raises:
-            ValueError: the target's config lacks a size of a Llama layer.
-        """
+        """Configure a head; see ``target_sizes``."""
         return LyannaHeadConfig.model_validate({**target_sizes(target), **sizes})
 
     @torch.no_grad()
@@ -180,11 +130,6 @@ class Lyanna(PairHead):
         if head.info is not None:
             head.info.down.weight.normal_(std=size**-0.5)
         return head
-
-    @classmethod
-    def load(cls, folder: Path, num_target_layers: int) -> LyannaHead:
-        """Load a trained head; shared weights are missing."""
-        return load_lyanna_head(folder)
 
     def special_groups(self) -> list[dict[str, Any]]:
         """The token info: it starts at next to nothing, and is to grow fast."""

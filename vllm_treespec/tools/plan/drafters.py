@@ -10,11 +10,8 @@ from typing import Protocol
 import torch
 
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import (
-    check_head,
-    check_hot_tokens,
-    check_shards,
-)
+from vllm_treespec.config.checks import check_head, check_hot_tokens
+from vllm_treespec.config.draft_checks import check_shards
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.heads import (
     DFlashHead,
@@ -25,8 +22,7 @@ from vllm_treespec.heads import (
     read_head_config,
 )
 from vllm_treespec.heads.config import AnyHeadConfig, DecoderHeadConfig
-from vllm_treespec.heads.files import read_heads_hot_tokens, read_hot_tokens
-from vllm_treespec.heads.kinds import HEADS
+from vllm_treespec.heads.files import build_head, read_heads_hot_tokens, read_hot_tokens
 from vllm_treespec.tools.plan.models import Model, padded, read_model
 
 
@@ -136,7 +132,7 @@ class PlannedHead:
     def head(self) -> Head:
         """The head without memory."""
         with torch.device("meta"):
-            head = HEADS[self.config.method](self.config)
+            head = build_head(self.config)
             if isinstance(head, EagleHead | DFlashHead):
                 head.rotary.prepare(self.max_model_len)
             return head

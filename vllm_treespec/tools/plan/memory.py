@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.checks import undivided_size
+from vllm_treespec.config.draft_checks import undivided_size
 from vllm_treespec.layouts.kv_budget import BlockBytes
 from vllm_treespec.tools.plan.drafters import check_ranks
 from vllm_treespec.tools.plan.estimate import estimated_bytes

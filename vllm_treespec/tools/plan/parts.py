@@ -9,11 +9,8 @@ import torch
 
 from vllm_treespec.config import SpecConfigError, parse_spec_config
 from vllm_treespec.config.base import MethodConfig
-from vllm_treespec.config.checks import (
-    check_head_files,
-    check_positions,
-    head_joins_groups,
-)
+from vllm_treespec.config.checks import check_head_files, head_joins_groups
+from vllm_treespec.config.draft_checks import check_positions
 from vllm_treespec.layouts.base import ForkSpace, LayoutLimits
 from vllm_treespec.layouts.kv_budget import BlockBytes
 from vllm_treespec.layouts.node_masks import NodeMasks

@@ -1,4 +1,4 @@
-"""The tensors of published heads, EAGLE's and DFlash's: read, checked, written."""
+"""The tensors of heads in their files: checked, read, written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_treespec.heads.base import ContextHead
+from vllm_treespec.heads.base import Head
 from vllm_treespec.heads.checkpoint import WEIGHTS, Checkpoint
-from vllm_treespec.heads.config import DecoderHeadConfig, HeadError
+from vllm_treespec.heads.config import DecoderHeadConfig, HeadConfig, HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER, MIDDLE_LAYER, plain_key
 from vllm_treespec.heads.published_names import (
@@ -33,7 +33,7 @@ from vllm_treespec.heads.written_config import written_config
 ROWS = ("output.weight", "markov.output.weight")
 
 
-def check_weights_fit(head: ContextHead, checkpoint: Checkpoint) -> None:
+def check_weights_fit(head: Head, checkpoint: Checkpoint) -> None:
     """Check by their headers that weights are those of a head.
 
     Raises:
@@ -41,11 +41,10 @@ def check_weights_fit(head: ContextHead, checkpoint: Checkpoint) -> None:
             floating-point number.
 
     """
-    config, folder = head.config, checkpoint.folder
+    folder, own = checkpoint.folder, head.state_dict()
     wanted: dict[str, TensorHeader] = {}
     for name, keys in names_of(head).items():
-        own = head.state_dict()[name]
-        parts = own.split(_row_counts(config, len(keys)) or len(own))
+        parts = _parts(head.config, own[name], len(keys))
         wanted |= dict(zip(keys, map(TensorHeader.of, parts), strict=True))
     found = {plain_key(key): key for key in checkpoint.headers}
     not_read = NOT_READ_DFLASH
@@ -55,35 +54,32 @@ def check_weights_fit(head: ContextHead, checkpoint: Checkpoint) -> None:
             # as vLLM: the combining layer of a head that combines nothing
             found.pop("fc.weight", None)
     lost = wanted.keys() - found.keys()
-    left = {found[k] for k in found.keys() - wanted.keys() if not not_read.fullmatch(k)}
-    left |= _spelled_twice(checkpoint.headers.keys())
+    surplus = found.keys() - wanted.keys()
+    if head.published:
+        surplus = {key for key in surplus if not not_read.fullmatch(key)}
+    left = {found[key] for key in surplus} | _spelled_twice(checkpoint.headers.keys())
     if left or lost:
-        raise HeadError(
-            f"the weights in {folder} do not fit its config.json: "
-            f"missing {listed(lost)}, not known {listed(left)}; "
-            f"get the whole head, or one of a form that docs/drafters.md lists"
-        )
-    problem = first_misfit(
-        {found[key]: header for key, header in wanted.items()}, checkpoint.headers
-    )
-    if problem:
+        raise _unfit(folder, f"missing {listed(lost)}, not known {listed(left)}")
+    named = {found[key]: header for key, header in wanted.items()}
+    if problem := first_misfit(named, checkpoint.headers):
         raise _unfit(folder, problem)
 
 
 def _unfit(folder: Path, problem: str) -> HeadError:
     return HeadError(
         f"the weights in {folder} do not fit its config.json: {problem}; correct it, "
-        f"or get the head again"
+        f"train or get the whole head again, or use one of a form that "
+        f"docs/drafters.md lists"
     )
 
 
-def load_weights(head: ContextHead, folder: Path, published: dict[str, Tensor]) -> None:
-    """Take the published tensors of a head that was made for them, in their dtypes.
+def load_weights(head: Head, folder: Path, read: dict[str, Tensor]) -> None:
+    """Take the tensors of a head's files, in their dtypes, and freeze it.
 
     Args:
         head: made from the folder's config.json.
         folder: for messages.
-        published: by published name; they passed ``check_weights_fit``.
+        read: by their names; they passed ``check_weights_fit``.
 
     Raises:
         HeadError: a weight is NaN or infinite, or ids of tokens are not the target's.
@@ -91,11 +87,14 @@ def load_weights(head: ContextHead, folder: Path, published: dict[str, Tensor]) 
     """
     names = names_of(head)
     used = {key for keys in names.values() for key in keys}
-    weights = {k: tensor for k, tensor in published.items() if plain_key(k) in used}
+    weights = {k: tensor for k, tensor in read.items() if plain_key(k) in used}
     if name := first_not_finite(weights):
         raise _unfit(folder, f"{name} holds NaN or infinity")
-    read = {plain_key(key): tensor for key, tensor in published.items()}
-    tensors = {name: _joined(read, keys) for name, keys in names.items()}
+    read = {plain_key(key): tensor for key, tensor in read.items()}
+    tensors = {
+        name: read[keys[0]] if len(keys) == 1 else torch.cat([read[k] for k in keys])
+        for name, keys in names.items()
+    }
     if "d2t" in read:
         ids, order = _target_ids(read, head.config, folder).sort()
         if head.hot_token_ids is not None:
@@ -103,7 +102,10 @@ def load_weights(head: ContextHead, folder: Path, published: dict[str, Tensor]) 
         for name in tensors.keys() & set(ROWS):
             if not order.equal(torch.arange(len(order))):
                 tensors[name] = tensors[name][order]
+    if head.hot_token_ids is not None:
+        tensors["hot_token_ids"] = tensors["hot_token_ids"].long()
     head.load_state_dict(tensors, assign=True)
+    head.eval().requires_grad_(False)
 
 
 def _spelled_twice(keys: Set[str]) -> set[str]:
@@ -113,15 +115,7 @@ def _spelled_twice(keys: Set[str]) -> set[str]:
     }
 
 
-def _joined(read: dict[str, Tensor], keys: tuple[str, ...]) -> Tensor:
-    if len(keys) == 1:
-        return read[keys[0]]
-    return torch.cat([read[key] for key in keys])
-
-
-def _target_ids(
-    read: dict[str, Tensor], config: DecoderHeadConfig, folder: Path
-) -> Tensor:
+def _target_ids(read: dict[str, Tensor], config: HeadConfig, folder: Path) -> Tensor:
     """The target's id of each row of the output layer, from its offsets ``d2t``."""
     for key in {"d2t", "t2d"} & read.keys():
         if read[key].ndim != 1 or read[key].is_floating_point():
@@ -144,62 +138,67 @@ def _target_ids(
     return ids
 
 
-def save_published(
-    head: ContextHead, folder: Path, dtype: torch.dtype = torch.bfloat16
-) -> float:
-    """Write a head as SafeAILab or DeepSeek publish theirs; return its size in MB.
+def save_head(head: Head, folder: Path, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Write a head's folder; return the size of the weights in MB (10^6 bytes).
 
-    Stock vLLM serves what this writes of EAGLE's version 3 (``{"method": "eagle3"}``),
-    of version 1 without biases and hot tokens (``{"method": "eagle"}``), of DFlash
-    heads with ``markov_rank`` (``{"method": "dspark"}``) and of those whose root's row
-    predicts nothing (``{"method": "dflash"}``), all with the mask of the vocabulary.
-    Weights that are the target's are left out, but for rows of a draft vocabulary.
+    EAGLE and DFlash heads are written as SafeAILab and DeepSeek publish theirs. Stock
+    vLLM serves EAGLE's version 3 (``{"method": "eagle3"}``), version 1 without biases
+    and hot tokens (``{"method": "eagle"}``), DFlash heads with ``markov_rank``
+    (``{"method": "dspark"}``) and those whose root's row predicts nothing
+    (``{"method": "dflash"}``), all with the mask of the vocabulary. Weights that are
+    the target's are left out, but for published rows of a draft vocabulary.
 
     Raises:
         HeadError: the form has no words for such a head.
 
     """
-    text = json.dumps(written_config(head.config, dtype), indent=2)
+    text = head.config.model_dump_json(indent=2)
+    tensors: dict[str, Tensor] = dict(head.state_dict())
+    if head.published:
+        assert isinstance(head.config, DecoderHeadConfig)
+        text = json.dumps(written_config(head.config, dtype), indent=2)
+        tensors = _published(head, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in _written(head).items():
-        names = published_names(head, name)
-        parts = tensor.split(_row_counts(head.config, len(names)) or len(tensor))
-        for key, part in zip(names, parts, strict=True):
-            # parts of one tensor must not share memory in a file
-            tensors[key] = part.to(dtype).clone()
-    if isinstance(head, EagleHead) and head.config.version == 3:
-        tensors = {
-            key.replace(FIRST_LAYER, MIDDLE_LAYER): tensor
-            for key, tensor in tensors.items()
-        }
-    if head.hot_token_ids is not None:
-        ids = head.hot_token_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][ids] = True
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    written = {
+        # tensors in a file must not share memory
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).clone()
+        for name, tensor in tensors.items()
+    }
+    save_file(written, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(text + "\n")
     return (folder / WEIGHTS).stat().st_size / 1e6
 
 
-def _written(head: ContextHead) -> dict[str, Tensor]:
-    """The tensors that are written, by our names."""
-    tensors: dict[str, Tensor] = dict(head.state_dict())
-    ids = tensors.pop("hot_token_ids", None)
+def _published(head: Head, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A head's tensors by their published names."""
+    ids = own.pop("hot_token_ids", None)
     rows = not isinstance(head, EagleHead) or head.config.version == 3
     if head.config.share_output and rows and ids is not None:
         if len(head.output.weight) != len(ids):
             raise HeadError("the head's output layer is missing; call share() first")
-        tensors["output.weight"] = head.output.weight
+        own["output.weight"] = head.output.weight
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in own.items():
+        names = published_names(head, name)
+        parts = _parts(head.config, tensor, len(names))
+        tensors |= dict(zip(names, parts, strict=True))
+    if isinstance(head, EagleHead) and head.config.version == 3:
+        tensors = {k.replace(FIRST_LAYER, MIDDLE_LAYER): t for k, t in tensors.items()}
+    if ids is not None:
+        ids = ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][ids] = True
     return tensors
 
 
-def _row_counts(config: DecoderHeadConfig, num_parts: int) -> list[int]:
-    """Rows of each part of a tensor that is published in parts; [] for one."""
-    counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-    return {
-        1: [],
-        2: [config.intermediate_size] * 2,
-        3: [count * config.head_size for count in counts],
-    }[num_parts]
+def _parts(config: HeadConfig, tensor: Tensor, number: int) -> tuple[Tensor, ...]:
+    """The parts, rows of a tensor, in which it is published: one, two, or q, k, v."""
+    if number == 1:
+        return (tensor,)
+    assert isinstance(config, DecoderHeadConfig)
+    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    rows = [config.intermediate_size] * 2
+    if number == 3:
+        rows = [count * config.head_size for count in heads]
+    return tensor.split(rows)
