@@ -46,6 +46,7 @@ SIZES = {
 
 
 def wrong_model(problem: object) -> SpecConfigError:
+    """Refuse the key ``model`` of a spec-config for this reason."""
     return SpecConfigError(f"speculative_config 'model': {problem}")
 
 
