@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,19 @@ from rich.progress import (
 from benchmarks.harness.options import console
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.report import Content, header, write_json
-from vllm_treespec.tools.launch import EngineError, Event, OnEvent
-from vllm_treespec.tools.sides import Cell, CellResult, Job, Side, run_side
+from vllm_treespec.tools.launch import EngineError
+from vllm_treespec.tools.sides import (
+    Cell,
+    CellResult,
+    Job,
+    Side,
+    Start,
+    results_of,
+    side_events,
+)
 from vllm_treespec.tools.store import Stored, read_stored, settings_of, store
 
 Failures = dict[str, str]
-# Measures a job's cells, handing out an event for each; raises EngineError.
-Runner = Callable[[Job, Path, OnEvent], object]
 
 
 class StoredCell(Stored):
@@ -221,7 +228,7 @@ def run_plan(
 
 
 def execute(
-    plan: Plan, after_engine: Callable[[Failures], None], runner: Runner = run_side
+    plan: Plan, after_engine: Callable[[Failures], None], start: Start = side_events
 ) -> Failures:
     """Measure what is left; returns why engines failed, by side.
 
@@ -237,16 +244,13 @@ def execute(
             if name in failed:
                 bar.advance(task, len(job.cells))
                 continue
-
-            def take(event: Event, round_: int = round_, job: Job = job) -> None:
-                if event["event"] == "cell":
-                    result = CellResult.model_validate(event["result"])
-                    plan.keep(job, round_, result)
-                    bar.advance(task)
-
             bar.update(task, description=f"round {round_ + 1}: {name}")
+            log = plan.out / "logs" / f"{name}.{round_}.log"
             try:
-                runner(job, plan.out / "logs" / f"{name}.{round_}.log", take)
+                with closing(start(job, log)) as events:
+                    for result in results_of(events):
+                        plan.keep(job, round_, result)
+                        bar.advance(task)
             except EngineError as error:
                 failed[name] = str(error)
                 bar.console.print(f"failed: {error}", markup=False)

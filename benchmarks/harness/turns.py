@@ -10,19 +10,16 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from itertools import takewhile
-from pathlib import Path
 
 from rich.progress import Progress
 
 from benchmarks.harness.options import console
 from benchmarks.harness.plan import Engine, Failures, Plan, progress_columns
 from vllm_treespec.tools.launch import READY, EngineError, Event
-from vllm_treespec.tools.sides import Cell, CellResult, Job, side_events
+from vllm_treespec.tools.sides import Cell, Job, Start, results_of, side_events
 
 # A cell of a side in a round.
 Turn = tuple[int, Engine, Cell]
-# Starts a job's engine with a log; yields its events.
-Start = Callable[[Job, Path], Generator[Event]]
 
 
 def execute_in_turns(
@@ -75,11 +72,9 @@ def measure_together(
                 turn(name)
         for round_, engine, _ in turns:
             name = engine.side.name
-            for event in turn(name) if name not in failed else []:
-                if event["event"] == "cell":
-                    result = CellResult.model_validate(event["result"])
-                    plan.keep(jobs[name], round_, result)
-                    advance()
+            for result in results_of(turn(name)) if name not in failed else []:
+                plan.keep(jobs[name], round_, result)
+                advance()
     return failed
 
 

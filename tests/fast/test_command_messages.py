@@ -112,7 +112,7 @@ def test_wrong_calls(
     """Red when a wrong call starts its work, leaves files, or does not say why."""
     if " none/" in given:
         monkeypatch.setattr(PretrainedConfig, "get_config_dict", no_hub)
-    monkeypatch.setattr(sides, "run_side", None)
+    monkeypatch.setattr(sides, "side_events", None)
     monkeypatch.setattr(engine, "VllmAnswerer", None)
     before = sorted(inputs.rglob("*"))
     command, *arguments = shlex.split(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.heads import write_head
 from vllm_treespec.cli import app
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.tools import sides as sides_module
-from vllm_treespec.tools.launch import EngineError, OnEvent
+from vllm_treespec.tools.launch import EngineError, Event
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job, Side
 from vllm_treespec.tools.tune.candidates import candidates
 from vllm_treespec.tools.tune.choose import choose
@@ -35,7 +35,7 @@ class Engines:
         self.cut_after = cut_after
         self.measured: list[tuple[str, str]] = []
 
-    def __call__(self, job: Job, log: Path, on_event: OnEvent) -> None:
+    def __call__(self, job: Job, log: Path) -> Generator[Event]:
         """Measure the cells of a job."""
         for cell in job.cells:
             if len(self.measured) == self.cut_after:
@@ -53,8 +53,7 @@ class Engines:
                 acceptance=Acceptance(trees=10, nodes=50, at_least=[8]),
             )
             self.measured.append((job.side.name, cell.name))
-            event = {"event": "cell", "result": result.model_dump(mode="json")}
-            on_event(event)
+            yield {"event": "cell", "result": result.model_dump(mode="json")}
 
 
 def suffix_pays(method: str, size: int, cell: Cell) -> float:
@@ -198,12 +197,12 @@ def test_the_command_prints_and_writes(
 ) -> None:
     """Red when the command, its files or its sentences break."""
 
-    def fails(job: Job, log: Path, on_event: OnEvent) -> None:
+    def fails(job: Job, log: Path) -> Generator[Event]:
         if job.side.family == "redrafter":
             raise EngineError("redrafter: ValueError: wrong head")
-        Engines(suffix_pays)(job, log, on_event)
+        yield from Engines(suffix_pays)(job, log)
 
-    monkeypatch.setattr(sides_module, "run_side", fails)
+    monkeypatch.setattr(sides_module, "side_events", fails)
     head, out = write_head(tmp_path / "head", "redrafter"), tmp_path / "out"
     target = write_config(tmp_path / "target")
     command = ["tune", target, "--head", head, "--out", str(out)]
@@ -235,13 +234,13 @@ def test_where_nothing_is_compared_there_is_no_answer(
     """Red when plain vLLM is called best because nothing else has run."""
     started: list[str] = []
 
-    def fails(job: Job, log: Path, on_event: OnEvent) -> None:
+    def fails(job: Job, log: Path) -> Generator[Event]:
         started.append(job.side.name)
         if job.side.name in failing:
             raise EngineError(f"{job.side.name}: broken (log: {log})")
-        Engines(suffix_pays)(job, log, on_event)
+        yield from Engines(suffix_pays)(job, log)
 
-    monkeypatch.setattr(sides_module, "run_side", fails)
+    monkeypatch.setattr(sides_module, "side_events", fails)
     out = tmp_path / "out"
     target = write_config(tmp_path / "target")
     done = CliRunner().invoke(app, ["tune", target, "--out", str(out)])

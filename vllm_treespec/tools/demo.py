@@ -49,6 +49,7 @@ from vllm_treespec.tools.sides import (
     Side,
     check_model,
     plain_side,
+    results_of,
     seeded,
     side_events,
     tree_side,
@@ -197,7 +198,7 @@ def turn(events: Iterator[Event]) -> list[Event]:
 
 def answer(events: Iterator[Event]) -> CellResult:
     """Let an engine answer the prompt of its next cell."""
-    return CellResult.model_validate(turn(events)[0]["result"])
+    return next(results_of(turn(events)))
 
 
 def show_answers(

@@ -1,7 +1,7 @@
 """Run stock vLLM and draft trees side by side, each in a fresh engine.
 
 A *side* is a name and the engine arguments it stands for. A *cell* is what is measured
-at once: a batch size, a temperature, a tree. :func:`run_side` starts one process
+at once: a batch size, a temperature, a tree. :func:`side_events` starts one process
 (``side_engine``) for one side and measures its cells there. Demo and benchmarks share
 this module.
 """
@@ -9,8 +9,7 @@ this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.config.hybrid import HybridConfig
 from vllm_treespec.config.request_options import drafts_allowed
-from vllm_treespec.tools.launch import EngineError, Event, OnEvent, events_of
+from vllm_treespec.tools.launch import EngineError, Event, events_of
 
 PLAIN = "plain"
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -202,13 +201,6 @@ class CellResult(BaseModel):
     details: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
 
 
-class SideResult(BaseModel):
-    """One run of a side: all cells of one round."""
-
-    start_seconds: float
-    cells: list[CellResult]
-
-
 def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:
     """Make a side of stock vLLM without speculative decoding."""
     return Side(
@@ -324,34 +316,20 @@ def check_model(what: str, model: str) -> None:
             ) from None
 
 
-def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideResult:
-    """Run one side in a fresh process.
-
-    Args:
-        job: what to run.
-        log: receives all that the process prints.
-        on_event: called with ``{"event": "started", "seconds"}``, ``{"event": "cell",
-            "result"}`` and ``{"event": "text", "text"}`` as they happen; with
-            ``in_turns`` with ``{"event": "ready"}`` before each cell, which is measured
-            when the function returns.
-
-    Raises:
-        EngineError: one line that says why the side failed.
-
-    """
-    result = SideResult(start_seconds=0.0, cells=[])
-    with closing(side_events(job, log)) as events:
-        for event in events:
-            if event["event"] == "started":
-                result.start_seconds = event["seconds"]
-            elif event["event"] == "cell":
-                result.cells.append(CellResult.model_validate(event["result"]))
-            on_event(event)
-    return result
+# Starts a job's engine with a log; yields its events, and raises EngineError.
+Start = Callable[[Job, Path], Generator[Event]]
 
 
 def side_events(job: Job, log: Path) -> Generator[Event]:
     """Start one side's process and yield its events; closing it ends the process.
+
+    They are ``{"event": "started", "seconds"}``, ``{"event": "cell", "result"}`` and
+    ``{"event": "text", "text"}``, and with ``in_turns`` ``{"event": "ready"}`` before
+    each cell, which is measured when the next event is taken.
+
+    Args:
+        job: what to run.
+        log: receives all that the process prints.
 
     Raises:
         EngineError: one line that says why the side failed.
@@ -368,6 +346,13 @@ def side_events(job: Job, log: Path) -> Generator[Event]:
         )
     except EngineError as error:
         raise EngineError(f"{job.side.name}: {error}") from None
+
+
+def results_of(events: Iterable[Event]) -> Iterator[CellResult]:
+    """The measured cells among events."""
+    for event in events:
+        if event["event"] == "cell":
+            yield CellResult.model_validate(event["result"])
 
 
 def plain_sides(eager: Sequence[bool] = (True, False)) -> list[Side]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from vllm_treespec.atomic_files import replaced
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.tools.launch import EngineError, Event, launch
+from vllm_treespec.tools.launch import EngineError, events_of
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, End, EngineRun, SoakJob
 from vllm_treespec.tools.soak.requests import Material, SoakRequest
@@ -299,12 +300,12 @@ def run_engine(job: SoakJob, log: Path, on_event: OnEvent) -> EngineRun:
     on_event(job.side, {"event": "starting"})
     events: dict[str, Any] = {"answers": [], "in_flight": []}
 
-    def take(event: Event) -> None:
-        keep(event, events)
-        on_event(job.side, event)
-
+    sent = events_of(ENGINE, job, log, timeout_s=job.timeout_s)
     try:
-        launch(ENGINE, job, log, take, timeout_s=job.timeout_s)
+        with closing(sent):
+            for event in sent:
+                keep(event, events)
+                on_event(job.side, event)
     except EngineError as error:
         flight = ", ".join(events["in_flight"]) or "none"
         reason = f"{job.side}: {error}; requests in flight: {flight}"

@@ -64,7 +64,7 @@ def tune(
 
     from vllm_treespec.tools.launch import EngineError
     from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS
-    from vllm_treespec.tools.sides import Job, Side, check_model, run_side
+    from vllm_treespec.tools.sides import Job, Side, check_model, side_events
     from vllm_treespec.tools.tune import report
     from vllm_treespec.tools.tune.candidates import candidates
     from vllm_treespec.tools.tune.choose import choose
@@ -91,7 +91,7 @@ def tune(
         )
         with bar_of(console, minutes) as show:
             search = Search(
-                job, sides, loads, out, 60 * minutes, versions(), show, run_side
+                job, sides, loads, out, 60 * minutes, versions(), show, side_events
             )
             rows = search.run()
     except (EngineError, OSError, ValueError) as error:

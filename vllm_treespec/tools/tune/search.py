@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_treespec.tools.launch import EngineError, Event, OnEvent
+from vllm_treespec.tools.launch import EngineError
 from vllm_treespec.tools.rows import Row, summarise
-from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, Job, Side
+from vllm_treespec.tools.sides import (
+    PLAIN,
+    Cell,
+    CellResult,
+    Job,
+    Side,
+    Start,
+    results_of,
+)
 from vllm_treespec.tools.store import Stored, read_stored, settings_of, store
 
 # A tree that makes less than this share of the best speed under all loads is left out.
 KEEP = 0.9
 ROUNDS = 3
-Runner = Callable[[Job, Path, OnEvent], object]
 
 
 class Measured(Stored):
@@ -56,7 +64,7 @@ class Search:
         seconds: no engine starts after so many, but for the first two.
         deciding: all else that decides the results.
         on_progress: called when an engine starts and when a cell is measured.
-        runner: starts an engine and measures a job's cells.
+        start_engine: starts an engine, which measures a job's cells.
 
     """
 
@@ -67,7 +75,7 @@ class Search:
     seconds: float
     deciding: Any
     on_progress: Callable[[Progress], None]
-    runner: Runner
+    start_engine: Start
 
     def __post_init__(self) -> None:
         """Read what was measured before."""
@@ -157,25 +165,20 @@ class Search:
 
     def measure(self, side: Side, cells: Sequence[Cell], round_: int) -> None:
         """Start an engine, measure the cells, and store each as soon as it is there."""
-        done = 0
 
-        def report() -> None:
+        def report(done: int) -> None:
             seconds = time.monotonic() - self.start
             self.on_progress(Progress(round_, side.name, done, len(cells), seconds))
 
-        def take(event: Event) -> None:
-            nonlocal done
-            if event["event"] == "cell":
-                self.keep(side, round_, CellResult.model_validate(event["result"]))
-                done += 1
-                report()
-
-        report()
+        report(0)
         seed = len(self.finished)
         job = self.job.model_copy(update={"side": side, "cells": cells, "seed": seed})
         log = self.out / "logs" / f"{side.name.replace('/', '_')}.{round_}.log"
         try:
-            self.runner(job, log, take)
+            with closing(self.start_engine(job, log)) as events:
+                for done, result in enumerate(results_of(events), 1):
+                    self.keep(side, round_, result)
+                    report(done)
         except EngineError as error:
             self.failed[side.name] = str(error)
 
