@@ -67,7 +67,7 @@ def suffix_pays(method: str, size: int, cell: Cell) -> float:
 def write_config(folder: Path) -> str:
     """Write as much of a model as is read before engines start; its folder."""
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return str(folder)
 
 
@@ -214,7 +214,6 @@ def test_the_command_prints_and_writes(
     assert spec["method"] == "suffix_tree"
     assert "max_cached_tokens" not in spec
     assert json.loads((out / "tune.json").read_text())["failed"]
-    assert (out / "tune.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

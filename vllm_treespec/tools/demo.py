@@ -40,6 +40,7 @@ from vllm_treespec.tools.demo_report import (
     speed_table,
 )
 from vllm_treespec.tools.launch import READY, EngineError, Event
+from vllm_treespec.tools.load import check_model
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
 from vllm_treespec.tools.sides import (
     PLAIN,
@@ -47,7 +48,6 @@ from vllm_treespec.tools.sides import (
     CellResult,
     Job,
     Side,
-    check_model,
     plain_side,
     results_of,
     seeded,

@@ -5,11 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads.weights import first_not_finite
+
+
+def check_model(what: str, model: str) -> None:
+    """Check that there is a model, before engines start; no weights are fetched.
+
+    Raises:
+        SpecConfigError: there is no such model.
+
+    """
+    read_config(what, model, _config_dict)
+
+
+def _config_dict(model: str) -> dict[str, Any]:
+    """What a model's config.json holds; vLLM knows types that transformers does not."""
+    found: dict[str, Any]
+    found, _ = PretrainedConfig.get_config_dict(model)
+    if not found:
+        raise OSError("there is nothing in it")
+    return found
 
 
 def load_model(what: str, model: str, **options: Any) -> PreTrainedModel:

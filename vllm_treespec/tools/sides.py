@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from operator import not_
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_treespec.config import SpecConfigError, find_method, parse_spec_config
+from vllm_treespec.config import find_method, parse_spec_config
 from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
@@ -29,11 +30,6 @@ ENGINE = "vllm_treespec.tools.side_engine"
 # Of engines that take turns: threads of Intel's OpenMP would spin for 200 ms while the
 # next engine works. vLLM takes 5 ms where it starts workers.
 TURNS = {"KMP_BLOCKTIME": "5"}
-
-
-def _is_unset(value: Any) -> bool:
-    """Tell a field that stands at its empty default."""
-    return not value
 
 
 class Side(BaseModel):
@@ -52,7 +48,7 @@ class Side(BaseModel):
     # False: scheduler and worker in processes of their own, vLLM's default
     one_process: bool = True
     # more variables of the engine process
-    environment: dict[str, str] = Field(default={}, exclude_if=_is_unset)
+    environment: dict[str, str] = Field(default={}, exclude_if=not_)
 
 
 class Cell(BaseModel):
@@ -63,23 +59,23 @@ class Cell(BaseModel):
     batch_size: int
     temperature: float
     # of Job.workloads; "": Job.prompts
-    workload: str = Field(default="", exclude_if=_is_unset)
+    workload: str = Field(default="", exclude_if=not_)
     # the first so many prompts, from the start again where there are fewer; None: all
-    num_prompts: int | None = Field(default=None, exclude_if=_is_unset)
+    num_prompts: int | None = Field(default=None, exclude_if=not_)
     # of each answer; None: as the job says
-    max_tokens: int | None = Field(default=None, exclude_if=_is_unset)
+    max_tokens: int | None = Field(default=None, exclude_if=not_)
     # keys of the spec-config that shape the tree, one of the side's schedule; None: as
     # the side's spec-config says
-    tree: dict[str, Any] | None = Field(default=None, exclude_if=_is_unset)
+    tree: dict[str, Any] | None = Field(default=None, exclude_if=not_)
     # "module:function" called with engine and cell, returns the result; "": time the
     # answers to the prompts
-    measure: str = Field(default="", exclude_if=_is_unset)
+    measure: str = Field(default="", exclude_if=not_)
     # more sampling parameters of its requests
-    params: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+    params: dict[str, Any] = Field(default={}, exclude_if=not_)
     # what that function needs to know
-    options: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+    options: dict[str, Any] = Field(default={}, exclude_if=not_)
     # name of its file; "": made from the other fields
-    label: str = Field(default="", exclude_if=_is_unset)
+    label: str = Field(default="", exclude_if=not_)
 
     def __hash__(self) -> int:
         """Trees and options are not hashable; equal cells have one name."""
@@ -112,24 +108,24 @@ class Job(BaseModel):
     prompts: list[str]
     # Prompts by workload. With them, a cell's prompts are read before it and stay in
     # the prefix cache: it measures decoding.
-    workloads: dict[str, list[str]] = Field(default={}, exclude_if=_is_unset)
+    workloads: dict[str, list[str]] = Field(default={}, exclude_if=not_)
     cells: list[Cell]
     max_tokens: int
     seed: int = 0
     dtype: str = "bfloat16"
     # whether requests are sampled as the target's generation_config.json says, as by
     # vllm serve; cells have their own temperatures and lengths
-    model_defaults: bool = Field(default=False, exclude_if=_is_unset)
+    model_defaults: bool = Field(default=False, exclude_if=not_)
     # of requests at temperatures above 0; None: all tokens may be drawn
-    top_p: float | None = Field(default=None, exclude_if=_is_unset)
+    top_p: float | None = Field(default=None, exclude_if=not_)
     # of all requests; None: no penalty
-    repetition_penalty: float | None = Field(default=None, exclude_if=_is_unset)
+    repetition_penalty: float | None = Field(default=None, exclude_if=not_)
     max_model_len: int = 2048
     # before the cells, stream the greedy answer to this prompt, in turns
     stream: str | None = None
     timeout_s: float = 3600.0
     # wait for the turn of each cell: other engines are in memory, too
-    in_turns: bool = Field(default=False, exclude_if=_is_unset)
+    in_turns: bool = Field(default=False, exclude_if=not_)
 
 
 class Acceptance(BaseModel):
@@ -180,25 +176,25 @@ class CellResult(BaseModel):
     # wall time from the first request to the last token, prefill included
     seconds: float
     # CPU time of the engine's main thread within them
-    cpu_seconds: float = Field(default=0.0, exclude_if=_is_unset)
+    cpu_seconds: float = Field(default=0.0, exclude_if=not_)
     # per request, in the order of the prompts
     num_tokens: list[int]
     # per request, (last token - first token) / (tokens - 1); None for one token
     tpot_ms: list[float | None]
     token_ids: list[list[int]]
     # of requests that had not ended
-    unfinished_tokens: int = Field(default=0, exclude_if=_is_unset)
+    unfinished_tokens: int = Field(default=0, exclude_if=not_)
     acceptance: Acceptance | None = None
     steps: int | None = None
     # seconds in each of STAGES, ours only
     stage_seconds: dict[str, float] = {}
     # what steps drafted with, a tree's name or "plain" -> steps; seconds of those that
     # only decoded; tokens emitted in them. Ours only
-    mode_steps: dict[str, int] = Field(default={}, exclude_if=_is_unset)
-    mode_seconds: dict[str, float] = Field(default={}, exclude_if=_is_unset)
-    mode_tokens: dict[str, int] = Field(default={}, exclude_if=_is_unset)
+    mode_steps: dict[str, int] = Field(default={}, exclude_if=not_)
+    mode_seconds: dict[str, float] = Field(default={}, exclude_if=not_)
+    mode_tokens: dict[str, int] = Field(default={}, exclude_if=not_)
     # what the cell's own function found besides
-    details: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+    details: dict[str, Any] = Field(default={}, exclude_if=not_)
 
 
 def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:
@@ -283,37 +279,6 @@ def side_of_trees(
 def seeded(drafts: bool) -> dict[str, Any]:
     """Sampling parameters of a request with a seed, with drafts or without."""
     return {"seed": 1, **drafts_allowed(drafts)}
-
-
-def check_model(what: str, model: str) -> None:
-    """Check that there is a model, before engines start for it.
-
-    Args:
-        what: the option that names the model, for the message.
-        model: folder or hub id; of the hub only the configuration is fetched.
-
-    Raises:
-        SpecConfigError: there is no such model.
-
-    """
-    from transformers import PretrainedConfig
-
-    remedy = "name the folder, or the hub id, of a model in Hugging Face format"
-    folder = Path(model)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise SpecConfigError(f"{what}: {model} holds no config.json; {remedy}")
-    elif folder.is_absolute() or model.startswith((".", "~")):
-        raise SpecConfigError(f"{what}: there is no folder {model}; {remedy}")
-    else:
-        try:
-            PretrainedConfig.get_config_dict(model)
-        except OSError as error:
-            reason = " ".join(str(error).split())
-            raise SpecConfigError(
-                f"{what}: there is no folder {model}, and the hub gave no model of "
-                f"that name ({reason}); {remedy}"
-            ) from None
 
 
 # Starts a job's engine with a log; yields its events, and raises EngineError.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -30,36 +29,9 @@ from vllm_treespec.heads.kinds import HEADS
 from vllm_treespec.tools.plan.models import Model, padded, read_model
 
 
-class Drafter(Protocol):
-    """A draft model or a head; all numbers are those of one rank."""
-
-    @property
-    def feature_size(self) -> int:
-        """Numbers that are kept of every token."""
-
-    @property
-    def note(self) -> str:
-        """What it is, and how ranks hold it."""
-
-    def weight_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
-        """Its own weights."""
-
-    def copied_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
-        """What it copies of the target's embedding and output layer."""
-
-    def kv_heads(self, num_ranks: int) -> list[tuple[int, int]]:
-        """Key-value heads and their size, of every layer."""
-
-    def attention(self, num_ranks: int) -> tuple[int, int] | None:
-        """Query heads and their size; None without attention."""
-
-    def widths(self, num_ranks: int) -> tuple[int, int]:
-        """Numbers of a token's hidden states, and of its MLP."""
-
-
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model, which ranks share like the target."""
+    """A draft model, which ranks share like the target; sizes are those of a rank."""
 
     model: Model
     # of its own list; 0: it drafts all tokens
@@ -181,6 +153,9 @@ class PlannedHead:
             return 0, 0
         states = config.target_hidden_size * config.num_target_layers
         return config.hidden_size + states, config.intermediate_size
+
+
+Drafter = DraftModel | PlannedHead
 
 
 def read_drafters(

@@ -63,8 +63,9 @@ def tune(
     from rich.console import Console
 
     from vllm_treespec.tools.launch import EngineError
+    from vllm_treespec.tools.load import check_model
     from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS
-    from vllm_treespec.tools.sides import Job, Side, check_model, side_events
+    from vllm_treespec.tools.sides import Job, Side, side_events
     from vllm_treespec.tools.tune import report
     from vllm_treespec.tools.tune.candidates import candidates
     from vllm_treespec.tools.tune.choose import choose

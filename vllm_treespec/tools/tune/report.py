@@ -1,10 +1,9 @@
-"""What a search found: a table, sentences, a picture, files."""
+"""What a search found: a table, sentences, files."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,7 @@ def sentences(rows: Sequence[TreeRow], choice: Choice) -> list[str]:
 def write_files(
     out: Path, rows: Sequence[TreeRow], choice: Choice, failed: Mapping[str, str]
 ) -> None:
-    """Write rows and failures to tune.json, the spec-config to spec.json if one pays,
-    and a picture of the speed-ups to tune.png."""
+    """Write rows and failures to tune.json, and to spec.json what pays."""
     content = {
         "rows": [row.model_dump(mode="json") for row in rows],
         "speedup": choice.speedup,
@@ -97,39 +95,3 @@ def write_files(
     spec.unlink(missing_ok=True)
     if choice.spec is not None:
         spec.write_text(json.dumps(choice.spec, indent=1) + "\n")
-    if find_spec("matplotlib") is not None:
-        draw(rows, out / "tune.png")
-
-
-def draw(rows: Sequence[TreeRow], path: Path) -> None:
-    """Draw the best speed-up of each method under each load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    loads = {row.cell.name: load_name(row.cell) for row in rows}
-    sides = [side for side in dict.fromkeys(row.side for row in rows) if side != PLAIN]
-    height = 0.8 / max(len(sides), 1)
-    figure, axis = pyplot.subplots(figsize=(8, 1 + 0.25 * len(loads) * len(sides)))
-    for number, side in enumerate(sides):
-        best = [
-            max(
-                (
-                    row.speedup or 0.0
-                    for row in rows
-                    if (row.side, row.cell.name) == (side, load)
-                ),
-                default=0.0,
-            )
-            for load in loads
-        ]
-        places = [place + number * height for place in range(len(loads))]
-        axis.barh(places, best, height, label=side)
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_yticks([place + 0.4 for place in range(len(loads))], list(loads.values()))
-    axis.invert_yaxis()
-    axis.set_xlabel("speed-up over plain vLLM, best tree of each method")
-    axis.legend(fontsize="small")
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
