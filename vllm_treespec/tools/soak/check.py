@@ -268,11 +268,9 @@ def differences(
 def _difference(
     request: str, want: Completion, have: Completion, aborted: bool
 ) -> Difference | None:
-    shared = min(len(want.token_ids), len(have.token_ids))
-    pairs = zip(want.token_ids, have.token_ids, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), shared)
+    position = _first_difference(want, have)
     detail = ""
-    if position < shared:
+    if position < min(len(want.token_ids), len(have.token_ids)):
         detail = f"token {position} of {len(want.token_ids)} differs"
     elif aborted:
         return None
@@ -291,6 +289,13 @@ def _difference(
         trees=_at(have.token_ids, position),
         detail=detail,
     )
+
+
+def _first_difference(want: Completion, have: Completion) -> int:
+    """First place where tokens differ, or the end of the shorter answer."""
+    pairs = zip(want.token_ids, have.token_ids, strict=False)
+    shortest = min(len(want.token_ids), len(have.token_ids))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
 
 
 def _at(tokens: Sequence[int], position: int) -> int | None:
@@ -367,11 +372,7 @@ def _unlike_prompts(request: SoakRequest, plain: Answer, trees: Answer) -> str |
 
 
 def _unlike_answers(plain: Completion, trees: Completion) -> str | None:
-    pairs = zip(plain.token_ids, trees.token_ids, strict=False)
-    end = next(
-        (i for i, (a, b) in enumerate(pairs) if a != b),
-        min(len(plain.token_ids), len(trees.token_ids)),
-    )
+    end = _first_difference(plain, trees)
     worst = _largest_gap((plain.logprobs or [])[:end], (trees.logprobs or [])[:end])
     return f"the answer's are {worst:.4f} apart" if worst > LOGPROB_TOLERANCE else None
 

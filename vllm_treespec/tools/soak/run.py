@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from vllm_treespec.atomic_files import replaced
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.tools.launch import EngineError, events_of
+from vllm_treespec.tools.prompts import chat_tokens
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, End, EngineRun, SoakJob
 from vllm_treespec.tools.soak.requests import Material, SoakRequest
@@ -75,17 +76,7 @@ def material(target: str, prompts: Sequence[str], max_model_len: int) -> Materia
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    conversations = [
-        tokenizer(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                tokenize=False,
-            ),
-            add_special_tokens=False,
-        ).input_ids
-        for prompt in prompts
-    ]
+    conversations = [chat_tokens(tokenizer, prompt) for prompt in prompts]
     return Material.of(conversations, max_model_len)
 
 

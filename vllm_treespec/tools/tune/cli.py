@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_treespec.tools.options import numbers
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -133,12 +135,11 @@ def workloads_of(path: Path, num_prompts: int) -> dict[str, list[str]]:
     from vllm_treespec.tools.prompts import (
         load_prompts,
         load_workloads,
-        read_jsonl,
+        names_workloads,
         spread,
     )
 
-    rows = read_jsonl(path)
-    if any(isinstance(row, dict) and "workload" in row for _, row in rows):
+    if names_workloads(path):
         found = load_workloads(path)
     else:
         found = {path.name.partition(".")[0]: load_prompts(path)}
@@ -154,19 +155,10 @@ def loads_of(work: list[str], batch_sizes: str, temperatures: str) -> list[Cell]
     """
     from vllm_treespec.tools.sides import Cell
 
-    def numbers(text: str, option: str, least: float) -> list[float]:
-        try:
-            found = [float(word) for word in text.split(",") if word.strip()]
-        except ValueError:
-            found = []
-        if not found or min(found) < least:
-            raise ValueError(f"{option}: {text!r} is no list of numbers from {least:g}")
-        return found
-
     return [
-        Cell(batch_size=int(size), temperature=temperature, workload=name)
-        for size in sorted(set(numbers(batch_sizes, "--batch-sizes", 1)))
-        for temperature in numbers(temperatures, "--temperatures", 0)
+        Cell(batch_size=size, temperature=temperature, workload=name)
+        for size in sorted(set(numbers(batch_sizes, "--batch-sizes", int, 1)))
+        for temperature in numbers(temperatures, "--temperatures", float, 0)
         for name in work
     ]
 
