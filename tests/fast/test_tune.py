@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,15 @@ def test_a_cut_search_goes_on(tmp_path: Path) -> None:
     assert len(first.measured) + len(then.measured) == sum(row.rounds for row in rows)
     with pytest.raises(ValueError, match="other settings"):
         search(tmp_path / "cut", then, head=head, other=1)
+
+
+def test_a_side_may_be_gone(tmp_path: Path) -> None:
+    """Red when a search without a head is refused where one with it has been."""
+    whole = search(tmp_path, Engines(suffix_pays))
+    whole.run()
+    left = [side for side in whole.sides if side.family in (PLAIN, "suffix_tree")]
+    rows = replace(whole, sides=left).rows()
+    assert {row.side for row in rows} == {PLAIN, "suffix_tree"}
 
 
 def by_name(rows: list[TreeRow]) -> dict[tuple[str, str, str], tuple[float, int]]:

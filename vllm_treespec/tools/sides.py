@@ -322,8 +322,7 @@ def results_of(events: Iterable[Event]) -> Iterator[CellResult]:
 
 def plain_sides(eager: Sequence[bool] = (True, False)) -> list[Side]:
     """Make the sides of vLLM in one process without speculative decoding."""
-    names = {True: "plain-eager", False: "plain-compiled"}
-    return [plain_side(names[mode], mode) for mode in eager]
+    return [plain_side(f"plain-{'eager' if e else 'compiled'}", e) for e in eager]
 
 
 def stock_specs(draft: str | None) -> list[dict[str, Any]]:
@@ -375,15 +374,15 @@ def with_model(
     config = find_method(str(spec.get("method")))
     if config is None or "model" in spec:
         return spec
-    model, option = None, ""
     if issubclass(config, DraftModelConfig):
         model, option = draft, "--draft"
     elif issubclass(config, HeadMethodConfig):
         model, option = heads.get(config.HEAD), "--head"
     elif issubclass(config, HybridConfig):
         kind = spec.get("drafter", "draft_model")
-        is_model = kind == "draft_model"
-        model, option = (draft, "--draft") if is_model else (heads.get(kind), "--head")
+        model, option = heads.get(kind), "--head"
+        if kind == "draft_model":
+            model, option = draft, "--draft"
     else:
         return spec
     if model is None:
