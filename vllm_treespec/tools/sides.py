@@ -286,15 +286,11 @@ Start = Callable[[Job, Path], Generator[Event]]
 
 
 def side_events(job: Job, log: Path) -> Generator[Event]:
-    """Start one side's process and yield its events; closing it ends the process.
+    """Start one side's process, which prints to a log; closing the events ends it.
 
     They are ``{"event": "started", "seconds"}``, ``{"event": "cell", "result"}`` and
     ``{"event": "text", "text"}``, and with ``in_turns`` ``{"event": "ready"}`` before
     each cell, which is measured when the next event is taken.
-
-    Args:
-        job: what to run.
-        log: receives all that the process prints.
 
     Raises:
         EngineError: one line that says why the side failed.

@@ -73,8 +73,9 @@ def check_target(check: TargetCheck, console: Console, verbose: bool = False) ->
     problems: list[str] = []
     device = tried(problems, partial(checked_device, check.device))
     if device is not None:
-        spec = check.spec
-        config = None if spec is None else tried(problems, partial(read_config, spec))
+        config, spec = None, check.spec
+        if spec is not None:
+            config = tried(problems, lambda: parse_spec_config(read_spec(spec)))
         target = tried(problems, partial(read_target, check))
         if target is None and check.max_model_len is not None:
             # what else is in the way
@@ -179,16 +180,6 @@ def unreadable_target(check: TargetCheck, error: Exception) -> SpecConfigError:
     return SpecConfigError(
         f"--target: vLLM cannot import the code of {check.target} ({reason}); {remedy}"
     )
-
-
-def read_config(spec: str) -> MethodConfig:
-    """Read and validate a spec-config.
-
-    Raises:
-        SpecConfigError: naming what is wrong with it.
-
-    """
-    return parse_spec_config(read_spec(spec))
 
 
 def spec_problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -84,14 +85,17 @@ def batch(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         check_places(input_file, output)
+        arguments = ["--model", model]
         spec, config = None, None
         if speculative_config is not None:
             spec = json_object(speculative_config, "--speculative-config")
+            arguments += ["--speculative-config", json.dumps(spec)]
         if spec is not None and names_our_method(spec):
             config = parse_spec_config(spec)
             check_head_files(config)
         sampling = json_object(sampling_params, "--sampling-params")
         others = vllm_options(context.args)
+        arguments += context.args
         settings = Settings(
             input=input_file,
             output=output,
@@ -107,7 +111,6 @@ def batch(
             columns=Columns(prompt=prompt_column, id=id_column),
             limit=limit,
         )
-        arguments = engine.arguments_of(model, spec, context.args)
         answer: Answerer
         if ray is None:
             answer = engine.VllmAnswerer(arguments, sampling, chat)

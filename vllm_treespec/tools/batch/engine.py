@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -233,12 +232,3 @@ def refusals() -> tuple[type[Exception], ...]:
 def one_line(error: Exception) -> str:
     """An error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def arguments_of(
-    model: str, speculative_config: dict[str, Any] | None, others: Sequence[str]
-) -> list[str]:
-    """Make the engine's arguments as ``vllm serve`` takes them."""
-    spec = json.dumps(speculative_config)
-    ours = [] if speculative_config is None else ["--speculative-config", spec]
-    return ["--model", model, *ours, *others]

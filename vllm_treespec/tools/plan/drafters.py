@@ -12,7 +12,6 @@ from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import (
     check_head,
     check_hot_tokens,
-    check_shards,
 )
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.heads import (
@@ -185,15 +184,3 @@ def read_drafters(
             head = head.model_copy(update={"num_hot_tokens": len(hot)})
         drafters.append(PlannedHead(config.head, head, target, max_model_len))
     return drafters
-
-
-def check_ranks(drafters: list[Drafter], num_ranks: int) -> None:
-    """Check that ranks can share the draft models.
-
-    Raises:
-        SpecConfigError: naming the size that does not divide.
-
-    """
-    for drafter in drafters:
-        if isinstance(drafter, DraftModel):
-            check_shards(drafter.model.name, drafter.model.config, num_ranks)
