@@ -108,7 +108,7 @@ def served(asked: Options) -> Run:
     Without --spec: the suffix tree with its measured schedule, and in every step.
     """
     models = asked.models()
-    modes = options.eager_modes(asked.engines)
+    modes = options.EAGER_MODES[asked.engines]
     specs = asked.specs(models) if asked.spec else SPECS
     sides = [
         *plain_sides(modes),

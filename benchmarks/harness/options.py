@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -73,8 +73,11 @@ Specs = Annotated[
     ),
 ]
 Engines = Annotated[
-    str, typer.Option(help="How speculative sides run: eager, compiled or both.")
+    Literal["eager", "compiled", "both"],
+    typer.Option(help="How speculative sides run."),
 ]
+# Values of enforce_eager.
+EAGER_MODES = {"eager": [True], "compiled": [False], "both": [True, False]}
 StockDepth = Annotated[
     int, typer.Option(min=1, help="Draft tokens of stock ngram and draft_model.")
 ]
@@ -121,14 +124,6 @@ def one_line_errors(experiment: str) -> Iterator[None]:
     except (AssetError, ValueError) as error:
         console.print(f"{experiment}: {error}", markup=False)
         raise typer.Exit(1) from None
-
-
-def eager_modes(text: str) -> list[bool]:
-    """Read ``--engines``: which values of enforce_eager to run."""
-    modes = {"eager": [True], "compiled": [False], "both": [True, False]}
-    if text not in modes:
-        raise ValueError(f"--engines is {text!r}; write eager, compiled or both")
-    return modes[text]
 
 
 def usual_specs(draft: str | None, heads: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,11 @@ def events_of(
         late = f"no result within {timeout_s:.0f} s"
         reason = late if timed_out else failure(process.returncode, log)
         raise EngineError(f"{reason} (log: {log})")
+
+
+def turn(events: Iterator[Event]) -> list[Event]:
+    """Let a process work until it waits for its next turn."""
+    return list(takewhile(lambda event: event["event"] != READY, events))
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:

@@ -37,12 +37,7 @@ def _config_dict(model: str) -> dict[str, Any]:
 
 
 def load_model(what: str, model: str, **options: Any) -> PreTrainedModel:
-    """Load a causal language model, for evaluation.
-
-    Args:
-        what: the option or argument that names it, for messages.
-        model: folder or hub id.
-        options: of ``from_pretrained``.
+    """Load a causal language model, for evaluation; ``what`` names it in messages.
 
     Raises:
         SpecConfigError: it cannot be read, lacks a weight, or has weights that are NaN

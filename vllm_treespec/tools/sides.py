@@ -254,11 +254,7 @@ def side_of_trees(
 ) -> Side:
     """Make a side whose schedule holds these trees; each cell forces one.
 
-    Args:
-        name: of the side.
-        spec: its spec-config without a schedule.
-        trees: keys that shape a tree; one may stand there twice.
-        engine: further arguments of the engine.
+    ``spec`` has no schedule; a tree, the keys that shape it, may stand there twice.
 
     Raises:
         SpecConfigError: when the spec-config cannot work.

@@ -57,18 +57,10 @@ class TargetCheck:
 
 
 def check_target(check: TargetCheck, console: Console, verbose: bool = False) -> bool:
-    """Print all that is in the way of draft trees for a target.
+    """Print all that is in the way of draft trees for a target; loads no weights.
 
-    No weights are loaded.
-
-    Args:
-        check: what is checked.
-        console: where to.
-        verbose: print also what draft trees do not support and the target has not.
-
-    Returns:
-        whether an engine would start, as far as configs can say.
-
+    ``verbose`` prints also what draft trees do not support and the target has not.
+    Returns whether an engine would start, as far as configs can say.
     """
     problems: list[str] = []
     device = tried(problems, partial(checked_device, check.device))
@@ -108,8 +100,7 @@ def tried(problems: list[str], make: Callable[[], Made]) -> Made | None:
 def checked_device(said: str | None) -> str:
     """The device for which this vLLM has all that draft trees need.
 
-    Args:
-        said: ``"cpu"`` or ``"cuda"``, which this machine may lack; None: its own.
+    This machine may lack the one that is said; None: its own.
 
     Raises:
         SpecConfigError: this is another platform.

@@ -113,14 +113,9 @@ def check_parameters(
 def parameter_problems(
     request: SoakRequest, part: Completion, aborted: bool, room: int
 ) -> Iterator[str]:
-    """Say what is wrong with one answer.
+    """Say what is wrong with one answer, which may have ``room`` tokens.
 
-    Args:
-        request: what was asked.
-        part: what came.
-        aborted: the answer may end anywhere.
-        room: how many tokens the answer may have.
-
+    An aborted one may end anywhere.
     """
     params, tokens = request.params, part.token_ids
     min_tokens = params.get("min_tokens", 0)
@@ -307,12 +302,8 @@ def with_gaps(
 ) -> list[Difference]:
     """Set the gaps of differing tokens.
 
-    Args:
-        found: the differences.
-        plain: the plain run.
-        ties: the same requests on plain vLLM once more, one at a time, with the log
-            probabilities from which tokens are chosen.
-
+    ``ties`` are the same requests on plain vLLM once more, one at a time, with the log
+    probabilities from which tokens are chosen.
     """
     theirs = {answer.id: answer.completions[0] for answer in plain.answers}
     again = {answer.id: answer.completions[0] for answer in ties.answers}
