@@ -25,7 +25,7 @@ TABLES = [
     "pandas>=2.2",
     "psutil>=5.9",
     "py-cpuinfo>=9",
-    "scipy>=1.14",
+    "scipy>=1.15",
     "seaborn>=0.13",
 ]
 
