@@ -19,7 +19,7 @@ from vllm_treespec.tools.launch import EngineError, Event
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job, Side
 from vllm_treespec.tools.tune.candidates import candidates
 from vllm_treespec.tools.tune.choose import choose
-from vllm_treespec.tools.tune.search import ROUNDS, Progress, Search, TreeRow
+from vllm_treespec.tools.tune.search import ROUNDS, Search, TreeRow
 
 # Speed-up over plain's 100 tokens a second, by method, first size of the tree, and
 # requests at a time.
@@ -98,8 +98,7 @@ def search(out: Path, engines: Engines, seconds: float = 1e9, **more: Any) -> Se
     sides, _ = candidates([], [head], eager=False)
     unset = Side(name="", family="", engine={})
     job = Job(side=unset, target="t", prompts=[], cells=[], max_tokens=8)
-    seen: list[Progress] = []
-    return Search(job, sides, LOADS, out, seconds, more, seen.append, engines)
+    return Search(job, sides, LOADS, out, seconds, more, lambda *_: None, engines)
 
 
 def test_the_best_tree_of_each_batch_size_is_chosen(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_treespec.tools.sides import Cell
-    from vllm_treespec.tools.tune.search import Progress
 
 
 def tune(
@@ -164,7 +163,7 @@ def loads_of(work: list[str], batch_sizes: str, temperatures: str) -> list[Cell]
 
 
 @contextmanager
-def bar_of(console: Console, minutes: float) -> Iterator[Callable[[Progress], None]]:
+def bar_of(console: Console, minutes: float) -> Iterator[Callable[[float, str], None]]:
     """Show a bar of the time, with what is measured; yields what moves it."""
     from rich import progress
 
@@ -176,8 +175,7 @@ def bar_of(console: Console, minutes: float) -> Iterator[Callable[[Progress], No
     with progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=minutes)
 
-        def show(now: Progress) -> None:
-            said = f"round {now.round + 1}: {now.side}, {now.cells_done} of {now.cells}"
-            bar.update(task, completed=now.seconds / 60, description=said)
+        def show(seconds: float, said: str) -> None:
+            bar.update(task, completed=seconds / 60, description=said)
 
         yield show

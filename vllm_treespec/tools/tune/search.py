@@ -32,17 +32,6 @@ class TreeRow(Row):
     tree: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a search stands, for a bar."""
-
-    round: int
-    side: str
-    cells_done: int
-    cells: int
-    seconds: float
-
-
 @dataclass
 class Search:
     """Candidates under loads, within a time.
@@ -54,7 +43,8 @@ class Search:
         out: folder; what is measured there is not measured again.
         seconds: no engine starts after so many, but for the first two.
         deciding: all else that decides the results.
-        on_progress: called when an engine starts and when a cell is measured.
+        on_progress: called when an engine starts and when a cell is measured, with the
+            seconds since the search began and what goes on.
         start_engine: starts an engine, which measures a job's cells.
 
     """
@@ -65,7 +55,7 @@ class Search:
     out: Path
     seconds: float
     deciding: Any
-    on_progress: Callable[[Progress], None]
+    on_progress: Callable[[float, str], None]
     start_engine: Start
 
     def __post_init__(self) -> None:
@@ -149,10 +139,8 @@ class Search:
         """Start an engine, measure the cells, and store each as soon as it is there."""
 
         def report() -> None:
-            seconds = time.monotonic() - self.start
-            self.on_progress(
-                Progress(round_, side.name, next(done), len(cells), seconds)
-            )
+            said = f"round {round_ + 1}: {side.name}, {next(done)} of {len(cells)}"
+            self.on_progress(time.monotonic() - self.start, said)
 
         done = itertools.count()
         report()
