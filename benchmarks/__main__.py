@@ -21,8 +21,6 @@ EXPERIMENTS = {
     "redrafter": "benchmarks.redrafter.experiment",
     "eagle": "benchmarks.eagle.experiment",
     "lyanna": "benchmarks.lyanna.experiment",
-    "attention": "benchmarks.attention",
-    "sampled-trees": "benchmarks.sampled_trees",
     "gpu-kernel": "benchmarks.gpu.kernel",
     "gpu-step": "benchmarks.gpu.step",
     "gpu-end-to-end": "benchmarks.gpu.end_to_end",

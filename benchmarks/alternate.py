@@ -118,7 +118,7 @@ def alternate(asked: Options) -> Run:
         {"schedule": "measured", "schedule_cache": False, **spec}
         for spec in options.of_own_text(asked.specs(models))
     ]
-    modes = options.eager_modes(asked.engines)
+    modes = options.EAGER_MODES[asked.engines]
     sides = tree_sides(measured, models.draft, modes, models.heads)
     chosen = choose_sides(sides, options.words(asked.sides))
     alternation = asked.alternation().model_dump(exclude_defaults=True)

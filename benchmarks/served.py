@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from benchmarks.harness.experiment import Run, WorkOptions, experiment
 from benchmarks.harness.plan import Plan, StoredCell, base_job, execute
 from benchmarks.harness.report import Columns, Content
 from benchmarks.harness.rows import engines_of
-from vllm_treespec.tools.launch import EngineError, OnEvent, engine_environment, failure
+from vllm_treespec.tools.launch import EngineError, Event, engine_environment, failure
 from vllm_treespec.tools.sides import (
     PLAIN,
     Cell,
@@ -108,7 +108,7 @@ def served(asked: Options) -> Run:
     Without --spec: the suffix tree with its measured schedule, and in every step.
     """
     models = asked.models()
-    modes = options.eager_modes(asked.engines)
+    modes = options.EAGER_MODES[asked.engines]
     specs = asked.specs(models) if asked.spec else SPECS
     sides = [
         *plain_sides(modes),
@@ -121,7 +121,7 @@ def served(asked: Options) -> Run:
         for load in asked.loads()
         for temperature in asked.warmths()
     ]
-    runner = partial(serve_side, asked.serve_arguments.split(), asked.out / "client")
+    start = partial(serve_side, asked.serve_arguments.split(), asked.out / "client")
     return Run(
         job=base_job(models.target, [], workloads=work, **asked.requests()),
         engines=engines_of(
@@ -132,13 +132,13 @@ def served(asked: Options) -> Run:
         contents=contents,
         render=render,
         deciding=asked.serve_arguments,
-        measure=partial(execute, runner=runner),
+        measure=partial(execute, start=start),
     )
 
 
 def serve_side(
-    arguments: Sequence[str], folder: Path, job: Job, log: Path, on_event: OnEvent
-) -> None:
+    arguments: Sequence[str], folder: Path, job: Job, log: Path
+) -> Generator[Event]:
     """Serve one side, and let the client put it under the load of each cell.
 
     Raises:
@@ -156,7 +156,7 @@ def serve_side(
                 token_ids=[],
                 details=measured,
             )
-            on_event({"event": "cell", "result": result.model_dump(mode="json")})
+            yield {"event": "cell", "result": result.model_dump(mode="json")}
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Options(BatchOptions):
 def workloads(asked: Options) -> Run:
     """Measure methods or spec-configs on each kind of work, and say which to use."""
     models = asked.models()
-    modes = options.eager_modes(asked.engines)
+    modes = options.EAGER_MODES[asked.engines]
     work, cells = asked.find_cells()
     sides = sides_of(asked.specs(models), models, asked.stock_depth, modes)
     chosen = kinds.choose_sides(sides, options.words(asked.sides))

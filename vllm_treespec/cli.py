@@ -2,9 +2,8 @@
 
 import json
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -31,19 +30,7 @@ PASS_ON = {
 }
 
 
-class Device(StrEnum):
-    """What vLLM runs on."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class HeadDtype(StrEnum):
-    """What weights of heads are converted to."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
+Device = Literal["cpu", "cuda"]
 
 
 def _fail(error: Exception) -> typer.Exit:
@@ -157,7 +144,6 @@ def doctor(
     from vllm_treespec.engine.refusals import platform_device
     from vllm_treespec.tools import openmp
 
-    said = None if device is None else device.value
     if target is None:
         try:
             if speculative_config or max_model_len or tensor_parallel_size > 1:
@@ -165,7 +151,7 @@ def doctor(
                     "--speculative-config, --max-model-len and --tensor-parallel-size "
                     "need --target"
                 )
-            on = said or platform_device()
+            on = device or platform_device()
             works = seams.doctor(Console(), on, verbose)
         except SpecConfigError as error:
             raise _fail(error) from None
@@ -175,7 +161,7 @@ def doctor(
         from vllm_treespec.tools.target_doctor import TargetCheck, check_target
 
         check = TargetCheck(
-            target, speculative_config, max_model_len, tensor_parallel_size, said
+            target, speculative_config, max_model_len, tensor_parallel_size, device
         )
         works = check_target(check, Console(), verbose)
     if not works:
@@ -192,13 +178,13 @@ def expand(
         str | None,
         typer.Option(metavar="MODEL", help="The target model the spec-config is for."),
     ] = None,
-    device: Annotated[Device, typer.Option(help="What vLLM runs on.")] = Device.CPU,
+    device: Annotated[Device, typer.Option(help="What vLLM runs on.")] = "cpu",
 ) -> None:
     """Print the stock vLLM arguments a spec-config stands for."""
     from vllm_treespec import plugin
 
     try:
-        arguments = plugin.expand(speculative_config, target, device.value)
+        arguments = plugin.expand(speculative_config, target, device)
     except ValueError as error:
         raise _fail(error) from None
     typer.echo(json.dumps(arguments, indent=2))
@@ -221,7 +207,8 @@ def convert_head(
         Path, typer.Argument(metavar="OUT", help="New folder.", file_okay=False)
     ],
     dtype: Annotated[
-        HeadDtype | None, typer.Option(help="Of the weights; without it, as they are.")
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of the weights; without it, as they are."),
     ] = None,
 ) -> None:
     """Convert a published EAGLE head from pytorch_model.bin to safetensors."""
@@ -231,7 +218,7 @@ def convert_head(
 
     typer.echo(f"Reading {model}")
     try:
-        kind = getattr(torch, dtype.value) if dtype else None
+        kind = getattr(torch, dtype) if dtype else None
         size_mb = convert.convert_head(model, out, kind)
         typer.echo(f"Wrote {out}, {size_mb:.0f} MB")
     except (OSError, ValueError) as error:

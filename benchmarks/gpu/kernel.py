@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from benchmarks.gpu import card, kernel_calls
 from benchmarks.gpu.kernel_calls import CHAIN, FA3, SIDES, STOCK, TREE, Case
 from benchmarks.gpu.step import CARD_SHAPES, SHAPES, Row
 from benchmarks.harness import options, plan, plot, report
-from vllm_treespec.tools.launch import OnEvent
+from vllm_treespec.tools.launch import Event
 from vllm_treespec.tools.sides import Cell, CellResult, Job, Side
 
 WARM_UPS = 3
@@ -66,7 +66,7 @@ def gpu_kernel(
         made = plan.make_plan(job, engines, out, deciding, fresh)
         origin = card.origin("gpu-kernel", commit)
         made = replace(made, commit=origin["commit"])
-    measure = partial(plan.execute, runner=partial(measure_cells, repeats))
+    measure = partial(plan.execute, start=partial(measure_cells, repeats))
     plan.run_plan(made, origin, contents, render, measure=measure)
 
 
@@ -88,8 +88,8 @@ def engine_of(
     return plan.Engine(side, cells)
 
 
-def measure_cells(repeats: int, job: Job, log: Path, on_event: OnEvent) -> None:
-    """Measure cells in this process, as the runner of a plan; there is no log."""
+def measure_cells(repeats: int, job: Job, log: Path) -> Generator[Event]:
+    """Measure cells in this process; there is no log."""
     copy = {"copy_gb_per_s": card.copy_bandwidth()}
     for cell in job.cells:
         case = Case(batch=cell.batch_size, **cell.options)
@@ -98,7 +98,7 @@ def measure_cells(repeats: int, job: Job, log: Path, on_event: OnEvent) -> None:
         result = CellResult(
             cell=cell, seconds=0, num_tokens=[], tpot_ms=[], token_ids=[], details=row
         )
-        on_event({"event": "cell", "result": result.model_dump(mode="json")})
+        yield {"event": "cell", "result": result.model_dump(mode="json")}
 
 
 def measure(case: Case, repeats: int) -> Row:

@@ -1,20 +1,23 @@
-"""Options that experiments share, and how their texts are read."""
+"""Options that experiments share."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from vllm_treespec.tools.assets import AssetError
 
+# experiments read their options' texts by these
+from vllm_treespec.tools.options import json_object as json_object
+from vllm_treespec.tools.options import numbers as numbers
+from vllm_treespec.tools.options import words as words
+
 console = Console(stderr=True, soft_wrap=True)
-Number = TypeVar("Number", int, float)
 
 PromptsFile = Annotated[
     Path, typer.Option(help="JSONL with prompt, question, instruction or turns.")
@@ -70,8 +73,11 @@ Specs = Annotated[
     ),
 ]
 Engines = Annotated[
-    str, typer.Option(help="How speculative sides run: eager, compiled or both.")
+    Literal["eager", "compiled", "both"],
+    typer.Option(help="How speculative sides run."),
 ]
+# Values of enforce_eager.
+EAGER_MODES = {"eager": [True], "compiled": [False], "both": [True, False]}
 StockDepth = Annotated[
     int, typer.Option(min=1, help="Draft tokens of stock ngram and draft_model.")
 ]
@@ -118,50 +124,6 @@ def one_line_errors(experiment: str) -> Iterator[None]:
     except (AssetError, ValueError) as error:
         console.print(f"{experiment}: {error}", markup=False)
         raise typer.Exit(1) from None
-
-
-def words(text: str, option: str = "", choices: Sequence[str] = ()) -> list[str]:
-    """Read comma-separated words; ValueError for one that is not a choice."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    for word in found:
-        if choices and word not in choices:
-            raise ValueError(
-                f"{option}: there is no {word!r}; there are {', '.join(choices)}"
-            )
-    return found
-
-
-def numbers(
-    text: str, option: str, kind: type[Number], least: float = float("-inf")
-) -> list[Number]:
-    """Read comma-separated numbers; ValueError when there is none or one too small."""
-    try:
-        found = [kind(word) for word in words(text)]
-    except ValueError:
-        found = []
-    if not found or min(found) < least:
-        bound = f" from {least:g} on" if least > float("-inf") else ""
-        raise ValueError(f"{option}: {text!r} is no list of numbers{bound}")
-    return found
-
-
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """Read one JSON object; ValueError names the option."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} {text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{option} {text!r} must be one JSON object")
-    return found
-
-
-def eager_modes(text: str) -> list[bool]:
-    """Read ``--engines``: which values of enforce_eager to run."""
-    modes = {"eager": [True], "compiled": [False], "both": [True, False]}
-    if text not in modes:
-        raise ValueError(f"--engines is {text!r}; write eager, compiled or both")
-    return modes[text]
 
 
 def usual_specs(draft: str | None, heads: Mapping[str, str]) -> list[dict[str, Any]]:

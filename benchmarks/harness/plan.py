@@ -1,11 +1,9 @@
-"""What an experiment runs: engines in turn, round by round, each with its cells."""
+"""How an experiment runs its engines."""
 
 from __future__ import annotations
 
 import shutil
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +20,15 @@ from rich.progress import (
 from benchmarks.harness.options import console
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.report import Content, header, write_json
-from vllm_treespec.tools.launch import EngineError, Event, OnEvent
-from vllm_treespec.tools.sides import Cell, CellResult, Job, Side, run_side
-from vllm_treespec.tools.store import Stored, read_stored, settings_of, store
+from vllm_treespec.tools.cells import Engine, Plan, StoredCell
+from vllm_treespec.tools.sides import (
+    Job,
+    Side,
+    Start,
+    side_events,
+)
 
 Failures = dict[str, str]
-# Measures a job's cells, handing out an event for each; raises EngineError.
-Runner = Callable[[Job, Path, OnEvent], object]
-
-
-class StoredCell(Stored):
-    """A measured cell of a side in a round."""
-
-    side: Side
-    round: int
-    result: CellResult
 
 
 def without_text(finished: Sequence[StoredCell]) -> list[Content]:
@@ -49,95 +41,6 @@ def without_engines(finished: Sequence[StoredCell]) -> list[Content]:
     """What results.json holds of measured cells with their answers."""
     exclude: Any = {"side": {"engine"}}
     return [stored.model_dump(mode="json", exclude=exclude) for stored in finished]
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A side, the cells that its engine measures, and how often."""
-
-    side: Side
-    cells: Sequence[Cell]
-    rounds: int = 1
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Engines in turn, and where their results go."""
-
-    # what all engines share; side, cells and seed are filled in
-    job: Job
-    engines: Sequence[Engine]
-    out: Path
-    # all else that decides the results: SHA-256 of weights, the machine
-    deciding: Any
-    commit: str | None
-    # what of a side decides its results
-    identify: Callable[[Side], Any] = Side.model_dump
-
-    @property
-    def rounds(self) -> int:
-        """Most rounds of any engine."""
-        return max((engine.rounds for engine in self.engines), default=0)
-
-    def settings(self, side: Side) -> str:
-        """Tell results of other settings apart."""
-        shared = self.job.model_dump(
-            exclude={
-                *("side", "target", "cells", "seed", "timeout_s", "stream", "in_turns")
-            }
-        )
-        return settings_of(self.deciding, shared, self.identify(side))
-
-    def file(self, side: Side, cell: Cell, round_: int) -> Path:
-        """File of a measured cell."""
-        return self.out / "cells" / side.name / f"{cell.name}.{round_}.json"
-
-    def todo(self) -> list[tuple[int, Job]]:
-        """Rounds and jobs of the engines that have cells left to measure.
-
-        Seeds differ between engines, between rounds, and when broken-off work goes on:
-        no two cells share random numbers.
-        """
-        jobs = []
-        for round_ in range(self.rounds):
-            for engine in self.engines:
-                left = [
-                    cell
-                    for cell in engine.cells
-                    if round_ < engine.rounds
-                    and not self.file(engine.side, cell, round_).is_file()
-                ]
-                if left:
-                    name = f"{engine.side.name}.{left[0].name}.{round_}"
-                    filled = {"side": engine.side, "cells": left}
-                    seed = {"seed": zlib.crc32(name.encode())}
-                    jobs.append((round_, self.job.model_copy(update=filled | seed)))
-        return jobs
-
-    def finished(self) -> list[StoredCell]:
-        """Read all finished cells in the output folder, of other sides too.
-
-        Raises:
-            ValueError: when one was made with other settings.
-
-        """
-        planned = {engine.side.name: engine.side for engine in self.engines}
-        return read_stored(
-            sorted((self.out / "cells").glob("*/*.json")),
-            StoredCell,
-            lambda stored: self.settings(planned.get(stored.side.name, stored.side)),
-        )
-
-    def keep(self, job: Job, round_: int, result: CellResult) -> None:
-        """Store a measured cell."""
-        stored = StoredCell(
-            settings=self.settings(job.side),
-            commit=self.commit,
-            side=job.side,
-            round=round_,
-            result=result,
-        )
-        store(self.file(job.side, result.cell, round_), stored)
 
 
 def make_plan(
@@ -221,7 +124,7 @@ def run_plan(
 
 
 def execute(
-    plan: Plan, after_engine: Callable[[Failures], None], runner: Runner = run_side
+    plan: Plan, after_engine: Callable[[Failures], None], start: Start = side_events
 ) -> Failures:
     """Measure what is left; returns why engines failed, by side.
 
@@ -237,21 +140,13 @@ def execute(
             if name in failed:
                 bar.advance(task, len(job.cells))
                 continue
-
-            def take(event: Event, round_: int = round_, job: Job = job) -> None:
-                if event["event"] == "cell":
-                    result = CellResult.model_validate(event["result"])
-                    plan.keep(job, round_, result)
-                    bar.advance(task)
-
             bar.update(task, description=f"round {round_ + 1}: {name}")
-            try:
-                runner(job, plan.out / "logs" / f"{name}.{round_}.log", take)
-            except EngineError as error:
-                failed[name] = str(error)
-                bar.console.print(f"failed: {error}", markup=False)
-            else:
+            error = plan.measure(job, round_, start, lambda: bar.advance(task))
+            if error is None:
                 after_engine(failed)
+                continue
+            failed[name] = error
+            bar.console.print(f"failed: {error}", markup=False)
     return failed
 
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
-from itertools import takewhile
-from pathlib import Path
 
 from rich.progress import Progress
 
 from benchmarks.harness.options import console
 from benchmarks.harness.plan import Engine, Failures, Plan, progress_columns
-from vllm_treespec.tools.launch import READY, EngineError, Event
-from vllm_treespec.tools.sides import Cell, CellResult, Job, side_events
+from vllm_treespec.tools.launch import EngineError, Event, turn
+from vllm_treespec.tools.sides import Cell, Job, Start, results_of, side_events
 
 # A cell of a side in a round.
 Turn = tuple[int, Engine, Cell]
-# Starts a job's engine with a log; yields its events.
-Start = Callable[[Job, Path], Generator[Event]]
 
 
 def execute_in_turns(
@@ -58,10 +54,10 @@ def measure_together(
     with ExitStack() as stack:
         running: dict[str, Generator[Event]] = {}
 
-        def turn(name: str) -> list[Event]:
+        def turn_of(name: str) -> list[Event]:
             """Let an engine work until it waits for its next turn."""
             try:
-                return list(takewhile(lambda e: e["event"] != READY, running[name]))
+                return turn(running[name])
             except EngineError as error:
                 failed[name] = str(error)
                 console.print(f"failed: {error}", markup=False)
@@ -72,14 +68,12 @@ def measure_together(
             if job.cells:
                 events = start(job, plan.out / "logs" / f"{name}.log")
                 running[name] = stack.enter_context(closing(events))
-                turn(name)
+                turn_of(name)
         for round_, engine, _ in turns:
             name = engine.side.name
-            for event in turn(name) if name not in failed else []:
-                if event["event"] == "cell":
-                    result = CellResult.model_validate(event["result"])
-                    plan.keep(jobs[name], round_, result)
-                    advance()
+            for result in results_of(turn_of(name)) if name not in failed else []:
+                plan.keep(jobs[name], round_, result)
+                advance()
     return failed
 
 

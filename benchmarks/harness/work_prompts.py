@@ -11,6 +11,7 @@ from vllm_treespec.tools.prompts import (
     PromptError,
     load_prompts,
     load_workloads,
+    names_workloads,
     read_jsonl,
     spread,
 )
@@ -49,7 +50,7 @@ def find_workloads(data: Path, names: list[str], count: int) -> dict[str, list[s
     ``prompt``, in its order; or one of prompts alone, of which as many as there are
     are taken at even distances. PromptError names what is missing or too short.
     """
-    if data.is_file() and not names and names_no_workload(data):
+    if data.is_file() and not names and not names_workloads(data):
         return {"prompts": spread(load_prompts(data), count)}
     if data.is_dir():
         by_name: dict[str, Any] = BUILDERS
@@ -76,12 +77,6 @@ def find_workloads(data: Path, names: list[str], count: int) -> dict[str, list[s
             )
         prompts[name] = short[:count]
     return prompts
-
-
-def names_no_workload(file: Path) -> bool:
-    """Tell a file of prompts alone by its first row."""
-    _, first = read_jsonl(file)[0]
-    return not (isinstance(first, dict) and "workload" in first)
 
 
 def chat(folder: Path) -> list[str]:

@@ -112,7 +112,7 @@ def test_wrong_calls(
     """Red when a wrong call starts its work, leaves files, or does not say why."""
     if " none/" in given:
         monkeypatch.setattr(PretrainedConfig, "get_config_dict", no_hub)
-    monkeypatch.setattr(sides, "run_side", None)
+    monkeypatch.setattr(sides, "side_events", None)
     monkeypatch.setattr(engine, "VllmAnswerer", None)
     before = sorted(inputs.rglob("*"))
     command, *arguments = shlex.split(given)
@@ -140,8 +140,8 @@ def test_commands_say_what_they_are() -> None:
     assert [line.split()[0] for line in lines] == list(METHODS)
     assert all(" Needs " in line for line in lines)
     assert CliRunner().invoke(app, ["--version"]).stdout == f"treespec {__version__}\n"
-    for command in ([], ["expand"], ["train"], ["train", "draft"], ["batch"]):
-        done = CliRunner().invoke(app, [*command, "-h"])
+    for command in ("", "expand", "train", "train draft", "batch", "soak", "tune"):
+        done = CliRunner().invoke(app, [*command.split(), "-h"])
         assert done.exit_code == 0
         assert "Usage: " in done.stdout
 

@@ -77,7 +77,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
     monkeypatch.setattr(demo, "side_events", made)
     monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return made
 
 

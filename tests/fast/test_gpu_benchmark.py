@@ -47,8 +47,7 @@ from tests.fast.stored_cells import measured as measured_cell
 from tests.fast.stored_cells import reported
 from tests.reference import attention
 from vllm_treespec.heads import load_eagle_head
-from vllm_treespec.tools.launch import OnEvent
-from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job, Side
+from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Side
 from vllm_treespec.tools.store import settings_of, store
 
 ORIGIN = {"command": "python -m benchmarks gpu", "commit": "abc", "card": {"name": "X"}}
@@ -160,11 +159,7 @@ def no_card(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, Any]]:
 
 def run_kernel(plan: Plan) -> None:
     """Run a plan of the kernel table as its command does."""
-
-    def runner(job: Job, log: Path, on_event: OnEvent) -> None:
-        kernel.measure_cells(7, job, log, on_event)
-
-    measure = partial(execute, runner=runner)
+    measure = partial(execute, start=partial(kernel.measure_cells, 7))
     run_plan(plan, ORIGIN, kernel.contents, kernel.render, measure=measure)
 
 

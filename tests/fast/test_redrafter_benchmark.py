@@ -1,7 +1,7 @@
 """The ReDrafter paper's evidence: runs, numbers, resuming, reports. No engine."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ from vllm_treespec.heads import (
 from vllm_treespec.layouts.branch_plan import depth_first
 from vllm_treespec.proposers import Proposer
 from vllm_treespec.proposers.redrafter import ReDrafter
-from vllm_treespec.tools.launch import EngineError
+from vllm_treespec.tools.launch import EngineError, Event
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Job
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import TreeBatch
@@ -200,12 +200,13 @@ def test_a_side_that_fails_does_not_stop_the_others(
     mine = plan(tmp_path, heads, rounds=2)
     started: list[str] = []
 
-    def run_side(job: Job, log: Path, on_event: Callable[..., None]) -> None:
+    def start(job: Job, log: Path) -> Generator[Event]:
         started.append(job.side.name)
         if job.side.name == "medusa":
             raise EngineError("medusa: no luck")
+        yield from ()
 
-    failed = execute(mine, lambda failed: None, run_side)
+    failed = execute(mine, lambda failed: None, start)
     assert failed == {"medusa": "medusa: no luck"}
     assert started == [*SIDES, *(side for side in SIDES if side != "medusa")]
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks import served
 from benchmarks.__main__ import app
 from vllm_treespec.tools.launch import EngineError
-from vllm_treespec.tools.sides import Cell, Job, plain_side
+from vllm_treespec.tools.sides import Cell, Job, plain_side, results_of
 
 # `serve` answers /health until it is ended; `bench` writes what the client would.
 STAND_IN = """#!{python}
@@ -70,9 +70,8 @@ def test_each_load_is_measured_on_one_server(
 ) -> None:
     """Red when a load is lost, or the client's lists fill the results."""
     monkeypatch.setattr(served, "VLLM", stand_in(tmp_path))
-    events: list[dict] = []
-    served.serve_side([], tmp_path, job(), tmp_path / "log", events.append)
-    details = [event["result"]["details"] for event in events]
+    events = served.serve_side([], tmp_path, job(), tmp_path / "log")
+    details = [result.details for result in results_of(events)]
     assert [found["output_throughput"] for found in details] == [10.0, 40.0]
     assert "ttfts" not in details[0]
 
@@ -83,9 +82,9 @@ def test_lost_requests_and_broken_servers_are_said(
     """Red when a table is made of fewer answers than were asked for."""
     monkeypatch.setattr(served, "VLLM", stand_in(tmp_path, lost=1))
     with pytest.raises(EngineError, match="1 of 2 requests"):
-        served.serve_side([], tmp_path, job(), tmp_path / "log", print)
+        list(served.serve_side([], tmp_path, job(), tmp_path / "log"))
     with pytest.raises(EngineError, match="ValueError: no such model"):
-        served.serve_side(["broken"], tmp_path, job(), tmp_path / "log", print)
+        list(served.serve_side(["broken"], tmp_path, job(), tmp_path / "log"))
 
 
 def test_the_command_writes_the_table(

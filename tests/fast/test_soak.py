@@ -4,9 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from vllm_treespec.cli import app
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, Completion, End, EngineRun, SoakJob
 from vllm_treespec.tools.soak.requests import Material, SoakRequest, make_requests
@@ -309,10 +307,3 @@ def test_log_probabilities_are_compared() -> None:
     assert not check.logprob_problems([request], plain, run("trees", -2.0, -1.0))
     assert len(check.logprob_problems([request], plain, run("trees", -2.1, -1.0))) == 1
     assert len(check.logprob_problems([request], plain, run("trees", -2.0, -1.1))) == 1
-
-
-def test_command_says_what_it_takes() -> None:
-    """Red when the command is lost or needs an engine to print its help."""
-    result = CliRunner().invoke(app, ["soak", "--help"])
-    assert result.exit_code == 0
-    assert "--kv-blocks" in result.output

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from tests.heads import write_head
 from vllm_treespec.cli import app
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.tools import sides as sides_module
-from vllm_treespec.tools.launch import EngineError, OnEvent
+from vllm_treespec.tools.launch import EngineError, Event
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job, Side
 from vllm_treespec.tools.tune.candidates import candidates
 from vllm_treespec.tools.tune.choose import choose
-from vllm_treespec.tools.tune.search import ROUNDS, Progress, Search, TreeRow
+from vllm_treespec.tools.tune.search import ROUNDS, Search, TreeRow
 
 # Speed-up over plain's 100 tokens a second, by method, first size of the tree, and
 # requests at a time.
@@ -35,7 +36,7 @@ class Engines:
         self.cut_after = cut_after
         self.measured: list[tuple[str, str]] = []
 
-    def __call__(self, job: Job, log: Path, on_event: OnEvent) -> None:
+    def __call__(self, job: Job, log: Path) -> Generator[Event]:
         """Measure the cells of a job."""
         for cell in job.cells:
             if len(self.measured) == self.cut_after:
@@ -53,8 +54,7 @@ class Engines:
                 acceptance=Acceptance(trees=10, nodes=50, at_least=[8]),
             )
             self.measured.append((job.side.name, cell.name))
-            event = {"event": "cell", "result": result.model_dump(mode="json")}
-            on_event(event)
+            yield {"event": "cell", "result": result.model_dump(mode="json")}
 
 
 def suffix_pays(method: str, size: int, cell: Cell) -> float:
@@ -68,7 +68,7 @@ def suffix_pays(method: str, size: int, cell: Cell) -> float:
 def write_config(folder: Path) -> str:
     """Write as much of a model as is read before engines start; its folder."""
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return str(folder)
 
 
@@ -98,8 +98,7 @@ def search(out: Path, engines: Engines, seconds: float = 1e9, **more: Any) -> Se
     sides, _ = candidates([], [head], eager=False)
     unset = Side(name="", family="", engine={})
     job = Job(side=unset, target="t", prompts=[], cells=[], max_tokens=8)
-    seen: list[Progress] = []
-    return Search(job, sides, LOADS, out, seconds, more, seen.append, engines)
+    return Search(job, sides, LOADS, out, seconds, more, lambda *_: None, engines)
 
 
 def test_the_best_tree_of_each_batch_size_is_chosen(tmp_path: Path) -> None:
@@ -177,6 +176,15 @@ def test_a_cut_search_goes_on(tmp_path: Path) -> None:
         search(tmp_path / "cut", then, head=head, other=1)
 
 
+def test_a_side_may_be_gone(tmp_path: Path) -> None:
+    """Red when a search without a head is refused where one with it has been."""
+    whole = search(tmp_path, Engines(suffix_pays))
+    whole.run()
+    left = [side for side in whole.sides if side.family in (PLAIN, "suffix_tree")]
+    rows = replace(whole, sides=left).rows()
+    assert {row.side for row in rows} == {PLAIN, "suffix_tree"}
+
+
 def by_name(rows: list[TreeRow]) -> dict[tuple[str, str, str], tuple[float, int]]:
     """Speeds and rounds of rows."""
     return {
@@ -198,12 +206,12 @@ def test_the_command_prints_and_writes(
 ) -> None:
     """Red when the command, its files or its sentences break."""
 
-    def fails(job: Job, log: Path, on_event: OnEvent) -> None:
+    def fails(job: Job, log: Path) -> Generator[Event]:
         if job.side.family == "redrafter":
             raise EngineError("redrafter: ValueError: wrong head")
-        Engines(suffix_pays)(job, log, on_event)
+        yield from Engines(suffix_pays)(job, log)
 
-    monkeypatch.setattr(sides_module, "run_side", fails)
+    monkeypatch.setattr(sides_module, "side_events", fails)
     head, out = write_head(tmp_path / "head", "redrafter"), tmp_path / "out"
     target = write_config(tmp_path / "target")
     command = ["tune", target, "--head", head, "--out", str(out)]
@@ -235,13 +243,13 @@ def test_where_nothing_is_compared_there_is_no_answer(
     """Red when plain vLLM is called best because nothing else has run."""
     started: list[str] = []
 
-    def fails(job: Job, log: Path, on_event: OnEvent) -> None:
+    def fails(job: Job, log: Path) -> Generator[Event]:
         started.append(job.side.name)
         if job.side.name in failing:
             raise EngineError(f"{job.side.name}: broken (log: {log})")
-        Engines(suffix_pays)(job, log, on_event)
+        yield from Engines(suffix_pays)(job, log)
 
-    monkeypatch.setattr(sides_module, "run_side", fails)
+    monkeypatch.setattr(sides_module, "side_events", fails)
     out = tmp_path / "out"
     target = write_config(tmp_path / "target")
     done = CliRunner().invoke(app, ["tune", target, "--out", str(out)])

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.harness.plan import Engine, Failures, Plan, base_job, make_plan
 from benchmarks.harness.turns import execute_in_turns
-from vllm_treespec.tools.launch import READY, EngineError, Event, launch
+from vllm_treespec.tools.launch import READY, EngineError, Event, events_of
 from vllm_treespec.tools.sides import Cell, CellResult, Job, plain_side
 
 CELLS = [Cell(batch_size=size, temperature=0.0) for size in (1, 4)]
@@ -128,15 +128,16 @@ def test_a_process_waits_until_it_is_told(
     """Red when an engine measures while others do."""
     (tmp_path / "asks.py").write_text(ASKS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    events: list[str] = []
+    process = events_of("asks", CELLS[0], tmp_path / "log")
+    assert [event["event"] for event in process] == [
+        *("launched", *["ready", "cell"] * 2, "done")
+    ]
 
-    def note(event: dict[str, object]) -> None:
-        if event["event"] == READY:
-            events.append("told")
-        events.append(str(event["event"]))
 
-    launch("asks", CELLS[0], tmp_path / "log", note)
-    assert events == ["launched", *["told", "ready", "cell"] * 2, "done"]
+def take_slowly(process: Generator[Event]) -> None:
+    """Take all events, each a while after the one before."""
+    for _ in process:
+        time.sleep(0.5)
 
 
 def test_a_process_that_is_killed_while_it_waits(
@@ -151,8 +152,9 @@ def test_a_process_that_is_killed_while_it_waits(
         ).replace("import sys", "import json, os, sys\nout = os.fdopen(os.dup(1), 'w')")
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    process = events_of("asks", CELLS[0], tmp_path / "log")
     with pytest.raises(EngineError, match=r"perhaps for memory \(log: "):
-        launch("asks", CELLS[0], tmp_path / "log", lambda _: time.sleep(0.5))
+        take_slowly(process)
 
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:

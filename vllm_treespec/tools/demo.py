@@ -11,7 +11,6 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import takewhile
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,8 @@ from vllm_treespec.tools.demo_report import (
     serve_command,
     speed_table,
 )
-from vllm_treespec.tools.launch import READY, EngineError, Event
+from vllm_treespec.tools.launch import EngineError, Event, turn
+from vllm_treespec.tools.load import check_model
 from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS, PromptError, load_workloads
 from vllm_treespec.tools.sides import (
     PLAIN,
@@ -47,8 +47,8 @@ from vllm_treespec.tools.sides import (
     CellResult,
     Job,
     Side,
-    check_model,
     plain_side,
+    results_of,
     seeded,
     side_events,
     tree_side,
@@ -81,13 +81,7 @@ def main(
 ) -> None:
     """Show and measure what draft trees gain, and that answers stay the same.
 
-    Args:
-        target: folder of the target model; None gets SmolLM2-135M-Instruct.
-        head: folder of a ReDrafter head for it; None takes the shipped one.
-        prompts: JSONL with ``workload`` and ``prompt``; None takes the shipped one.
-
     Exits with status 1 and one line when a model is missing or an engine fails.
-
     """
     console = Console(highlight=False)
     try:
@@ -190,14 +184,9 @@ def job_of(side: Side, target: str, dtype: str, cells: Sequence[Cell]) -> Job:
     )
 
 
-def turn(events: Iterator[Event]) -> list[Event]:
-    """Let an engine work until it waits for its next turn."""
-    return list(takewhile(lambda event: event["event"] != READY, events))
-
-
 def answer(events: Iterator[Event]) -> CellResult:
     """Let an engine answer the prompt of its next cell."""
-    return CellResult.model_validate(turn(events)[0]["result"])
+    return next(results_of(turn(events)))
 
 
 def show_answers(

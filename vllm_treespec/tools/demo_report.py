@@ -52,10 +52,7 @@ class Pair(NamedTuple):
 def busy(pairs: Sequence[Pair], rounds: int) -> str | None:
     """Say by which signs other programs kept the machine busy; None without any.
 
-    Args:
-        pairs: rounds of the same cells.
-        rounds: how many.
-
+    ``pairs`` are rounds of the same cells.
     """
     plain = [pair.speeds[PLAIN] for pair in pairs]
     count = len(pairs) // rounds

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from pydantic import BaseModel
 from vllm_treespec.tools.openmp import intel_openmp
 
 Event = dict[str, Any]
-OnEvent = Callable[[Event], None]
 Send = Callable[..., None]
 
 # A traceback's last line; where nothing follows the colon, the paragraph below it.
@@ -33,18 +33,6 @@ NO_CAUSE = "Engine core initialization failed"
 
 class EngineError(RuntimeError):
     """An engine process that did not finish its task; the message is one line."""
-
-
-def launch(
-    module: str, task: BaseModel, log: Path, on_event: OnEvent, **how: Any
-) -> None:
-    """Run a process until its task is done; ``on_event`` takes each of its events.
-
-    For the other arguments and the errors see :func:`events_of`.
-    """
-    with closing(events_of(module, task, log, **how)) as events:
-        for event in events:
-            on_event(event)
 
 
 def events_of(
@@ -121,6 +109,11 @@ def events_of(
         late = f"no result within {timeout_s:.0f} s"
         reason = late if timed_out else failure(process.returncode, log)
         raise EngineError(f"{reason} (log: {log})")
+
+
+def turn(events: Iterator[Event]) -> list[Event]:
+    """Let a process work until it waits for its next turn."""
+    return list(takewhile(lambda event: event["event"] != READY, events))
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:

@@ -5,20 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.config.reading import read_config
 from vllm_treespec.heads.weights import first_not_finite
 
 
-def load_model(what: str, model: str, **options: Any) -> PreTrainedModel:
-    """Load a causal language model, for evaluation.
+def check_model(what: str, model: str) -> None:
+    """Check that there is a model, before engines start; no weights are fetched.
 
-    Args:
-        what: the option or argument that names it, for messages.
-        model: folder or hub id.
-        options: of ``from_pretrained``.
+    Raises:
+        SpecConfigError: there is no such model.
+
+    """
+    read_config(what, model, _config_dict)
+
+
+def _config_dict(model: str) -> dict[str, Any]:
+    """What a model's config.json holds; vLLM knows types that transformers does not."""
+    found: dict[str, Any]
+    found, _ = PretrainedConfig.get_config_dict(model)
+    if not found:
+        raise OSError("there is nothing in it")
+    return found
+
+
+def load_model(what: str, model: str, **options: Any) -> PreTrainedModel:
+    """Load a causal language model, for evaluation; ``what`` names it in messages.
 
     Raises:
         SpecConfigError: it cannot be read, lacks a weight, or has weights that are NaN

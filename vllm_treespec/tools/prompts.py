@@ -62,6 +62,12 @@ def load_workloads(path: Path) -> dict[str, list[str]]:
     return found
 
 
+def names_workloads(path: Path) -> bool:
+    """Tell whether a line of a JSONL file says what kind of work it is."""
+    rows = [row for _, row in read_jsonl(path)]
+    return any(isinstance(row, dict) and "workload" in row for row in rows)
+
+
 def read_jsonl(path: Path) -> list[tuple[int, Any]]:
     """Read a JSONL file, compressed by gzip if its name ends in ``.gz``.
 
@@ -99,6 +105,17 @@ def _prompt_of(row: Any) -> str | None:
         if isinstance(value, str) and value.strip():
             return value
     return None
+
+
+def chat_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Tokens of a conversation that asks for an answer to the prompt."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:

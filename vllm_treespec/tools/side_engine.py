@@ -16,6 +16,7 @@ from vllm.v1.metrics.reader import Counter, Vector
 
 from vllm_treespec.config import names_our_method
 from vllm_treespec.tools.launch import READY, Send, reporting
+from vllm_treespec.tools.prompts import chat_tokens
 from vllm_treespec.tools.sides import PLAIN, Acceptance, Cell, CellResult, Job
 
 WARM_UP_TOKENS = 16
@@ -61,13 +62,7 @@ class SideEngine:
 
     def tokenise(self, prompt: str) -> TokensInput:
         """Tokens of a conversation that asks for an answer to the prompt."""
-        tokenizer: Any = self.llm.get_tokenizer()
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        return tokens_input(tokenizer(text, add_special_tokens=False).input_ids)
+        return tokens_input(chat_tokens(self.llm.get_tokenizer(), prompt))
 
     def params(
         self, temperature: float, max_tokens: int, **more: Any

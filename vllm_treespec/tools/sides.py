@@ -1,7 +1,7 @@
 """Run stock vLLM and draft trees side by side, each in a fresh engine.
 
 A *side* is a name and the engine arguments it stands for. A *cell* is what is measured
-at once: a batch size, a temperature, a tree. :func:`run_side` starts one process
+at once: a batch size, a temperature, a tree. :func:`side_events` starts one process
 (``side_engine``) for one side and measures its cells there. Demo and benchmarks share
 this module.
 """
@@ -9,20 +9,20 @@ this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from operator import not_
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_treespec.config import SpecConfigError, find_method, parse_spec_config
+from vllm_treespec.config import find_method, parse_spec_config
 from vllm_treespec.config.base import DraftModelConfig
 from vllm_treespec.config.checks import check_head_files
 from vllm_treespec.config.heads import HeadMethodConfig
 from vllm_treespec.config.hybrid import HybridConfig
 from vllm_treespec.config.request_options import drafts_allowed
-from vllm_treespec.tools.launch import EngineError, Event, OnEvent, events_of
+from vllm_treespec.tools.launch import EngineError, Event, events_of
 
 PLAIN = "plain"
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -30,11 +30,6 @@ ENGINE = "vllm_treespec.tools.side_engine"
 # Of engines that take turns: threads of Intel's OpenMP would spin for 200 ms while the
 # next engine works. vLLM takes 5 ms where it starts workers.
 TURNS = {"KMP_BLOCKTIME": "5"}
-
-
-def _is_unset(value: Any) -> bool:
-    """Tell a field that stands at its empty default."""
-    return not value
 
 
 class Side(BaseModel):
@@ -53,7 +48,7 @@ class Side(BaseModel):
     # False: scheduler and worker in processes of their own, vLLM's default
     one_process: bool = True
     # more variables of the engine process
-    environment: dict[str, str] = Field(default={}, exclude_if=_is_unset)
+    environment: dict[str, str] = Field(default={}, exclude_if=not_)
 
 
 class Cell(BaseModel):
@@ -64,23 +59,23 @@ class Cell(BaseModel):
     batch_size: int
     temperature: float
     # of Job.workloads; "": Job.prompts
-    workload: str = Field(default="", exclude_if=_is_unset)
+    workload: str = Field(default="", exclude_if=not_)
     # the first so many prompts, from the start again where there are fewer; None: all
-    num_prompts: int | None = Field(default=None, exclude_if=_is_unset)
+    num_prompts: int | None = Field(default=None, exclude_if=not_)
     # of each answer; None: as the job says
-    max_tokens: int | None = Field(default=None, exclude_if=_is_unset)
+    max_tokens: int | None = Field(default=None, exclude_if=not_)
     # keys of the spec-config that shape the tree, one of the side's schedule; None: as
     # the side's spec-config says
-    tree: dict[str, Any] | None = Field(default=None, exclude_if=_is_unset)
+    tree: dict[str, Any] | None = Field(default=None, exclude_if=not_)
     # "module:function" called with engine and cell, returns the result; "": time the
     # answers to the prompts
-    measure: str = Field(default="", exclude_if=_is_unset)
+    measure: str = Field(default="", exclude_if=not_)
     # more sampling parameters of its requests
-    params: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+    params: dict[str, Any] = Field(default={}, exclude_if=not_)
     # what that function needs to know
-    options: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
+    options: dict[str, Any] = Field(default={}, exclude_if=not_)
     # name of its file; "": made from the other fields
-    label: str = Field(default="", exclude_if=_is_unset)
+    label: str = Field(default="", exclude_if=not_)
 
     def __hash__(self) -> int:
         """Trees and options are not hashable; equal cells have one name."""
@@ -113,24 +108,24 @@ class Job(BaseModel):
     prompts: list[str]
     # Prompts by workload. With them, a cell's prompts are read before it and stay in
     # the prefix cache: it measures decoding.
-    workloads: dict[str, list[str]] = Field(default={}, exclude_if=_is_unset)
+    workloads: dict[str, list[str]] = Field(default={}, exclude_if=not_)
     cells: list[Cell]
     max_tokens: int
     seed: int = 0
     dtype: str = "bfloat16"
     # whether requests are sampled as the target's generation_config.json says, as by
     # vllm serve; cells have their own temperatures and lengths
-    model_defaults: bool = Field(default=False, exclude_if=_is_unset)
+    model_defaults: bool = Field(default=False, exclude_if=not_)
     # of requests at temperatures above 0; None: all tokens may be drawn
-    top_p: float | None = Field(default=None, exclude_if=_is_unset)
+    top_p: float | None = Field(default=None, exclude_if=not_)
     # of all requests; None: no penalty
-    repetition_penalty: float | None = Field(default=None, exclude_if=_is_unset)
+    repetition_penalty: float | None = Field(default=None, exclude_if=not_)
     max_model_len: int = 2048
     # before the cells, stream the greedy answer to this prompt, in turns
     stream: str | None = None
     timeout_s: float = 3600.0
     # wait for the turn of each cell: other engines are in memory, too
-    in_turns: bool = Field(default=False, exclude_if=_is_unset)
+    in_turns: bool = Field(default=False, exclude_if=not_)
 
 
 class Acceptance(BaseModel):
@@ -181,32 +176,25 @@ class CellResult(BaseModel):
     # wall time from the first request to the last token, prefill included
     seconds: float
     # CPU time of the engine's main thread within them
-    cpu_seconds: float = Field(default=0.0, exclude_if=_is_unset)
+    cpu_seconds: float = Field(default=0.0, exclude_if=not_)
     # per request, in the order of the prompts
     num_tokens: list[int]
     # per request, (last token - first token) / (tokens - 1); None for one token
     tpot_ms: list[float | None]
     token_ids: list[list[int]]
     # of requests that had not ended
-    unfinished_tokens: int = Field(default=0, exclude_if=_is_unset)
+    unfinished_tokens: int = Field(default=0, exclude_if=not_)
     acceptance: Acceptance | None = None
     steps: int | None = None
     # seconds in each of STAGES, ours only
     stage_seconds: dict[str, float] = {}
     # what steps drafted with, a tree's name or "plain" -> steps; seconds of those that
     # only decoded; tokens emitted in them. Ours only
-    mode_steps: dict[str, int] = Field(default={}, exclude_if=_is_unset)
-    mode_seconds: dict[str, float] = Field(default={}, exclude_if=_is_unset)
-    mode_tokens: dict[str, int] = Field(default={}, exclude_if=_is_unset)
+    mode_steps: dict[str, int] = Field(default={}, exclude_if=not_)
+    mode_seconds: dict[str, float] = Field(default={}, exclude_if=not_)
+    mode_tokens: dict[str, int] = Field(default={}, exclude_if=not_)
     # what the cell's own function found besides
-    details: dict[str, Any] = Field(default={}, exclude_if=_is_unset)
-
-
-class SideResult(BaseModel):
-    """One run of a side: all cells of one round."""
-
-    start_seconds: float
-    cells: list[CellResult]
+    details: dict[str, Any] = Field(default={}, exclude_if=not_)
 
 
 def plain_side(name: str, eager: bool, one_process: bool = True) -> Side:
@@ -266,11 +254,7 @@ def side_of_trees(
 ) -> Side:
     """Make a side whose schedule holds these trees; each cell forces one.
 
-    Args:
-        name: of the side.
-        spec: its spec-config without a schedule.
-        trees: keys that shape a tree; one may stand there twice.
-        engine: further arguments of the engine.
+    ``spec`` has no schedule; a tree, the keys that shape it, may stand there twice.
 
     Raises:
         SpecConfigError: when the spec-config cannot work.
@@ -293,65 +277,16 @@ def seeded(drafts: bool) -> dict[str, Any]:
     return {"seed": 1, **drafts_allowed(drafts)}
 
 
-def check_model(what: str, model: str) -> None:
-    """Check that there is a model, before engines start for it.
-
-    Args:
-        what: the option that names the model, for the message.
-        model: folder or hub id; of the hub only the configuration is fetched.
-
-    Raises:
-        SpecConfigError: there is no such model.
-
-    """
-    from transformers import PretrainedConfig
-
-    remedy = "name the folder, or the hub id, of a model in Hugging Face format"
-    folder = Path(model)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise SpecConfigError(f"{what}: {model} holds no config.json; {remedy}")
-    elif folder.is_absolute() or model.startswith((".", "~")):
-        raise SpecConfigError(f"{what}: there is no folder {model}; {remedy}")
-    else:
-        try:
-            PretrainedConfig.get_config_dict(model)
-        except OSError as error:
-            reason = " ".join(str(error).split())
-            raise SpecConfigError(
-                f"{what}: there is no folder {model}, and the hub gave no model of "
-                f"that name ({reason}); {remedy}"
-            ) from None
-
-
-def run_side(job: Job, log: Path, on_event: OnEvent = lambda _: None) -> SideResult:
-    """Run one side in a fresh process.
-
-    Args:
-        job: what to run.
-        log: receives all that the process prints.
-        on_event: called with ``{"event": "started", "seconds"}``, ``{"event": "cell",
-            "result"}`` and ``{"event": "text", "text"}`` as they happen; with
-            ``in_turns`` with ``{"event": "ready"}`` before each cell, which is measured
-            when the function returns.
-
-    Raises:
-        EngineError: one line that says why the side failed.
-
-    """
-    result = SideResult(start_seconds=0.0, cells=[])
-    with closing(side_events(job, log)) as events:
-        for event in events:
-            if event["event"] == "started":
-                result.start_seconds = event["seconds"]
-            elif event["event"] == "cell":
-                result.cells.append(CellResult.model_validate(event["result"]))
-            on_event(event)
-    return result
+# Starts a job's engine with a log; yields its events, and raises EngineError.
+Start = Callable[[Job, Path], Generator[Event]]
 
 
 def side_events(job: Job, log: Path) -> Generator[Event]:
-    """Start one side's process and yield its events; closing it ends the process.
+    """Start one side's process, which prints to a log; closing the events ends it.
+
+    They are ``{"event": "started", "seconds"}``, ``{"event": "cell", "result"}`` and
+    ``{"event": "text", "text"}``, and with ``in_turns`` ``{"event": "ready"}`` before
+    each cell, which is measured when the next event is taken.
 
     Raises:
         EngineError: one line that says why the side failed.
@@ -370,10 +305,16 @@ def side_events(job: Job, log: Path) -> Generator[Event]:
         raise EngineError(f"{job.side.name}: {error}") from None
 
 
+def results_of(events: Iterable[Event]) -> Iterator[CellResult]:
+    """The measured cells among events."""
+    for event in events:
+        if event["event"] == "cell":
+            yield CellResult.model_validate(event["result"])
+
+
 def plain_sides(eager: Sequence[bool] = (True, False)) -> list[Side]:
     """Make the sides of vLLM in one process without speculative decoding."""
-    names = {True: "plain-eager", False: "plain-compiled"}
-    return [plain_side(names[mode], mode) for mode in eager]
+    return [plain_side(f"plain-{'eager' if e else 'compiled'}", e) for e in eager]
 
 
 def stock_specs(draft: str | None) -> list[dict[str, Any]]:
@@ -425,15 +366,15 @@ def with_model(
     config = find_method(str(spec.get("method")))
     if config is None or "model" in spec:
         return spec
-    model, option = None, ""
     if issubclass(config, DraftModelConfig):
         model, option = draft, "--draft"
     elif issubclass(config, HeadMethodConfig):
         model, option = heads.get(config.HEAD), "--head"
     elif issubclass(config, HybridConfig):
         kind = spec.get("drafter", "draft_model")
-        is_model = kind == "draft_model"
-        model, option = (draft, "--draft") if is_model else (heads.get(kind), "--head")
+        model, option = heads.get(kind), "--head"
+        if kind == "draft_model":
+            model, option = draft, "--draft"
     else:
         return spec
     if model is None:

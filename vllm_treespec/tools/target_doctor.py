@@ -57,24 +57,17 @@ class TargetCheck:
 
 
 def check_target(check: TargetCheck, console: Console, verbose: bool = False) -> bool:
-    """Print all that is in the way of draft trees for a target.
+    """Print all that is in the way of draft trees for a target; loads no weights.
 
-    No weights are loaded.
-
-    Args:
-        check: what is checked.
-        console: where to.
-        verbose: print also what draft trees do not support and the target has not.
-
-    Returns:
-        whether an engine would start, as far as configs can say.
-
+    ``verbose`` prints also what draft trees do not support and the target has not.
+    Returns whether an engine would start, as far as configs can say.
     """
     problems: list[str] = []
     device = tried(problems, partial(checked_device, check.device))
     if device is not None:
-        spec = check.spec
-        config = None if spec is None else tried(problems, partial(read_config, spec))
+        config, spec = None, check.spec
+        if spec is not None:
+            config = tried(problems, lambda: parse_spec_config(read_spec(spec)))
         target = tried(problems, partial(read_target, check))
         if target is None and check.max_model_len is not None:
             # what else is in the way
@@ -107,8 +100,7 @@ def tried(problems: list[str], make: Callable[[], Made]) -> Made | None:
 def checked_device(said: str | None) -> str:
     """The device for which this vLLM has all that draft trees need.
 
-    Args:
-        said: ``"cpu"`` or ``"cuda"``, which this machine may lack; None: its own.
+    This machine may lack the one that is said; None: its own.
 
     Raises:
         SpecConfigError: this is another platform.
@@ -179,16 +171,6 @@ def unreadable_target(check: TargetCheck, error: Exception) -> SpecConfigError:
     return SpecConfigError(
         f"--target: vLLM cannot import the code of {check.target} ({reason}); {remedy}"
     )
-
-
-def read_config(spec: str) -> MethodConfig:
-    """Read and validate a spec-config.
-
-    Raises:
-        SpecConfigError: naming what is wrong with it.
-
-    """
-    return parse_spec_config(read_spec(spec))
 
 
 def spec_problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_treespec.json_files import parse_json
+from vllm_treespec.tools.options import json_object
 
 if TYPE_CHECKING:
     import rich.progress
@@ -84,13 +85,17 @@ def batch(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         check_places(input_file, output)
-        spec = json_object("--speculative-config", speculative_config)
-        config = None
+        arguments = ["--model", model]
+        spec, config = None, None
+        if speculative_config is not None:
+            spec = json_object(speculative_config, "--speculative-config")
+            arguments += ["--speculative-config", json.dumps(spec)]
         if spec is not None and names_our_method(spec):
             config = parse_spec_config(spec)
             check_head_files(config)
-        sampling = json_object("--sampling-params", sampling_params) or {}
+        sampling = json_object(sampling_params, "--sampling-params")
         others = vllm_options(context.args)
+        arguments += context.args
         settings = Settings(
             input=input_file,
             output=output,
@@ -106,7 +111,6 @@ def batch(
             columns=Columns(prompt=prompt_column, id=id_column),
             limit=limit,
         )
-        arguments = engine.arguments_of(model, spec, context.args)
         answer: Answerer
         if ray is None:
             answer = engine.VllmAnswerer(arguments, sampling, chat)
@@ -147,26 +151,6 @@ def check_places(input_file: Path, output: Path) -> None:
         raise BatchError(f"INPUT {input_file}: there is no such file")
     if input_file.resolve() == output.resolve():
         raise BatchError("INPUT and OUTPUT are one file; name another OUTPUT")
-
-
-def json_object(option: str, text: str | None) -> dict[str, Any] | None:
-    """Read an option's JSON.
-
-    Raises:
-        BatchError: it is no JSON object.
-
-    """
-    from vllm_treespec.tools.batch.rows import BatchError
-
-    if text is None:
-        return None
-    try:
-        found = parse_json(text, finite=True)
-    except ValueError as error:
-        raise BatchError(f"{option} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise BatchError(f'{option} must be one JSON object, such as {{"key": 1}}')
-    return found
 
 
 def vllm_options(arguments: Sequence[str]) -> dict[str, str]:

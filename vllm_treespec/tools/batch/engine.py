@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ MAX_SEED = 2**63 - 1
 WITH_ANSWER = ("stop", "length", "repetition")
 
 
+@dataclass
 class VllmAnswerer:
     """Keeps vLLM's batch full; see ``run.Answerer``.
 
@@ -50,28 +51,15 @@ class VllmAnswerer:
     rows at a time would wait for the longest answer of each portion.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        sampling_params: dict[str, Any],
-        chat: bool = False,
-    ) -> None:
-        """Remember what to start.
-
-        Args:
-            arguments: of the command line of ``vllm serve``, ``--model`` among them.
-            sampling_params: of rows that say nothing else.
-            chat: a prompt is a user's message.
-
-        """
-        self.arguments = list(arguments)
-        self.sampling_params = sampling_params
-        self.chat = chat
-        # with the target's own ones
-        self.defaults = sampling_params
-        self.llm: LLM | None = None
-        # by the engine's id of the request
-        self.open: dict[str, Row] = {}
+    # of the command line of ``vllm serve``, ``--model`` among them
+    arguments: Sequence[str]
+    # of rows that say nothing else; with the target's own ones once it has started
+    defaults: dict[str, Any]
+    # a prompt is a user's message
+    chat: bool = False
+    llm: LLM | None = field(default=None, init=False)
+    # by the engine's id of the request
+    open: dict[str, Row] = field(default_factory=dict, init=False)
 
     def __call__(self, rows: Iterator[Row]) -> Iterator[list[Finished]]:
         """Answer the rows; further calls use the same engine.
@@ -115,15 +103,15 @@ class VllmAnswerer:
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="treespec batch"))
         engine_args = EngineArgs.from_cli_args(parser.parse_args(self.arguments))
         try:
-            sampling_params_of(self.sampling_params)
+            sampling_params_of(self.defaults)
         except RowError as error:
             raise BatchError(f"--sampling-params: {error}") from None
         try:
             llm = LLM.from_engine_args(engine_args)
         except VLLMError as error:
             raise BatchError(one_line(error)) from error
-        defaults = llm.model_config.get_diff_sampling_param()
-        self.defaults = {"max_tokens": None, **defaults, **self.sampling_params}
+        targets = llm.model_config.get_diff_sampling_param()
+        self.defaults = {"max_tokens": None, **targets, **self.defaults}
         return llm
 
     def _add(self, llm: LLM, row: Row) -> str:
@@ -233,12 +221,3 @@ def refusals() -> tuple[type[Exception], ...]:
 def one_line(error: Exception) -> str:
     """An error's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def arguments_of(
-    model: str, speculative_config: dict[str, Any] | None, others: Sequence[str]
-) -> list[str]:
-    """Make the engine's arguments as ``vllm serve`` takes them."""
-    spec = json.dumps(speculative_config)
-    ours = [] if speculative_config is None else ["--speculative-config", spec]
-    return ["--model", model, *ours, *others]

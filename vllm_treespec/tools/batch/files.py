@@ -138,12 +138,9 @@ def _parquet_file(path: Path) -> Any:
 
 
 def write_answers(path: Path, read: Callable[[], Iterator[Finished]]) -> None:
-    """Write all answers, JSONL or Parquet as the name says.
+    """Write all answers, JSONL or Parquet as the name says, complete or not at all.
 
-    Args:
-        path: appears only when it is complete.
-        read: gives the answers in the order of the file, as often as it is called.
-
+    ``read`` gives them in the order of the file, as often as it is called.
     """
     if path.suffix != PARQUET:
         write_lines(path, read())

@@ -48,11 +48,7 @@ class Journal:
     """Finished rows by their line; one process at a time has it open."""
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
-        """Open the journal, or begin one.
-
-        Args:
-            path: of the journal.
-            options: JSON; all that decides what the answers are.
+        """Open the journal, or begin one; ``options`` decide what the answers are.
 
         Raises:
             BatchError: another process has it open, it was begun with other options,

@@ -35,6 +35,7 @@ class Engines:
     cards: int
 
 
+@dataclass(frozen=True)
 class RayAnswerer:
     """Spreads portions of the rows over engines; see ``run.Answerer``.
 
@@ -43,29 +44,15 @@ class RayAnswerer:
     answered again, and no row comes back twice.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        sampling_params: dict[str, Any],
-        chat: bool,
-        engines: Engines,
-        config: MethodConfig | None,
-    ) -> None:
-        """Remember what to start.
-
-        Args:
-            arguments: of the command line of ``vllm serve``, ``--model`` among them.
-            sampling_params: of rows that say nothing else.
-            chat: a prompt is a user's message.
-            engines: how many, and of which size.
-            config: what draws the trees, None without trees.
-
-        """
-        self.arguments = list(arguments)
-        self.sampling_params = sampling_params
-        self.chat = chat
-        self.engines = engines
-        self.config = config
+    # of the command line of ``vllm serve``, ``--model`` among them
+    arguments: Sequence[str]
+    # of rows that say nothing else
+    sampling_params: dict[str, Any]
+    # a prompt is a user's message
+    chat: bool
+    engines: Engines
+    # what draws the trees, None without trees
+    config: MethodConfig | None
 
     def __call__(self, rows: Iterator[Row]) -> Iterator[list[Finished]]:
         """Answer the rows.
@@ -136,9 +123,6 @@ def connect() -> None:
 
 def check_cluster(address: str) -> None:
     """Refuse a cluster that is gone: Ray would wait for it, and hear no signal.
-
-    Args:
-        address: its host and port.
 
     Raises:
         BatchError: naming the remedy.

@@ -74,10 +74,7 @@ def run_batch(
 ) -> Summary:
     """Answer each row once, as far as no earlier start did, and write the files.
 
-    Args:
-        settings: what to answer.
-        answer: answers rows.
-        show: called when the batch starts and whenever rows are finished.
+    ``show`` is called when the batch starts and whenever rows are finished.
 
     Raises:
         BatchError: the files do not fit together, another process runs this batch, or

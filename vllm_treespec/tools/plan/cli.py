@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -14,22 +13,6 @@ if TYPE_CHECKING:
     from vllm_treespec.tools.plan.memory import MemoryPlan
 
 GIB = 2**30
-
-
-class Device(StrEnum):
-    """What vLLM runs on."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
-class Dtype(StrEnum):
-    """What vLLM serves weights and KV in."""
-
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
 
 
 def plan(
@@ -61,8 +44,13 @@ def plan(
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a KV block.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV.")] = Dtype.AUTO,
-    device: Annotated[Device, typer.Option(help="What vLLM runs on.")] = Device.CUDA,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        typer.Option(help="Of weights and KV."),
+    ] = "auto",
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option(help="What vLLM runs on.")
+    ] = "cuda",
     allowance: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Instead of the estimate, such as 4GiB."),
@@ -82,13 +70,13 @@ def plan(
         settings = Settings(
             num_ranks=tensor_parallel_size,
             memory=read_size("--gpu-memory", gpu_memory),
-            device=device.value,
+            device=device,
             utilization=gpu_memory_utilization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
-            dtype=dtype.value,
+            dtype=dtype,
             allowance=read_size("--allowance", allowance) if allowance else None,
         )
         parts = read_parts(target, read_spec(speculative_config), settings)

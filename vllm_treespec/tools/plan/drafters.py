@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head, check_hot_tokens
-from vllm_treespec.config.draft_checks import check_shards
 from vllm_treespec.config.eagle_tree import EagleTreeConfig
 from vllm_treespec.heads import (
     DFlashHead,
@@ -26,36 +24,9 @@ from vllm_treespec.heads.files import build_head, read_heads_hot_tokens, read_ho
 from vllm_treespec.tools.plan.models import Model, padded, read_model
 
 
-class Drafter(Protocol):
-    """A draft model or a head; all numbers are those of one rank."""
-
-    @property
-    def feature_size(self) -> int:
-        """Numbers that are kept of every token."""
-
-    @property
-    def note(self) -> str:
-        """What it is, and how ranks hold it."""
-
-    def weight_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
-        """Its own weights."""
-
-    def copied_bytes(self, num_ranks: int, dtype: torch.dtype) -> int:
-        """What it copies of the target's embedding and output layer."""
-
-    def kv_heads(self, num_ranks: int) -> list[tuple[int, int]]:
-        """Key-value heads and their size, of every layer."""
-
-    def attention(self, num_ranks: int) -> tuple[int, int] | None:
-        """Query heads and their size; None without attention."""
-
-    def widths(self, num_ranks: int) -> tuple[int, int]:
-        """Numbers of a token's hidden states, and of its MLP."""
-
-
 @dataclass(frozen=True)
 class DraftModel:
-    """A draft model, which ranks share like the target."""
+    """A draft model, which ranks share like the target; sizes are those of a rank."""
 
     model: Model
     # of its own list; 0: it drafts all tokens
@@ -179,6 +150,9 @@ class PlannedHead:
         return config.hidden_size + states, config.intermediate_size
 
 
+Drafter = DraftModel | PlannedHead
+
+
 def read_drafters(
     config: MethodConfig, target: Model, max_model_len: int
 ) -> list[Drafter]:
@@ -206,15 +180,3 @@ def read_drafters(
             head = head.model_copy(update={"num_hot_tokens": len(hot)})
         drafters.append(PlannedHead(config.head, head, target, max_model_len))
     return drafters
-
-
-def check_ranks(drafters: list[Drafter], num_ranks: int) -> None:
-    """Check that ranks can share the draft models.
-
-    Raises:
-        SpecConfigError: naming the size that does not divide.
-
-    """
-    for drafter in drafters:
-        if isinstance(drafter, DraftModel):
-            check_shards(drafter.model.name, drafter.model.config, num_ranks)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.draft_checks import undivided_size
+from vllm_treespec.config.draft_checks import check_shards, undivided_size
 from vllm_treespec.layouts.kv_budget import BlockBytes
-from vllm_treespec.tools.plan.drafters import check_ranks
-from vllm_treespec.tools.plan.estimate import estimated_bytes
+from vllm_treespec.tools.plan.drafters import DraftModel
 from vllm_treespec.tools.plan.groups import Pool
-from vllm_treespec.tools.plan.models import Model
 from vllm_treespec.tools.plan.parts import (
     Parts,
     Settings,
@@ -19,6 +17,16 @@ from vllm_treespec.tools.plan.parts import (
     mask_bytes,
     rank_blocks,
 )
+
+GIB = 2**30
+# Driver, libraries, kernels: of any process. Buffers of collectives: of several ranks.
+PROCESS = GIB
+COLLECTIVES = GIB
+CUDA_GRAPHS = GIB
+# Hidden states of a forward that live at the same time, and parts of an MLP.
+LIVE_STATES, LIVE_PARTS = 4, 3
+# Bytes a logit takes while it is sampled from, or scored: float32 copies, and a sort.
+SAMPLED, SCORED = 16, 32
 
 MAX_RANKS = 64
 # Shorter texts are of no use to anybody.
@@ -93,8 +101,7 @@ def make_plan(parts: Parts, settings: Settings) -> MemoryPlan:
         SpecConfigError: ranks cannot share the target or a draft model.
 
     """
-    check_target(parts.target, settings.num_ranks)
-    check_ranks(parts.drafters, settings.num_ranks)
+    check_ranks(parts, settings.num_ranks)
     fixed = fixed_rows(parts, settings)
     usable = int(settings.memory * settings.utilization)
     available = usable - sum(row.num_bytes for row in fixed)
@@ -121,18 +128,21 @@ def make_plan(parts: Parts, settings: Settings) -> MemoryPlan:
     )
 
 
-def check_target(target: Model, num_ranks: int) -> None:
-    """Check that ranks can share the target.
+def check_ranks(parts: Parts, num_ranks: int) -> None:
+    """Check that ranks can share the target and the draft models.
 
     Raises:
         SpecConfigError: naming the size that does not divide.
 
     """
-    if size := undivided_size(target.config, num_ranks):
+    if size := undivided_size(parts.target.config, num_ranks):
         raise SpecConfigError(
             f"--tensor-parallel-size {num_ranks} does not divide {size} of "
-            f"{target.name}; pass a number that does"
+            f"{parts.target.name}; pass a number that does"
         )
+    for drafter in parts.drafters:
+        if isinstance(drafter, DraftModel):
+            check_shards(drafter.model.name, drafter.model.config, num_ranks)
 
 
 def fixed_rows(parts: Parts, settings: Settings) -> list[Row]:
@@ -159,6 +169,22 @@ def fixed_rows(parts: Parts, settings: Settings) -> list[Row]:
     note = "ESTIMATE: activations, libraries"
     note += ", CUDA graphs" if settings.device == "cuda" else ""
     return [*rows, Row("allowance", "allowance", guess, note)]
+
+
+def estimated_bytes(parts: Parts, settings: Settings) -> int:
+    """Activations of the largest stage of a step, libraries and graphs."""
+    num_ranks, target = settings.num_ranks, parts.target
+    widths = [(target.hidden_size, target.inner_size // num_ranks)]
+    widths += [drafter.widths(num_ranks) for drafter in parts.drafters]
+    forward = max(LIVE_STATES * size + LIVE_PARTS * part for size, part in widths)
+    num_trees = min(parts.config.max_trees, settings.num_seqs)
+    largest = max(
+        forward * settings.num_batched_tokens * parts.dtype.itemsize,
+        settings.num_seqs * target.vocab_size * SAMPLED,
+        num_trees * parts.sizes.max_nodes * target.vocab_size * SCORED,
+    )
+    fixed = PROCESS + (COLLECTIVES if num_ranks > 1 else 0)
+    return largest + fixed + (CUDA_GRAPHS if settings.device == "cuda" else 0)
 
 
 def block_rows(

@@ -93,8 +93,11 @@ def read_parts(target: str, spec: dict[str, Any], settings: Settings) -> Parts:
     given = parse_spec_config(spec)
     check_head_files(given)
     model = read_model("TARGET", target)
-    if settings.block_size is not None and settings.device == "cuda":
-        refuse_block_size(settings.block_size)
+    if settings.device == "cuda" and (settings.block_size or 0) % 16:
+        raise SpecConfigError(
+            f"--block-size {settings.block_size}: a GPU reads blocks of 16, 32, 48, "
+            f"... tokens; pass a multiple of 16, or leave it out"
+        )
     arguments = stock_arguments(given, settings.block_size, settings.device)
     # what the engine's drafter is made from
     config = parse_spec_config(arguments["additional_config"]["treespec"])
@@ -115,20 +118,6 @@ def read_parts(target: str, spec: dict[str, Any], settings: Settings) -> Parts:
         max_model_len=max_model_len,
         block_size=block_size,
     )
-
-
-def refuse_block_size(block_size: int) -> None:
-    """Refuse blocks that attention in Triton cannot read.
-
-    Raises:
-        SpecConfigError: naming the option.
-
-    """
-    if block_size % 16:
-        raise SpecConfigError(
-            f"--block-size {block_size}: a GPU reads blocks of 16, 32, 48, ... tokens; "
-            f"pass a multiple of 16, or leave it out"
-        )
 
 
 def served_dtype(model: Model, said: str) -> torch.dtype:

@@ -113,14 +113,9 @@ def check_parameters(
 def parameter_problems(
     request: SoakRequest, part: Completion, aborted: bool, room: int
 ) -> Iterator[str]:
-    """Say what is wrong with one answer.
+    """Say what is wrong with one answer, which may have ``room`` tokens.
 
-    Args:
-        request: what was asked.
-        part: what came.
-        aborted: the answer may end anywhere.
-        room: how many tokens the answer may have.
-
+    An aborted one may end anywhere.
     """
     params, tokens = request.params, part.token_ids
     min_tokens = params.get("min_tokens", 0)
@@ -268,11 +263,9 @@ def differences(
 def _difference(
     request: str, want: Completion, have: Completion, aborted: bool
 ) -> Difference | None:
-    shared = min(len(want.token_ids), len(have.token_ids))
-    pairs = zip(want.token_ids, have.token_ids, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), shared)
+    position = _first_difference(want, have)
     detail = ""
-    if position < shared:
+    if position < min(len(want.token_ids), len(have.token_ids)):
         detail = f"token {position} of {len(want.token_ids)} differs"
     elif aborted:
         return None
@@ -293,6 +286,13 @@ def _difference(
     )
 
 
+def _first_difference(want: Completion, have: Completion) -> int:
+    """First place where tokens differ, or the end of the shorter answer."""
+    pairs = zip(want.token_ids, have.token_ids, strict=False)
+    shortest = min(len(want.token_ids), len(have.token_ids))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), shortest)
+
+
 def _at(tokens: Sequence[int], position: int) -> int | None:
     return tokens[position] if position < len(tokens) else None
 
@@ -302,12 +302,8 @@ def with_gaps(
 ) -> list[Difference]:
     """Set the gaps of differing tokens.
 
-    Args:
-        found: the differences.
-        plain: the plain run.
-        ties: the same requests on plain vLLM once more, one at a time, with the log
-            probabilities from which tokens are chosen.
-
+    ``ties`` are the same requests on plain vLLM once more, one at a time, with the log
+    probabilities from which tokens are chosen.
     """
     theirs = {answer.id: answer.completions[0] for answer in plain.answers}
     again = {answer.id: answer.completions[0] for answer in ties.answers}
@@ -367,11 +363,7 @@ def _unlike_prompts(request: SoakRequest, plain: Answer, trees: Answer) -> str |
 
 
 def _unlike_answers(plain: Completion, trees: Completion) -> str | None:
-    pairs = zip(plain.token_ids, trees.token_ids, strict=False)
-    end = next(
-        (i for i, (a, b) in enumerate(pairs) if a != b),
-        min(len(plain.token_ids), len(trees.token_ids)),
-    )
+    end = _first_difference(plain, trees)
     worst = _largest_gap((plain.logprobs or [])[:end], (trees.logprobs or [])[:end])
     return f"the answer's are {worst:.4f} apart" if worst > LOGPROB_TOLERANCE else None
 

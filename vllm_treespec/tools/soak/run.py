@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from vllm_treespec.atomic_files import replaced
 from vllm_treespec.config import parse_spec_config
-from vllm_treespec.tools.launch import EngineError, Event, launch
+from vllm_treespec.tools.launch import EngineError, events_of
+from vllm_treespec.tools.prompts import chat_tokens
 from vllm_treespec.tools.soak import check
 from vllm_treespec.tools.soak.records import Answer, End, EngineRun, SoakJob
 from vllm_treespec.tools.soak.requests import Material, SoakRequest
@@ -74,17 +76,7 @@ def material(target: str, prompts: Sequence[str], max_model_len: int) -> Materia
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    conversations = [
-        tokenizer(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                tokenize=False,
-            ),
-            add_special_tokens=False,
-        ).input_ids
-        for prompt in prompts
-    ]
+    conversations = [chat_tokens(tokenizer, prompt) for prompt in prompts]
     return Material.of(conversations, max_model_len)
 
 
@@ -299,12 +291,12 @@ def run_engine(job: SoakJob, log: Path, on_event: OnEvent) -> EngineRun:
     on_event(job.side, {"event": "starting"})
     events: dict[str, Any] = {"answers": [], "in_flight": []}
 
-    def take(event: Event) -> None:
-        keep(event, events)
-        on_event(job.side, event)
-
+    sent = events_of(ENGINE, job, log, timeout_s=job.timeout_s)
     try:
-        launch(ENGINE, job, log, take, timeout_s=job.timeout_s)
+        with closing(sent):
+            for event in sent:
+                keep(event, events)
+                on_event(job.side, event)
     except EngineError as error:
         flight = ", ".join(events["in_flight"]) or "none"
         reason = f"{job.side}: {error}; requests in flight: {flight}"

@@ -47,11 +47,6 @@ def candidates(
 ) -> tuple[list[Side], dict[str, dict[str, Any]]]:
     """Make a side for each method and model; plain comes first.
 
-    Args:
-        drafts: folders or hub ids of draft models.
-        heads: folders or hub ids of heads.
-        eager: whether engines start without compiling.
-
     Returns:
         the sides, and by their names the spec-configs without trees.
 

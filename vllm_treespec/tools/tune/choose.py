@@ -41,11 +41,7 @@ def choose(rows: Sequence[TreeRow], specs: Mapping[str, dict[str, Any]]) -> Choi
     loads for which it has none count as plain. Where one of these trees loses under
     some load, the spec-config names no schedule but the first tree, which is that of
     the smallest batch: the measured schedule tells such requests apart.
-
-    Args:
-        rows: of all trees under all loads.
-        specs: spec-configs without trees, by side.
-
+    ``specs`` are spec-configs without trees, by side.
     """
     best = Choice(PLAIN, None, 1.0)
     for side, spec in specs.items():

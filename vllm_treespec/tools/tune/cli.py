@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_treespec.tools.options import numbers
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_treespec.tools.sides import Cell
-    from vllm_treespec.tools.tune.search import Progress
 
 
 def tune(
@@ -63,8 +64,9 @@ def tune(
     from rich.console import Console
 
     from vllm_treespec.tools.launch import EngineError
+    from vllm_treespec.tools.load import check_model
     from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS
-    from vllm_treespec.tools.sides import Job, Side, check_model, run_side
+    from vllm_treespec.tools.sides import Job, Side, side_events
     from vllm_treespec.tools.tune import report
     from vllm_treespec.tools.tune.candidates import candidates
     from vllm_treespec.tools.tune.choose import choose
@@ -91,7 +93,7 @@ def tune(
         )
         with bar_of(console, minutes) as show:
             search = Search(
-                job, sides, loads, out, 60 * minutes, versions(), show, run_side
+                job, sides, loads, out, 60 * minutes, versions(), show, side_events
             )
             rows = search.run()
     except (EngineError, OSError, ValueError) as error:
@@ -132,12 +134,11 @@ def workloads_of(path: Path, num_prompts: int) -> dict[str, list[str]]:
     from vllm_treespec.tools.prompts import (
         load_prompts,
         load_workloads,
-        read_jsonl,
+        names_workloads,
         spread,
     )
 
-    rows = read_jsonl(path)
-    if any(isinstance(row, dict) and "workload" in row for _, row in rows):
+    if names_workloads(path):
         found = load_workloads(path)
     else:
         found = {path.name.partition(".")[0]: load_prompts(path)}
@@ -153,25 +154,16 @@ def loads_of(work: list[str], batch_sizes: str, temperatures: str) -> list[Cell]
     """
     from vllm_treespec.tools.sides import Cell
 
-    def numbers(text: str, option: str, least: float) -> list[float]:
-        try:
-            found = [float(word) for word in text.split(",") if word.strip()]
-        except ValueError:
-            found = []
-        if not found or min(found) < least:
-            raise ValueError(f"{option}: {text!r} is no list of numbers from {least:g}")
-        return found
-
     return [
-        Cell(batch_size=int(size), temperature=temperature, workload=name)
-        for size in sorted(set(numbers(batch_sizes, "--batch-sizes", 1)))
-        for temperature in numbers(temperatures, "--temperatures", 0)
+        Cell(batch_size=size, temperature=temperature, workload=name)
+        for size in sorted(set(numbers(batch_sizes, "--batch-sizes", int, 1)))
+        for temperature in numbers(temperatures, "--temperatures", float, 0)
         for name in work
     ]
 
 
 @contextmanager
-def bar_of(console: Console, minutes: float) -> Iterator[Callable[[Progress], None]]:
+def bar_of(console: Console, minutes: float) -> Iterator[Callable[[float, str], None]]:
     """Show a bar of the time, with what is measured; yields what moves it."""
     from rich import progress
 
@@ -183,8 +175,7 @@ def bar_of(console: Console, minutes: float) -> Iterator[Callable[[Progress], No
     with progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=minutes)
 
-        def show(now: Progress) -> None:
-            said = f"round {now.round + 1}: {now.side}, {now.cells_done} of {now.cells}"
-            bar.update(task, completed=now.seconds / 60, description=said)
+        def show(seconds: float, said: str) -> None:
+            bar.update(task, completed=seconds / 60, description=said)
 
         yield show

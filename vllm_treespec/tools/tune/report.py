@@ -84,8 +84,8 @@ def sentences(rows: Sequence[TreeRow], choice: Choice) -> list[str]:
 def write_files(
     out: Path, rows: Sequence[TreeRow], choice: Choice, failed: Mapping[str, str]
 ) -> None:
-    """Write rows and failures to tune.json, the spec-config to spec.json if one pays,
-    and a picture of the speed-ups to tune.png."""
+    """Write rows and failures to tune.json, what is faster than plain to spec.json, and
+    a picture of the speed-ups to tune.png."""
     content = {
         "rows": [row.model_dump(mode="json") for row in rows],
         "speedup": choice.speedup,

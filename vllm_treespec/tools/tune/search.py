@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_treespec.tools.launch import EngineError, Event, OnEvent
+from vllm_treespec.tools.cells import Engine, Plan
+from vllm_treespec.tools.launch import EngineError
 from vllm_treespec.tools.rows import Row, summarise
-from vllm_treespec.tools.sides import PLAIN, Cell, CellResult, Job, Side
-from vllm_treespec.tools.store import Stored, read_stored, settings_of, store
+from vllm_treespec.tools.sides import (
+    PLAIN,
+    Cell,
+    CellResult,
+    Job,
+    Side,
+    Start,
+)
 
 # A tree that makes less than this share of the best speed under all loads is left out.
 KEEP = 0.9
 ROUNDS = 3
-Runner = Callable[[Job, Path, OnEvent], object]
-
-
-class Measured(Stored):
-    """One cell of one side in one round."""
-
-    side: str
-    round: int
-    result: CellResult
 
 
 class TreeRow(Row):
     """A tree under a load, all rounds; ``cell`` is the load, without the tree."""
 
     tree: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a search stands, for a bar."""
-
-    round: int
-    side: str
-    cells_done: int
-    cells: int
-    seconds: float
 
 
 @dataclass
@@ -55,8 +43,9 @@ class Search:
         out: folder; what is measured there is not measured again.
         seconds: no engine starts after so many, but for the first two.
         deciding: all else that decides the results.
-        on_progress: called when an engine starts and when a cell is measured.
-        runner: starts an engine and measures a job's cells.
+        on_progress: called when an engine starts and when a cell is measured, with the
+            seconds since the search began and what goes on.
+        start_engine: starts an engine, which measures a job's cells.
 
     """
 
@@ -66,24 +55,20 @@ class Search:
     out: Path
     seconds: float
     deciding: Any
-    on_progress: Callable[[Progress], None]
-    runner: Runner
+    on_progress: Callable[[float, str], None]
+    start_engine: Start
 
     def __post_init__(self) -> None:
         """Read what was measured before."""
         self.failed: dict[str, str] = {}
         self.start = time.monotonic()
         self.by_name = {side.name: side for side in self.sides}
-        self.finished = read_stored(
-            sorted((self.out / "cells").glob("*.json")),
-            Measured,
-            lambda one: self.settings(self.by_name.get(one.side)),
-        )
-
-    def settings(self, side: Side | None) -> str:
-        """Tell results of other settings apart; a side may be gone."""
-        shared = self.job.model_dump(exclude={"side", "cells", "seed", "timeout_s"})
-        return settings_of(self.deciding, shared, side and side.model_dump())
+        engines = [
+            Engine(side, cells_of(side, self.loads), ROUNDS) for side in self.sides
+        ]
+        deciding = [self.job.target, self.deciding]
+        self.plan = Plan(self.job, engines, self.out, deciding, commit=None)
+        self.finished = self.plan.finished()
 
     def run(self) -> list[TreeRow]:
         """Measure until the rounds or the time are over; rows of what was measured.
@@ -110,21 +95,16 @@ class Search:
 
     def out_of_time(self) -> bool:
         """Whether the time is over; plain and one candidate are always measured."""
-        sides = {one.side for one in self.finished} | set(self.failed)
+        sides = {one.side.name for one in self.finished} | set(self.failed)
         return len(sides) > 1 and time.monotonic() - self.start > self.seconds
 
     def cells_left(self, side: Side, round_: int) -> list[Cell]:
         """What a side measures in a round, and has not yet."""
-        done = {
-            one.result.cell.name
-            for one in self.finished
-            if (one.side, one.round) == (side.name, round_)
-        }
         worth = None if round_ == 0 else self.worth_another_round()
         return [
             cell
             for cell in cells_of(side, self.loads)
-            if cell.name not in done
+            if not self.plan.file(side, cell, round_).is_file()
             and (worth is None or (side.name, cell.name) in worth)
         ]
 
@@ -157,46 +137,26 @@ class Search:
 
     def measure(self, side: Side, cells: Sequence[Cell], round_: int) -> None:
         """Start an engine, measure the cells, and store each as soon as it is there."""
-        done = 0
 
         def report() -> None:
-            seconds = time.monotonic() - self.start
-            self.on_progress(Progress(round_, side.name, done, len(cells), seconds))
+            said = f"round {round_ + 1}: {side.name}, {next(done)} of {len(cells)}"
+            self.on_progress(time.monotonic() - self.start, said)
 
-        def take(event: Event) -> None:
-            nonlocal done
-            if event["event"] == "cell":
-                self.keep(side, round_, CellResult.model_validate(event["result"]))
-                done += 1
-                report()
-
+        done = itertools.count()
         report()
         seed = len(self.finished)
         job = self.job.model_copy(update={"side": side, "cells": cells, "seed": seed})
-        log = self.out / "logs" / f"{side.name.replace('/', '_')}.{round_}.log"
-        try:
-            self.runner(job, log, take)
-        except EngineError as error:
-            self.failed[side.name] = str(error)
-
-    def keep(self, side: Side, round_: int, result: CellResult) -> None:
-        """Store a measured cell."""
-        one = Measured(
-            settings=self.settings(side),
-            side=side.name,
-            round=round_,
-            result=result.model_copy(update={"token_ids": []}),
-        )
-        name = f"{side.name.replace('/', '_')}.{result.cell.name}.{round_}.json"
-        store(self.out / "cells" / name, one)
-        self.finished.append(one)
+        error = self.plan.measure(job, round_, self.start_engine, report)
+        if error is not None:
+            self.failed[side.name] = error
+        self.finished = self.plan.finished()
 
     def rows(self) -> list[TreeRow]:
         """A row for each tree under each load; speed-ups are over plain."""
         groups: dict[tuple[str, str], list[CellResult]] = {}
         for one in self.finished:
-            if one.side in self.by_name:
-                key = (one.side, one.result.cell.name)
+            if one.side.name in self.by_name:
+                key = (one.side.name, one.result.cell.name)
                 groups.setdefault(key, []).append(one.result)
         rows = [
             row_of(self.by_name[side], results) for (side, _), results in groups.items()
@@ -205,7 +165,8 @@ class Search:
         for row in rows:
             if row.cell.name in plain:
                 row.speedup = row.tokens_per_s / plain[row.cell.name]
-        return rows
+        order = {load.name: place for place, load in enumerate(self.loads)}
+        return sorted(rows, key=lambda row: order.get(row.cell.name, len(order)))
 
 
 def compared(rows: Sequence[TreeRow]) -> bool:
