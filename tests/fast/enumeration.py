@@ -24,6 +24,8 @@ from vllm_treespec.trees.tree import (
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 
 EXACT, NOTICEABLE = 1e-12, 1e-3
+# How closely thresholds are located: of right rules, and of wrong ones, which bisect.
+CLOSE, ROUGH = 1e-13, 1e-6
 ALMOST_ONE = 1 - 2.0**-53
 
 
@@ -161,16 +163,17 @@ def bracketed(
     Args:
         accepts: from the numbers of some tests, int64 [m], and their uniforms [m] to
             bool [m]; true below a threshold, then false.
-        guess: float64 [n], where the thresholds should be; two calls confirm it.
+        guess: float64 [n], where the thresholds should be; one call confirms it.
             A wrong guess only costs time: those thresholds are found by bisection.
         width: half the width of the accepted bracket, of all or float64 [n].
 
     """
     guess = guess.clamp(0, 1)
     every = torch.arange(len(guess))
-    low = accepts(every, (guess - width).clamp(min=0)) | (guess <= width)
-    high = accepts(every, (guess + width).clamp(max=ALMOST_ONE))
-    rows = (~(low & (~high | (guess >= 1 - width)))).nonzero()[:, 0]
+    sides = torch.cat([guess - width, guess + width]).clamp(0, ALMOST_ONE)
+    low, high = accepts(every.repeat(2), sides).chunk(2)
+    right = (low | (guess <= width)) & (~high | (guess >= 1 - width))
+    rows = (~right).nonzero()[:, 0]
     if not len(rows):
         return guess
     bottom, top = torch.zeros_like(guess[rows]), torch.ones_like(guess[rows])
@@ -225,7 +228,7 @@ class LawMeter:
         drawn: Weighted,
         target: Language,
         sampling: Callable[[int], SamplingTensors] = plain_sampling,
-        width: float = 1e-13,
+        width: float = CLOSE,
         judge: Judge | None = None,
     ) -> None:
         assert drawn.tree.draws is not None
@@ -243,12 +246,14 @@ class LawMeter:
         Emissions of fewer tokens are continued by the target.
         """
         language = Language(self.target_probs)
-        reached = language.no_mass()
         branches = self._start()
+        ended = branches.select(branches.candidate < 0)
         while bool((undecided := branches.candidate >= 0).any()):
-            self._add_emitted(branches.select(~undecided), reached, num_tokens)
             branches = self._decide(branches.select(undecided))
-        self._add_emitted(branches, reached, num_tokens)
+            ended = ended.joined(branches.select(branches.candidate < 0))
+        emitted, mass = self._emitted(ended)
+        emitted = first_tokens(emitted, language.vocab_size, num_tokens)
+        reached = language.no_mass().index_add(0, emitted.flatten(), mass.flatten())
         return language.joint_law(reached, num_tokens)
 
     def first_accepted(self) -> float:
@@ -339,33 +344,35 @@ class LawMeter:
         chances, rest = self.judge(at.draft, probs, tokens, count)
         return chances.gather(1, (at.candidate - first)[:, None])[:, 0], rest
 
-    def _add_emitted(self, ended: Branches, reached: Tensor, num_tokens: int) -> None:
-        """Add what ended walks emit to ``reached``, cut to ``num_tokens`` tokens."""
-        if not len(ended.mass):
-            return
-        vocab_size = self.target.vocab_size
-        cumulative = normalised(ended.residual).cumsum(1)
+    def _emitted(self, ended: Branches) -> tuple[Tensor, Tensor]:
+        """Prefixes that ended walks emit, and their mass: [n, vocab_size] each."""
+        size = self.target.vocab_size
+        guess = normalised(ended.residual).cumsum(1)
+
+        def at_most(rows: Tensor, uniforms: Tensor) -> Tensor:
+            walks, tokens = rows // size, rows % size
+            drawn = ended.uniforms[walks]
+            drawn[:, 0] = uniforms
+            return self._run(ended.trees[walks], drawn).next_token_ids <= tokens
+
+        width = torch.as_tensor(self._width(ended)).expand_as(ended.mass)
+        above = bracketed(at_most, guess.flatten(), width.repeat_interleave(size))
+        law = above.view_as(guess).diff(dim=1, prepend=torch.zeros(len(guess), 1))
         prefix = self.prefixes[ended.trees, ended.node]
-        below = torch.zeros_like(ended.mass)
-        for token in range(vocab_size):
-
-            def at_most(rows: Tensor, uniforms: Tensor, token: int = token) -> Tensor:
-                drawn = ended.uniforms[rows]
-                drawn[:, 0] = uniforms
-                return self._run(ended.trees[rows], drawn).next_token_ids <= token
-
-            above = bracketed(at_most, cumulative[:, token], self._width(ended))
-            emitted = prefix * vocab_size + 1 + token
-            emitted = first_tokens(emitted, vocab_size, num_tokens)
-            reached.index_add_(0, emitted, ended.mass * (above - below))
-            below = above
+        emitted = prefix[:, None] * size + 1 + torch.arange(size)
+        return emitted, ended.mass[:, None] * law
 
 
 def law_error(
-    scorer: Scorer, drawn: Weighted, target: Language, judge: Judge | None = None
+    scorer: Scorer,
+    drawn: Weighted,
+    target: Language,
+    judge: Judge | None = None,
+    width: float = CLOSE,
 ) -> float:
     """Largest error of the first tokens' joint law; ``judge`` as in LawMeter."""
-    law = LawMeter(scorer, drawn, target, judge=judge).law(NUM_TOKENS)
+    meter = LawMeter(scorer, drawn, target, width=width, judge=judge)
+    law = meter.law(NUM_TOKENS)
     return float((law - target.true_law(NUM_TOKENS)).abs().max())
 
 
