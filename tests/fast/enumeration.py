@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tests.fast.drafting import all_drawn, propose
-from tests.fast.languages import NUM_TOKENS, Language, plain_sampling
+from tests.fast.drafting import all_drawn, at_temperature, propose
+from tests.fast.languages import NUM_TOKENS, Language, naive_probs, plain_sampling
 from vllm_treespec.proposers import Proposer, RsdC, RsdS, SpecInfer, StochasticTree
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
@@ -26,6 +27,8 @@ Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 EXACT, NOTICEABLE = 1e-12, 1e-3
 # How closely thresholds are located: of right rules, and of wrong ones, which bisect.
 CLOSE, ROUGH = 1e-13, 1e-6
+# The error of a law whose logits are float32.
+FLOAT32 = 4e-6
 ALMOST_ONE = 1 - 2.0**-53
 
 
@@ -374,6 +377,40 @@ def law_error(
     meter = LawMeter(scorer, drawn, target, width=width, judge=judge)
     law = meter.law(NUM_TOKENS)
     return float((law - target.true_law(NUM_TOKENS)).abs().max())
+
+
+def float32_law_error(
+    scorer: Scorer,
+    draft: Tensor,
+    language: Language,
+    root: int = 0,
+    factors: tuple[int, ...] = (2, 2),
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> float:
+    """How far emitted tokens are from the law of a table of logits, at temperature 0.7.
+
+    Args:
+        scorer: the rule.
+        draft: float32 [num_prefixes, vocab_size], logits that drafts are drawn from.
+        language: whose ``table`` has the logits that tokens should follow.
+        root: the token of the roots.
+        factors: of the trees, children of each node of a level.
+        top_k: of all requests.
+        top_p: of all requests.
+
+    """
+    sampling = partial(at_temperature, 0.7, top_k=top_k, top_p=top_p)
+
+    def law_of(logits: Tensor) -> Language:
+        return Language(naive_probs(logits.double() / 0.7, top_k, top_p))
+
+    uniforms, weights = draft_uniforms(law_of(draft), factors)
+    tree = propose(RsdC(factors), Language(draft), uniforms, sampling(len(weights)))
+    tree.token_ids[:, 0] = root
+    meter = LawMeter(scorer, Weighted(tree, weights), language, sampling, FLOAT32 / 4)
+    true_law = law_of(language.table).true_law(NUM_TOKENS)
+    return float((meter.law(NUM_TOKENS) - true_law).abs().max())
 
 
 def normalised(mass: Tensor) -> Tensor:

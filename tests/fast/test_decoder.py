@@ -15,7 +15,7 @@ from tests.fast.interpreted import interpreted
 from tests.fast.toy_pairs import ToyPairHead
 from tests.fast.toy_workloads import PROPOSERS, make_engine, make_method
 from tests.tiers import cases, grid
-from vllm_treespec.batch.matching import PADDING_TOKEN_ID, Proposal, RunningTrees
+from vllm_treespec.batch.matching import Proposal, RunningTrees
 from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.layouts.base import ForkSpace
@@ -464,19 +464,6 @@ def test_other_drafts_on_another_rank(rank: int) -> None:
         return
     with pytest.raises(RanksDiffer, match=r"rank 1 drew other drafts .* request a;"):
         engine.step()
-
-
-def test_padding_is_no_difference_between_ranks() -> None:
-    """Red when the drafts that the scheduler pads with stop another rank."""
-    engine = make_engine("rsd_s", Habits(), rank=1)
-    request = Request("a", [1, 2, 3], 12)
-    engine.add(request)
-    run_to_tree(engine)
-    engine.scheduler.sends["a"] = [PADDING_TOKEN_ID] * len(request.proposed)
-    engine.step()
-    assert engine.decoder.trees is None
-    engine.run()
-    assert request.output == engine.language.greedy([1, 2, 3], 12)
 
 
 @pytest.mark.parametrize("habits", ["cut", "late", "preempted"])
