@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.fast.chi_square import p_value
+from tests.fast.chi_square import p_value, text_law
 from tests.fast.interpreted import interpreted
 from tests.fast.toy_pairs import ToyPairHead
 from tests.fast.toy_workloads import PROPOSERS, make_engine, make_method
@@ -31,7 +29,6 @@ from vllm_treespec.testing.toy_models import (
     Language,
     ToyDraftModel,
     ToyHead,
-    after,
     hidden_state,
 )
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
@@ -345,19 +342,9 @@ def test_sampled_law(name: str, limits: tuple[int, ...]) -> None:
         one.max_drafts = limits[i % len(limits)]
     places = VOCAB_SIZE ** torch.arange(2, -1, -1)
     found = (torch.tensor(engine.run(*many)) * places).sum(1)
-    texts = itertools.product(range(VOCAB_SIZE), repeat=3)
-    law = torch.stack([probability(engine.language, [1, 2], text) for text in texts])
+    law = text_law(engine.language, [1, 2], 3)
     assert p_value(found, law) > 1e-4
     assert p_value(found, law.roll(1)) < 1e-4
-
-
-def probability(language: Language, prompt: list[int], text: Sequence[int]) -> Tensor:
-    """The target's probability of a text after a prompt, float32 []."""
-    so_far, product = list(prompt), torch.ones(())
-    for token in text:
-        product = product * after(language.target, so_far).softmax(0)[token]
-        so_far.append(token)
-    return product
 
 
 def test_head_reads_the_state_that_the_root_came_from() -> None:
