@@ -177,18 +177,14 @@ def bracketed(
     low, high = accepts(every.repeat(2), sides).chunk(2)
     right = (low | (guess <= width)) & (~high | (guess >= 1 - width))
     rows = (~right).nonzero()[:, 0]
-    if not len(rows):
-        return guess
-    bottom, top = torch.zeros_like(guess[rows]), torch.ones_like(guess[rows])
-    limit = torch.as_tensor(width).expand_as(guess)[rows]
-    while bool((top - bottom > limit).any()):
-        middle = (bottom + top) / 2
+    bottom, top = torch.zeros_like(guess), torch.ones_like(guess)
+    while len(rows):
+        middle = (bottom[rows] + top[rows]) / 2
         below = accepts(rows, middle.clamp(max=ALMOST_ONE))
-        bottom, top = (
-            torch.where(below, middle, bottom),
-            torch.where(below, top, middle),
-        )
-    return guess.index_copy(0, rows, (bottom + top) / 2)
+        bottom[rows[below]], top[rows[~below]] = middle[below], middle[~below]
+        guess = guess.index_copy(0, rows, (bottom[rows] + top[rows]) / 2)
+        rows = rows[((top - bottom) > width)[rows]]
+    return guess
 
 
 @dataclass(frozen=True)
