@@ -1,6 +1,7 @@
 """Settings of all tests."""
 
 import gc
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -30,14 +31,19 @@ def aids_may_fail(monkeypatch: pytest.MonkeyPatch, aids_end_tests: None) -> None
     monkeypatch.setattr(Aid, "switch_off", SWITCH_OFF)
 
 
-def pytest_collection_finish() -> None:
-    """Leave what the tests have imported out of garbage collection.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what the tests import out of garbage collection.
 
     The Trainer collects at the end of every run: over the objects of torch, vLLM and
     transformers that takes longer than training a tiny model.
     """
+    gc.disable()
+    collected = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_sessionfinish() -> None:

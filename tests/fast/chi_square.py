@@ -1,6 +1,8 @@
-"""One level of drafts for many requests, and a chi-square test of what is emitted."""
+"""Chi-square tests of what is emitted: the laws, and one level of drafts."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from scipy.stats import chi2, chisquare
@@ -10,6 +12,7 @@ from tests.fast.enumeration import Scorer
 from tests.fast.languages import plain_sampling
 from vllm_treespec.sampling.draws import draw_without_replacement
 from vllm_treespec.scorers import TargetLogits
+from vllm_treespec.testing import toy_models
 from vllm_treespec.trees.builders import from_draws, from_levels
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -53,6 +56,22 @@ def first_tokens(
         plain_sampling(tree.num_reqs),
     )
     return rule(tree, logits, uniforms).emitted(tree)[:, 0]
+
+
+def text_law(
+    language: toy_models.Language, prompt: list[int], num_tokens: int
+) -> Tensor:
+    """Probability of every text of so many tokens after a prompt, float32."""
+    probabilities = []
+    for text in itertools.product(range(toy_models.VOCAB_SIZE), repeat=num_tokens):
+        so_far, product = list(prompt), torch.ones(())
+        for token in text:
+            product = (
+                product * toy_models.after(language.target, so_far).softmax(0)[token]
+            )
+            so_far.append(token)
+        probabilities.append(product)
+    return torch.stack(probabilities)
 
 
 def p_value(tokens: Tensor, target: Tensor) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tests.fast.drafting import all_drawn, propose
-from tests.fast.languages import NUM_TOKENS, Language, plain_sampling
+from tests.fast.drafting import all_drawn, at_temperature, propose
+from tests.fast.languages import NUM_TOKENS, Language, naive_probs, plain_sampling
 from vllm_treespec.proposers import Proposer, RsdC, RsdS, SpecInfer, StochasticTree
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import ScorerOutput, TargetLogits
@@ -24,6 +25,10 @@ from vllm_treespec.trees.tree import (
 Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 
 EXACT, NOTICEABLE = 1e-12, 1e-3
+# How closely thresholds are located: of right rules, and of wrong ones, which bisect.
+CLOSE, ROUGH = 1e-13, 1e-6
+# The error of a law whose logits are float32.
+FLOAT32 = 4e-6
 ALMOST_ONE = 1 - 2.0**-53
 
 
@@ -161,28 +166,25 @@ def bracketed(
     Args:
         accepts: from the numbers of some tests, int64 [m], and their uniforms [m] to
             bool [m]; true below a threshold, then false.
-        guess: float64 [n], where the thresholds should be; two calls confirm it.
+        guess: float64 [n], where the thresholds should be; one call confirms it.
             A wrong guess only costs time: those thresholds are found by bisection.
         width: half the width of the accepted bracket, of all or float64 [n].
 
     """
     guess = guess.clamp(0, 1)
     every = torch.arange(len(guess))
-    low = accepts(every, (guess - width).clamp(min=0)) | (guess <= width)
-    high = accepts(every, (guess + width).clamp(max=ALMOST_ONE))
-    rows = (~(low & (~high | (guess >= 1 - width)))).nonzero()[:, 0]
-    if not len(rows):
-        return guess
-    bottom, top = torch.zeros_like(guess[rows]), torch.ones_like(guess[rows])
-    limit = torch.as_tensor(width).expand_as(guess)[rows]
-    while bool((top - bottom > limit).any()):
-        middle = (bottom + top) / 2
+    sides = torch.cat([guess - width, guess + width]).clamp(0, ALMOST_ONE)
+    low, high = accepts(every.repeat(2), sides).chunk(2)
+    right = (low | (guess <= width)) & (~high | (guess >= 1 - width))
+    rows = (~right).nonzero()[:, 0]
+    bottom, top = torch.zeros_like(guess), torch.ones_like(guess)
+    while len(rows):
+        middle = (bottom[rows] + top[rows]) / 2
         below = accepts(rows, middle.clamp(max=ALMOST_ONE))
-        bottom, top = (
-            torch.where(below, middle, bottom),
-            torch.where(below, top, middle),
-        )
-    return guess.index_copy(0, rows, (bottom + top) / 2)
+        bottom[rows[below]], top[rows[~below]] = middle[below], middle[~below]
+        guess = guess.index_copy(0, rows, (bottom[rows] + top[rows]) / 2)
+        rows = rows[((top - bottom) > width)[rows]]
+    return guess
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class LawMeter:
         drawn: Weighted,
         target: Language,
         sampling: Callable[[int], SamplingTensors] = plain_sampling,
-        width: float = 1e-13,
+        width: float = CLOSE,
         judge: Judge | None = None,
     ) -> None:
         assert drawn.tree.draws is not None
@@ -243,12 +245,14 @@ class LawMeter:
         Emissions of fewer tokens are continued by the target.
         """
         language = Language(self.target_probs)
-        reached = language.no_mass()
         branches = self._start()
+        ended = branches.select(branches.candidate < 0)
         while bool((undecided := branches.candidate >= 0).any()):
-            self._add_emitted(branches.select(~undecided), reached, num_tokens)
             branches = self._decide(branches.select(undecided))
-        self._add_emitted(branches, reached, num_tokens)
+            ended = ended.joined(branches.select(branches.candidate < 0))
+        emitted, mass = self._emitted(ended)
+        emitted = first_tokens(emitted, language.vocab_size, num_tokens)
+        reached = language.no_mass().index_add(0, emitted.flatten(), mass.flatten())
         return language.joint_law(reached, num_tokens)
 
     def first_accepted(self) -> float:
@@ -339,34 +343,70 @@ class LawMeter:
         chances, rest = self.judge(at.draft, probs, tokens, count)
         return chances.gather(1, (at.candidate - first)[:, None])[:, 0], rest
 
-    def _add_emitted(self, ended: Branches, reached: Tensor, num_tokens: int) -> None:
-        """Add what ended walks emit to ``reached``, cut to ``num_tokens`` tokens."""
-        if not len(ended.mass):
-            return
-        vocab_size = self.target.vocab_size
-        cumulative = normalised(ended.residual).cumsum(1)
+    def _emitted(self, ended: Branches) -> tuple[Tensor, Tensor]:
+        """Prefixes that ended walks emit, and their mass: [n, vocab_size] each."""
+        size = self.target.vocab_size
+        guess = normalised(ended.residual).cumsum(1)
+
+        def at_most(rows: Tensor, uniforms: Tensor) -> Tensor:
+            walks, tokens = rows // size, rows % size
+            drawn = ended.uniforms[walks]
+            drawn[:, 0] = uniforms
+            return self._run(ended.trees[walks], drawn).next_token_ids <= tokens
+
+        width = torch.as_tensor(self._width(ended)).expand_as(ended.mass)
+        above = bracketed(at_most, guess.flatten(), width.repeat_interleave(size))
+        law = above.view_as(guess).diff(dim=1, prepend=torch.zeros(len(guess), 1))
         prefix = self.prefixes[ended.trees, ended.node]
-        below = torch.zeros_like(ended.mass)
-        for token in range(vocab_size):
-
-            def at_most(rows: Tensor, uniforms: Tensor, token: int = token) -> Tensor:
-                drawn = ended.uniforms[rows]
-                drawn[:, 0] = uniforms
-                return self._run(ended.trees[rows], drawn).next_token_ids <= token
-
-            above = bracketed(at_most, cumulative[:, token], self._width(ended))
-            emitted = prefix * vocab_size + 1 + token
-            emitted = first_tokens(emitted, vocab_size, num_tokens)
-            reached.index_add_(0, emitted, ended.mass * (above - below))
-            below = above
+        emitted = prefix[:, None] * size + 1 + torch.arange(size)
+        return emitted, ended.mass[:, None] * law
 
 
 def law_error(
-    scorer: Scorer, drawn: Weighted, target: Language, judge: Judge | None = None
+    scorer: Scorer,
+    drawn: Weighted,
+    target: Language,
+    judge: Judge | None = None,
+    width: float = CLOSE,
 ) -> float:
     """Largest error of the first tokens' joint law; ``judge`` as in LawMeter."""
-    law = LawMeter(scorer, drawn, target, judge=judge).law(NUM_TOKENS)
+    meter = LawMeter(scorer, drawn, target, width=width, judge=judge)
+    law = meter.law(NUM_TOKENS)
     return float((law - target.true_law(NUM_TOKENS)).abs().max())
+
+
+def float32_law_error(
+    scorer: Scorer,
+    draft: Tensor,
+    language: Language,
+    root: int = 0,
+    factors: tuple[int, ...] = (2, 2),
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> float:
+    """How far emitted tokens are from the law of a table of logits, at temperature 0.7.
+
+    Args:
+        scorer: the rule.
+        draft: float32 [num_prefixes, vocab_size], logits that drafts are drawn from.
+        language: whose ``table`` has the logits that tokens should follow.
+        root: the token of the roots.
+        factors: of the trees, children of each node of a level.
+        top_k: of all requests.
+        top_p: of all requests.
+
+    """
+    sampling = partial(at_temperature, 0.7, top_k=top_k, top_p=top_p)
+
+    def law_of(logits: Tensor) -> Language:
+        return Language(naive_probs(logits.double() / 0.7, top_k, top_p))
+
+    uniforms, weights = draft_uniforms(law_of(draft), factors)
+    tree = propose(RsdC(factors), Language(draft), uniforms, sampling(len(weights)))
+    tree.token_ids[:, 0] = root
+    meter = LawMeter(scorer, Weighted(tree, weights), language, sampling, FLOAT32 / 4)
+    true_law = law_of(language.table).true_law(NUM_TOKENS)
+    return float((meter.law(NUM_TOKENS) - true_law).abs().max())
 
 
 def normalised(mass: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ WITHOUT_REPLACEMENT: Trees = {
     "rsd_s 2 of 4": (4, RsdS(2, 2)),
     "rsd_s 3": (3, RsdS(3, 2)),
     "stochastic 2, best 2": (3, StochasticTree(2, 2, 2)),
+    "stochastic 2, best 3": (3, StochasticTree(2, 2, 3)),
     "stochastic 2, best 4": (3, StochasticTree(2, 2, 4)),
     "stochastic 2 of 4, best 4": (4, StochasticTree(2, 2, 4)),
     "stochastic 2 of 4, best 5": (4, StochasticTree(2, 2, 5)),
@@ -88,12 +89,16 @@ TREES: dict[str, Trees] = {
 
 @cache
 def drawn_trees(rule: str, name: str, kind: str) -> tuple[Weighted, Language]:
-    """Every tree of a proposer over random languages, and the target's language."""
+    """Every tree of a proposer over random languages, and the target's language.
+
+    By the noise of this seed draws below a node decide whether it is in a tree.
+    """
     vocab_size, proposer = TREES[rule][name]
     depth = proposer.sizes.max_depth
     tables = [random_tables(kind, vocab_size, depth, seed=seed) for seed in (0, 7, 8)]
     models = [draft for draft, _ in tables]
-    return all_trees(proposer, models[: num_models(proposer)]), tables[0][1]
+    drawn = all_trees(proposer, models[: num_models(proposer)], seed=5)
+    return drawn, tables[0][1]
 
 
 def mixed_draws(one: Language, other: Language) -> Weighted:

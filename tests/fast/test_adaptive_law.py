@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.chi_square import p_value
+from tests.fast.chi_square import p_value, text_law
 from tests.fast.toy_workloads import Scheduled
 from vllm_treespec.batch.views import EmittedBatch
 from vllm_treespec.proposers import RsdS
@@ -24,7 +23,7 @@ from vllm_treespec.sources.base import Sources
 from vllm_treespec.step.method import Method
 from vllm_treespec.testing.fake_engine import FakeEngine
 from vllm_treespec.testing.fake_scheduler import Habits, Request
-from vllm_treespec.testing.toy_models import VOCAB_SIZE, Language, ToyDraftModel, after
+from vllm_treespec.testing.toy_models import VOCAB_SIZE, Language, ToyDraftModel
 
 HABIT = Habits(token_budget=400, max_running=16)
 MAX_TOKENS = 6
@@ -83,18 +82,6 @@ def random_clock(engine: FakeEngine) -> Callable[[], float]:
     return now
 
 
-def law(language: Language) -> Tensor:
-    """Probability of every answer's first two tokens, float32 [VOCAB_SIZE ** 2]."""
-    probabilities = []
-    for text in itertools.product(range(VOCAB_SIZE), repeat=2):
-        so_far, product = [1, 2], torch.ones(())
-        for token in text:
-            product = product * after(language.target, so_far).softmax(0)[token]
-            so_far.append(token)
-        probabilities.append(product)
-    return torch.stack(probabilities)
-
-
 @pytest.mark.thorough
 def test_choosing_by_the_clock_keeps_the_law() -> None:
     """Red when the schedule sees what was drawn."""
@@ -102,7 +89,7 @@ def test_choosing_by_the_clock_keeps_the_law() -> None:
     trees = {index for _, index in engine.drawn} - {None}
     assert len(trees) == 2, "one tree was always drawn"
     assert engine.decoder.stats.as_dict()["mode_seconds"]
-    assert p_value(found, law(engine.language)) > 1e-4
+    assert p_value(found, text_law(engine.language, [1, 2], 2)) > 1e-4
 
 
 @pytest.mark.thorough
@@ -111,13 +98,13 @@ def test_limits_of_requests_keep_the_law() -> None:
     make = partial(AdaptiveScheduler, max_trees=16)
     engine, found = found_by(FakeEngine, make, limits=(63, 2, 0, 5, 1))
     assert {index for _, index in engine.drawn} >= {0, 1}
-    assert p_value(found, law(engine.language)) > 1e-4
+    assert p_value(found, text_law(engine.language, [1, 2], 2)) > 1e-4
 
 
 @pytest.mark.thorough
 def test_choosing_by_the_draws_is_noticed() -> None:
     """Red when this test could not tell a schedule that looks at the draws."""
     engine, found = found_by(Peeking, ListedSchedule)
-    second = law(engine.language).view(VOCAB_SIZE, VOCAB_SIZE).sum(0)
+    second = text_law(engine.language, [1, 2], 2).view(VOCAB_SIZE, VOCAB_SIZE).sum(0)
     parity = torch.stack([second[::2].sum(), second[1::2].sum()])
     assert p_value(found % VOCAB_SIZE % 2, parity) < 1e-4

@@ -28,6 +28,7 @@ from vllm_treespec.sampling import laws as sampling
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
     RULES,
+    Rule,
     ScorerOutput,
     TargetLogits,
     batched,
@@ -190,7 +191,10 @@ def walked(
 def test_equals_the_walk(
     name: str, kind: str, change: Callable[[TreeBatch, torch.Generator], TreeBatch]
 ) -> None:
-    """Red when the batched form decides anything but what the walk decides."""
+    """Red when the batched form decides anything but what the walk decides.
+
+    Or when greedy requests of a mixed batch are sampled, or the other way.
+    """
     if name == "k_seq" and change is mixed_draws:
         pytest.skip("draws of a node come from one distribution")
     accepted = 0
@@ -198,10 +202,31 @@ def test_equals_the_walk(
         tree, target, uniforms = batch(vocab_size, 30, max_nodes, kind, seed)
         tree = change(suited(name, tree), torch.Generator().manual_seed(seed))
         numbers = numbers_of(RULES[name], uniforms)
+        expected = walked(name, tree, target, uniforms)
         found = score(tree, target, numbers, RULES[name], sizes_of(tree))
-        assert_same(found, walked(name, tree, target, uniforms))
+        assert_same(found, expected)
+        if change is unchanged:
+            assert_same(score(tree, target, numbers, RULES[name]), expected)
         accepted = max(accepted, int(found.num_accepted.max()))
     assert accepted > 1
+
+
+def refuses(*_: object) -> ScorerOutput:
+    """A form that must not run."""
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kind", ["plain", "mixed"])
+def test_bounds_choose_the_form(kind: str) -> None:
+    """Red when a GPU's batch is walked over, a CPU's is not, or no form is found."""
+    tree, target, uniforms = batch(77, 30, 24, kind, 1)
+    sizes = tree_sizes(24, 24, 24)
+    walk = Rule("walk", recursive_rejection, refuses)
+    form = Rule("batched", refuses, recursive_rejection_batched)
+    only = Rule("without a batched form", recursive_rejection)
+    expected = walked("recursive_rejection", tree, target, uniforms)
+    for rule, bounds in ((walk, None), (form, sizes), (only, sizes)):
+        assert_same(score(tree, target, uniforms, rule, bounds), expected)
 
 
 @pytest.mark.parametrize("rows_per_group", [1, 7, 40])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast.random_trees import random_parents
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.tree import TreeBatch, ancestor_mask
 
@@ -33,16 +34,6 @@ MIXED_BATCH = [
     (33, 5, None),
     (96, 7, [-1, 0, 0, 0, 0, 0, 0]),
 ]
-
-
-def random_tree(generator: torch.Generator, num_nodes: int) -> list[int]:
-    """Parents of a random tree in level order."""
-    parents = [-1]
-    while len(parents) < num_nodes:
-        low = max(parents[-1], 0)
-        step = int(torch.randint(0, len(parents) - low, (1,), generator=generator))
-        parents.append(low + step)
-    return parents
 
 
 class Paged:
@@ -211,7 +202,7 @@ def test_random_trees_equal_causal_attention(seed):
     for _ in range(4):
         context = int(torch.randint(0, 100, (1,), generator=generator))
         nodes = int(torch.randint(1, 14, (1,), generator=generator))
-        parents = random_tree(generator, nodes)
+        parents = random_parents(nodes, generator)
         batch.append((context, nodes, parents))
     batch.insert(1, (5, 9, None))
     check(Paged(batch, 64, 3, 32))

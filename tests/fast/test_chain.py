@@ -346,16 +346,6 @@ def test_merged_trees_are_as_wide_as_they_are_told() -> None:
     assert token_paths(bounded, 0) == token_paths(whole, 0)
 
 
-@pytest.mark.parametrize("num_nodes", range(1, 9))
-def test_cut_merged_trees_are_trees(num_nodes: int) -> None:
-    """Red when a cut tree keeps a node of the second tree whose parent it lost."""
-    one = from_parents([[9, 1, 2, 3, 4]], [[-1, 0, 0, 1, 2]])
-    other = from_parents([[9, 2, 5, 4, 6, 7]], [[-1, 0, 0, 1, 1, 2]])
-    whole = merge_drafts(Draft(one), Draft(other), BOTH, 2).tree
-    cut = whole.cut(torch.tensor([num_nodes]))
-    assert token_paths(cut, 0) == token_paths(whole, 0)[:num_nodes]
-
-
 def test_merging_never_waits() -> None:
     """Red when the host must wait to know how many nodes a level has."""
     one, other = on_meta(some_trees(1, 9)), on_meta(some_trees(2, 5))

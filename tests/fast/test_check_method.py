@@ -32,7 +32,6 @@ SMALL: dict[str, Any] = {**MODEL, "branching_factors": (2, 1)}
 
 
 RIGHT: dict[str, dict[str, Any]] = {
-    "suffix_tree": FOUND,
     "hybrid": {**FOUND, **MODEL, "top_k": 3, "model_depth": 2},
     "rsd_s": MODEL,
     "specinfer": {"schedule": "fixed", "drafts": [{"model": "m"}] * 2},
@@ -43,9 +42,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "method", cases(RIGHT, quick=["suffix_tree", "hybrid", "spectr"])
-)
+@pytest.mark.parametrize("method", cases(RIGHT, quick=["hybrid", "spectr"]))
 def test_right_methods_pass(method: str) -> None:
     """Red when the check refuses what our own tests prove right."""
     checked = check_method({"method": method, **RIGHT[method]})
@@ -57,7 +54,7 @@ def test_every_tree_of_a_schedule_is_checked() -> None:
     """Red when a schedule's smaller trees go unchecked."""
     one = check_method({"method": "suffix_tree", **FOUND})
     some = check_method({"method": "suffix_tree", **FOUND, "schedule": LISTED})
-    assert some.num_trees > one.num_trees
+    assert some.num_trees > one.num_trees > 100
 
 
 class Wrong(Suffix):

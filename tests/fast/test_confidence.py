@@ -40,15 +40,6 @@ PROPOSERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_trees_become_smaller(name: str) -> None:
-    """Red when the test above draws whole trees only."""
-    proposer = PROPOSERS[name]
-    draft, _ = random_tables("random", 4 if "2x2" not in name else 3, 3)
-    drawn = all_trees(proposer, draft)
-    assert len(drawn.tree.num_nodes.unique()) > 1
-
-
 class OwnProbability(Confidence):
     """Looks at the token that was drawn, also of sampled requests."""
 
@@ -60,9 +51,13 @@ class OwnProbability(Confidence):
 
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_a_draft_must_not_decide_for_itself(name: str) -> None:
-    """Red when the check above could no longer see a lossy choice."""
+    """Red when a lossy choice would pass, or whole trees only are drawn.
+
+    That these proposers are lossless is in ``test_laws.py``.
+    """
     proposer = PROPOSERS[name]
     draft, target = random_tables("random", 4 if "2x2" not in name else 3, 3)
+    assert len(all_trees(proposer, draft).tree.num_nodes.unique()) > 1
     module = "rsd_s" if isinstance(proposer, RsdS) else "rsd_c"
     with patch(f"vllm_treespec.proposers.{module}.Confidence", OwnProbability):
         drawn = all_trees(proposer, draft)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.fast.chi_square import p_value
+from tests.fast.chi_square import p_value, text_law
 from tests.fast.interpreted import interpreted
 from tests.fast.toy_pairs import ToyPairHead
 from tests.fast.toy_workloads import PROPOSERS, make_engine, make_method
 from tests.tiers import cases, grid
-from vllm_treespec.batch.matching import PADDING_TOKEN_ID, Proposal, RunningTrees
+from vllm_treespec.batch.matching import Proposal, RunningTrees
 from vllm_treespec.batch.views import TargetInputs
 from vllm_treespec.kernels import kv_move
 from vllm_treespec.layouts.base import ForkSpace
@@ -31,7 +29,6 @@ from vllm_treespec.testing.toy_models import (
     Language,
     ToyDraftModel,
     ToyHead,
-    after,
     hidden_state,
 )
 from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
@@ -345,19 +342,9 @@ def test_sampled_law(name: str, limits: tuple[int, ...]) -> None:
         one.max_drafts = limits[i % len(limits)]
     places = VOCAB_SIZE ** torch.arange(2, -1, -1)
     found = (torch.tensor(engine.run(*many)) * places).sum(1)
-    texts = itertools.product(range(VOCAB_SIZE), repeat=3)
-    law = torch.stack([probability(engine.language, [1, 2], text) for text in texts])
+    law = text_law(engine.language, [1, 2], 3)
     assert p_value(found, law) > 1e-4
     assert p_value(found, law.roll(1)) < 1e-4
-
-
-def probability(language: Language, prompt: list[int], text: Sequence[int]) -> Tensor:
-    """The target's probability of a text after a prompt, float32 []."""
-    so_far, product = list(prompt), torch.ones(())
-    for token in text:
-        product = product * after(language.target, so_far).softmax(0)[token]
-        so_far.append(token)
-    return product
 
 
 def test_head_reads_the_state_that_the_root_came_from() -> None:
@@ -464,19 +451,6 @@ def test_other_drafts_on_another_rank(rank: int) -> None:
         return
     with pytest.raises(RanksDiffer, match=r"rank 1 drew other drafts .* request a;"):
         engine.step()
-
-
-def test_padding_is_no_difference_between_ranks() -> None:
-    """Red when the drafts that the scheduler pads with stop another rank."""
-    engine = make_engine("rsd_s", Habits(), rank=1)
-    request = Request("a", [1, 2, 3], 12)
-    engine.add(request)
-    run_to_tree(engine)
-    engine.scheduler.sends["a"] = [PADDING_TOKEN_ID] * len(request.proposed)
-    engine.step()
-    assert engine.decoder.trees is None
-    engine.run()
-    assert request.output == engine.language.greedy([1, 2, 3], 12)
 
 
 @pytest.mark.parametrize("habits", ["cut", "late", "preempted"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,60 +15,12 @@ from tests.fast.languages import (
     plain_sampling,
     random_tables,
 )
-from tests.fast.random_trees import random_trees
-from tests.reference.proposers import gumbel, rsd_s_reference
-from tests.reference.scorers import recursive_rejection_reference
 from vllm_treespec.proposers import Proposer, RsdC, RsdS, SpecInfer
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.scorers import (
-    TargetLogits,
     recursive_rejection,
 )
 from vllm_treespec.trees.tree import TreeBatch
-
-# Wrong on purpose
-
-
-# The fast path
-
-
-@pytest.mark.parametrize(("vocab_size", "draft_size"), [(77, 40), (1001, 100)])
-def test_walk_equals_reference(vocab_size: int, draft_size: int) -> None:
-    """Red when batching changes a walk over a part of the vocabulary."""
-    generator = torch.Generator().manual_seed(vocab_size)
-    num_reqs, max_nodes = 40, 24
-    tree = random_trees(num_reqs, max_nodes, draft_size, generator)
-    vocabulary = torch.randperm(vocab_size, generator=generator)[:draft_size]
-    vocabulary = vocabulary.sort().values
-    draws = replace(draws_of(tree), vocabulary=vocabulary)
-    noise = torch.randn(
-        (num_reqs, max_nodes, vocab_size), generator=generator, dtype=torch.float64
-    )
-    # Half of the target's mass is on tokens that the draft does not have.
-    logits = noise - math.log(vocab_size - draft_size)
-    logits[..., vocabulary] = draws.probs.log() + noise[..., vocabulary]
-    tree = replace(tree, token_ids=vocabulary[tree.token_ids], draws=draws)
-    target = TargetLogits(
-        logits.flatten(0, 1).softmax(1),
-        torch.arange(num_reqs) * max_nodes,
-        plain_sampling(num_reqs),
-    )
-    uniforms = rand(num_reqs, max_nodes + 1, seed=1)
-    found = recursive_rejection(tree, target, uniforms)
-    expected = recursive_rejection_reference(tree, target, uniforms)
-    assert found.emitted(tree).equal(expected.emitted(tree))
-    assert int(found.num_accepted.max()) > 1
-    undraftable = torch.ones(vocab_size, dtype=torch.bool)
-    undraftable[vocabulary] = False
-    assert bool(undraftable[found.next_token_ids].any())
-    # The rows that a request's selection keeps are its own.
-    rows = torch.tensor([7, 3])
-    part = recursive_rejection(
-        tree.select(rows),
-        replace(target, root_rows=target.root_rows[rows]),
-        uniforms[rows],
-    )
-    assert part.next_token_ids.equal(found.next_token_ids[rows])
 
 
 @pytest.mark.parametrize(
@@ -107,21 +56,6 @@ def test_top_k_and_top_p_act_on_the_drafts_tokens() -> None:
     assert tree.num_nodes.tolist() == [3] * 50
     likeliest = draft.table[0].topk(2).indices.tolist()
     assert set(tree.token_ids[:, 1:3].flatten().tolist()) == set(likeliest)
-
-
-def test_reference_proposer_maps_columns() -> None:
-    """Red when the paper's beam search cannot be compared over a part any more."""
-    draft, _, vocabulary = part_of("random", 4, [1, 3])
-    noise = [gumbel(rand(20, width, 2, seed=width)) for width in (1, 2)]
-    tree = rsd_s_reference(
-        LanguageDraft(draft, 20, vocabulary),
-        torch.zeros(20, dtype=torch.int64),
-        plain_sampling(20),
-        2,
-        noise,
-    )
-    assert set(tree.token_ids[tree.depths > 0].tolist()) == {1, 3}
-    assert draws_of(tree).vocabulary is vocabulary
 
 
 def test_draft_models_of_one_tree_share_their_vocabulary() -> None:

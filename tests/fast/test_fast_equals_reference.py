@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.fast.drafting import Path, at_temperature, draws_of, propose, token_paths
 from tests.fast.enumeration import Scorer
 from tests.fast.languages import BigramDraft, PlainSampling, plain_sampling
-from tests.fast.test_batched_rules import batch
+from tests.fast.test_batched_rules import batch, walked
 from tests.fast.wrong_rules import WRONG_REJECTION
 from tests.reference.scorers import recursive_rejection_reference, verify
 from vllm_treespec.proposers import Proposer, RsdC, RsdS, Sd
@@ -24,7 +24,6 @@ from vllm_treespec.sampling.uniforms import (
     seeded_key,
 )
 from vllm_treespec.scorers import (
-    ScorerOutput,
     TargetLogits,
     greedy_matching,
     recursive_rejection,
@@ -213,7 +212,12 @@ def step(
     root_rows = torch.arange(len(requests)) * tree.max_nodes
     target = TargetLogits(logits.flatten(0, 1), root_rows, sampling)
     uniforms = keyed_uniforms(keys, positions, SCORING, tree.max_nodes + 1)
-    emitted = scored(tree, target, uniforms).emitted(tree).tolist()
+    scored = (
+        greedy_matching(tree, target, uniforms)
+        if tree.draws is None
+        else walked("recursive_rejection", tree, target, uniforms)
+    )
+    emitted = scored.emitted(tree).tolist()
     return {
         request: (
             tree.token_ids[row, : tree.num_nodes[row]].tolist(),
@@ -222,20 +226,6 @@ def step(
         )
         for row, request in enumerate(requests)
     }
-
-
-def scored(tree: TreeBatch, target: TargetLogits, uniforms: Tensor) -> ScorerOutput:
-    """Greedy requests by matching, the others by recursive rejection."""
-    matched = greedy_matching(tree, target, uniforms)
-    if tree.draws is None:
-        return matched
-    walked = recursive_rejection(tree, target, uniforms)
-    greedy = target.sampling.greedy
-    return ScorerOutput(
-        torch.where(greedy[:, None], matched.path, walked.path),
-        torch.where(greedy, matched.num_accepted, walked.num_accepted),
-        torch.where(greedy, matched.next_token_ids, walked.next_token_ids),
-    )
 
 
 @pytest.mark.parametrize("vocab_size", [77, 1001])

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.enumeration import Scorer
+from tests.fast.enumeration import FLOAT32, NOTICEABLE, Scorer, float32_law_error
 from tests.fast.interpreted import interpreted
 from tests.fast.languages import Language, prefix_tokens, random_tables
 from tests.fast.random_trees import random_trees
 from tests.fast.test_penalties import (
-    FLOAT32,
-    NOTICEABLE,
     batched,
-    law_error,
     path_to,
     plain_rows,
 )
@@ -181,7 +178,7 @@ def test_law_under_limits(scorer: Scorer, below: bool) -> None:
     """Red when a node's limits leave out its path; the control must be noticed."""
     draft, target = (side.table.log().float() for side in random_tables("random", 4, 2))
     language = limited_language(target, below)
-    error = law_error(scorer, draft, language, TEXT[-1], factors=(2, 1))
+    error = float32_law_error(scorer, draft, language, TEXT[-1], factors=(2, 1))
     assert (error < FLOAT32) == below
     assert below or error > NOTICEABLE
 

@@ -112,11 +112,7 @@ def check(
     expected = moved(kv_caches, *arguments)
     KvMover(kv_caches, PAGE_SIZE).move(*arguments)
     for found, wanted in zip(kv_caches, expected, strict=True):
-        assert (
-            found.contiguous()
-            .view(torch.uint8)
-            .equal(wanted.contiguous().view(torch.uint8))
-        )
+        assert same_bits(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.fast.drafting import draws_of
-from tests.fast.enumeration import LawMeter, Scorer, Weighted, draft_uniforms, propose
+from tests.fast.enumeration import FLOAT32, NOTICEABLE, Scorer, float32_law_error
 from tests.fast.interpreted import interpreted
 from tests.fast.languages import (
-    NUM_TOKENS,
     Language,
-    naive_probs,
     prefix_tokens,
     random_tables,
 )
@@ -27,7 +25,6 @@ from tests.fast.rule_forms import numbers_of, sizes_of
 from tests.fast.test_batched_rules import batch
 from tests.fast.toy_workloads import SOME_ENGINES, make_engine
 from vllm_treespec.kernels import kv_move
-from vllm_treespec.proposers import RsdC
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sampling.penalties import (
     PenalisedTexts,
@@ -55,8 +52,6 @@ from vllm_treespec.trees.tree import TreeBatch, ancestor_bits
 
 # repetition, frequency, presence
 STRENGTHS = ((1.3, 0.0, 0.0), (1.0, 0.6, 0.0), (0.8, -0.2, 0.7), (1.0, 0.0, 0.0))
-FLOAT32 = 4e-6
-NOTICEABLE = 1e-3
 
 
 def penalties_of(view: PenaltyView, tree: TreeBatch, below: bool = True) -> Penalties:
@@ -210,41 +205,9 @@ def test_law_under_penalties(scorer: Scorer, below: bool) -> None:
     """Red when a node's penalties leave out its path; the control must be noticed."""
     draft, target = (side.table.log().float() for side in random_tables("random", 3, 2))
     language = penalised_language(target, (0, 0, 2, 1), below)
-    error = law_error(scorer, draft, language, language.text[-1])
+    error = float32_law_error(scorer, draft, language, language.text[-1])
     assert (error < FLOAT32) == below
     assert below or error > NOTICEABLE
-
-
-def law_error(
-    scorer: Scorer,
-    draft: Tensor,
-    language: Language,
-    root: int,
-    factors: tuple[int, ...] = (2, 2),
-) -> float:
-    """How far emitted tokens are from the law of a table of logits, at temperature 0.7.
-
-    Args:
-        scorer: the rule.
-        draft: float32 [num_prefixes, vocab_size], logits that drafts are drawn from.
-        language: whose ``table`` has the logits that tokens should follow.
-        root: the token of the roots.
-        factors: of the trees, children of each node of a level.
-
-    """
-
-    def sampling(num_reqs: int) -> SamplingTensors:
-        return SamplingTensors(torch.full((num_reqs,), 0.7), all_random=True)
-
-    proposer = RsdC(factors)
-    drawn_from = Language(naive_probs(draft.double() / 0.7, None, None))
-    uniforms, weights = draft_uniforms(drawn_from, proposer.branching_factors)
-    tree = propose(proposer, Language(draft), uniforms, sampling(len(weights)))
-    tree.token_ids[:, 0] = root
-    meter = LawMeter(scorer, Weighted(tree, weights), language, sampling, FLOAT32 / 4)
-    expected = Language(naive_probs(language.table.double() / 0.7, None, None))
-    law = meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)
-    return float(law.abs().max())
 
 
 @pytest.mark.parametrize("walks", [True, False], ids=["walk", "batched"])

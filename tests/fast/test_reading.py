@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.fast.toy_workloads import make_method
-from vllm_treespec.batch.reading import ReadMarks, plan_reading
+from vllm_treespec.batch.reading import ReadMarks
 from vllm_treespec.proposers import RsdS
 from vllm_treespec.schedule.plan import PLAIN_PLAN, RunningRequests, StepPlan
 from vllm_treespec.sources.base import Sources
@@ -64,28 +64,6 @@ def test_all_requests_are_looked_up_together() -> None:
     marks.mark_read(np.array([[2, 3]]), ints(0), ints(6))
     tables = np.array([[2, 3], [4, 5], [2, 5]])
     assert marks.first_unread(tables, ints(7, 3, 4)).tolist() == [6, 0, 4]
-
-
-def test_plan_keeps_its_budget() -> None:
-    """Red when a long context is read in one go, or drafts without being read."""
-    first, end = ints(0, 0, 0, 0), ints(9, 30, 3, 40)
-    behind = np.array([True, True, False, True])
-    plan = plan_reading(
-        ints(0, 4, 7, 8), first, end, np.ones(4, dtype=bool), 20, 8, behind
-    )
-    assert (plan.reqs.tolist(), plan.first.tolist()) == ([0, 4, 7], [0, 0, 0])
-    # The roots of two take a token of the budget each.
-    assert plan.end.tolist() == [9, 6, 3]
-    assert plan.drafting.tolist() == [0, 2], "a long context keeps others waiting"
-
-
-def test_plan_limits_the_number_of_trees() -> None:
-    """Red when more requests draft than there are fork blocks for."""
-    may_draft = np.array([True, True, False])
-    first, end, behind = ints(0, 0, 0), ints(3, 3, 3), np.zeros(3, dtype=bool)
-    plan = plan_reading(ints(0, 1, 2), first, end, may_draft, 100, 1, behind)
-    assert plan.end.tolist() == [3, 3, 3]
-    assert plan.drafting.tolist() == [0]
 
 
 def test_schedules_are_told_how_far_models_are_behind() -> None:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
-from tests.fast.drafting import at_temperature, propose
 from tests.fast.enumeration import (
     ALMOST_ONE,
-    LawMeter,
-    Weighted,
+    FLOAT32,
     all_trees,
-    draft_uniforms,
+    float32_law_error,
 )
 from tests.fast.languages import (
-    NUM_TOKENS,
     Language,
-    naive_probs,
     plain_sampling,
     random_tables,
 )
 from vllm_treespec.proposers import RsdC
 from vllm_treespec.scorers import recursive_rejection
 from vllm_treespec.scorers.recursive_rejection import drop, subtract
-
-FLOAT32 = 4e-6
 
 
 def test_masked_draws_leave_children_out() -> None:
@@ -70,18 +62,11 @@ def test_float32_law_under_sampling_parameters(
     top_k: int | None, top_p: float | None
 ) -> None:
     """Red when draft and target are masked differently, or float32 loses the law."""
-    scores = [side.table.log().float() for side in random_tables("random", 4, 2)]
-    draft, target = Language(scores[0]), Language(scores[1])
-    sampling = partial(at_temperature, 0.7, top_k=top_k, top_p=top_p)
-    proposer = RsdC((2, 2))
-    drawn_from = Language(naive_probs(draft.table.double() / 0.7, top_k, top_p))
-    uniforms, weights = draft_uniforms(drawn_from, proposer.branching_factors)
-    tree = propose(proposer, draft, uniforms, sampling(len(weights)))
-    drawn = Weighted(tree, weights)
-    meter = LawMeter(recursive_rejection, drawn, target, sampling, FLOAT32 / 4)
-    expected = Language(naive_probs(target.table.double() / 0.7, top_k, top_p))
-    error = (meter.law(NUM_TOKENS) - expected.true_law(NUM_TOKENS)).abs().max()
-    assert float(error) < FLOAT32
+    draft, target = (side.table.log().float() for side in random_tables("random", 4, 2))
+    error = float32_law_error(
+        recursive_rejection, draft, Language(target), top_k=top_k, top_p=top_p
+    )
+    assert error < FLOAT32
 
 
 def test_subtract_and_drop_at_the_edges() -> None:

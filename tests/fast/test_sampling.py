@@ -224,17 +224,6 @@ def test_logits_without_a_softmax_are_left_alone(
     assert sampling._restrict_unsorted(logits, top_ks, limits) is None
 
 
-def test_probs_take_two_or_three_dimensions() -> None:
-    """Red when one node a request is masked differently from several."""
-    logits = torch.randn((3, 50), generator=torch.Generator().manual_seed(0))
-    sampling = SamplingTensors(
-        torch.tensor([0.5, 1.0, 2.0]),
-        torch.tensor([5, 50, 9]),
-        torch.tensor([1, 0.5, 1]),
-    )
-    assert sampling.probs(logits).equal(sampling.probs(logits[:, None])[:, 0])
-
-
 def test_greedy_rows_are_ranked_at_temperature_one() -> None:
     """Red when a temperature of 0 divides by zero or touches other requests."""
     logits = torch.randn((2, 9), generator=torch.Generator().manual_seed(0))

@@ -55,6 +55,11 @@ rsd_s {"depth": 3, "schedule": [{"batch_size": 2, "beam_width": 40}]} => at most
 rsd_s {"schedule": [{"batch_size": 2, "beam_width": "x"}]} => beam_width is wrong
 rsd_s {"schedule": [{"batch_size": 2, "min_acceptance_length": 0.5}]} =>
     min_acceptance_length
+suffix_tree {"num_drafts": 0} => 'num_drafts' is 0
+suffix_tree {"num_drafts": 64} => 'num_drafts' is 64
+suffix_tree {"model": "d"} => 'model' is not a key
+suffix_tree {"max_match": 0} => 'max_match' is 0
+suffix_tree {"max_cached_tokens": -1} => 'max_cached_tokens' is -1
 suffix_tree {"num_draft": 3} => remove it, or write 'num_drafts'
 suffix_tree {"num_speculative_tokens": 3} => 'num_speculative_tokens' is for vLLM's own
     methods; write 'num_drafts' (

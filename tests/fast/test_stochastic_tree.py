@@ -59,28 +59,3 @@ def test_greedy_requests_get_the_dynamic_tree() -> None:
             assert token_paths(alone, req) == token_paths(likeliest, req)
         for req in (0, 2):
             assert token_paths(beside, req) == token_paths(likeliest, req)
-
-
-def test_draws_name_the_law_that_they_come_from() -> None:
-    """Red when a node is judged by another node's distribution."""
-    draft, _ = random_tables("random", 5, 3)
-    proposer = StochasticTree(3, 3, 9)
-    uniforms = rand(20, proposer.sizes.num_uniforms)
-    tree = propose(proposer, draft, uniforms)
-    assert tree.draws is not None
-    parents = tree.parents[:, 1:]
-    law = draft.table[draft.prefixes(tree).gather(1, parents)]
-    reqs = torch.arange(20)[:, None]
-    assert tree.draws.probs[reqs, tree.draws.rows].equal(law)
-    assert tree.draws.nodes.equal(torch.arange(1, 10).expand(20, -1))
-
-
-def test_a_draft_vocabulary_is_kept() -> None:
-    """Red when columns of a hot-token head are taken for tokens."""
-    draft, _ = random_tables("random", 6, 2)
-    proposer, hot = StochasticTree(2, 2, 4), torch.tensor([1, 3, 4])
-    uniforms = rand(30, proposer.sizes.num_uniforms)
-    tree = propose(proposer, draft, uniforms, vocabulary=hot)
-    assert tree.draws is not None
-    assert tree.draws.vocabulary is hot
-    assert bool(torch.isin(tree.token_ids[:, 1:], hot).all())

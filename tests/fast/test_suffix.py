@@ -13,7 +13,7 @@ import torch
 from tests.fast import drafting
 from tests.fast.scheduled_trees import pruning_plan
 from vllm_treespec.batch.requests import RequestSlots
-from vllm_treespec.config import SpecConfigError, parse_spec_config
+from vllm_treespec.config import parse_spec_config
 from vllm_treespec.proposers import Suffix
 from vllm_treespec.proposers.suffix import (
     MAX_LEAVES,
@@ -367,9 +367,6 @@ def test_order_of_finished_requests_does_not_matter() -> None:
     assert caches[0] == caches[1] == [2, END, 3, END, 4, END]
 
 
-# Law
-
-
 # Spec-config
 
 
@@ -397,23 +394,3 @@ def test_trees_of_a_schedule_share_an_index() -> None:
     trees.index = index
     text = [*SENTENCE, 0, 0, *SENTENCE[2:5]]
     assert drafts(trees, text) == [(6,), (6, 7)] == drafts(Trees(6, 2, 8, 0), text)
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"num_drafts": 0}, "'num_drafts' is 0"),
-        ({"num_drafts": 64, "depth": 2}, "'num_drafts' is 64"),
-        ({"num_drafts": 9, "depth": 2, "model": "d"}, "'model' is not a key"),
-        ({"num_drafts": 9, "depth": 2, "max_match": 0}, "'max_match' is 0"),
-        (
-            {"num_drafts": 9, "depth": 2, "max_cached_tokens": -1},
-            "'max_cached_tokens' is -1",
-        ),
-    ],
-)
-def test_refusals_name_key_and_remedy(keys: dict, says: str) -> None:
-    """Red when bad input is accepted, or refused without naming the key."""
-    with pytest.raises(SpecConfigError) as error:
-        parse_spec_config({"method": "suffix_tree", **keys})
-    assert says in str(error.value)

@@ -44,6 +44,7 @@ from vllm_treespec.heads import (
     load_lyanna_head,
 )
 from vllm_treespec.sources.base import FINAL_LAYER
+from vllm_treespec.train import pipeline
 from vllm_treespec.train.kinds import KINDS
 from vllm_treespec.train.options import OPTIONS
 
@@ -254,16 +255,18 @@ def test_from_text_to_a_drafter_in_use(
     # A cut run goes on from its checkpoint, and ends with the same weights.
     compute = Trainer.training_step
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "plot_history", lambda *_: None)
 
         def cut(trainer: Trainer, *arguments: Any, **more: Any) -> Any:
             if trainer.state.global_step == CUT_AT:
                 raise KeyboardInterrupt
             return compute(trainer, *arguments, **more)
 
-        patch.setattr(Trainer, "training_step", cut)
-        assert commands.train(kind, "cut", options).exit_code != 0
-    assert not (tmp_path / "cut" / "model.safetensors").exists()
-    done = commands.train(kind, "cut", options)
+        with patch.context() as interrupted:
+            interrupted.setattr(Trainer, "training_step", cut)
+            assert commands.train(kind, "cut", options).exit_code != 0
+        assert not (tmp_path / "cut" / "model.safetensors").exists()
+        done = commands.train(kind, "cut", options)
     assert done.exit_code == 0, done.output[-2000:]
     assert commands.steps == num_steps - SAVED > 0
     expected = load_file(whole / "model.safetensors")

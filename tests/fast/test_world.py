@@ -105,23 +105,6 @@ def test_the_best_policy_drafts_for_those_who_accept() -> None:
     assert {tuple(plan.slots) for plan in best.plans} == {(0,)}
 
 
-def test_all_ranks_plan_alike() -> None:
-    """Red when a rank plans by its own clock."""
-    world, told = small(HYBRID), list[list[float]]()
-
-    def first(seconds: list[float]) -> list[float]:
-        told.append(list(seconds))
-        return seconds
-
-    one = run(world, AdaptiveScheduler(world.trees, MAX_TREES, first), seed=1)
-    turn = iter(told)
-    follower = AdaptiveScheduler(world.trees, MAX_TREES, lambda _: next(turn))
-    other = run(world, follower, seed=2, clock_factor=3.0)
-    assert next(turn, None) is None, "rank 0 handed out more"
-    assert other.plans == one.plans
-    assert {plan.tree for plan in one.plans} > {None}
-
-
 class Counting(AdaptiveScheduler):
     """Counts the steps of which it is told."""
 

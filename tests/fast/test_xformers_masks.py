@@ -119,17 +119,6 @@ def test_static_trees_are_the_oracles() -> None:
     assert torch.equal(medusa.depths.int(), found.tree_seq_position_ids)
 
 
-@pytest.mark.parametrize("branching", [[3, 2, 1], [16], [1, 1, 1], [2, 2, 2, 2]])
-def test_branching_factors_are_the_oracles(branching: list[int]) -> None:
-    """Red when branching factors stand for another tree than they do elsewhere."""
-    parents, level = [-1], [0]
-    for factor in branching:
-        start = len(parents)
-        parents += [node for node in level for _ in range(factor)]
-        level = list(range(start, len(parents)))
-    assert choices(parents) == oracle.construct_tree_choices(branching)
-
-
 class Batch:
     """Requests with and without trees, and where xformers says that rows may look."""
 
@@ -204,33 +193,6 @@ class Batch:
         counts.index_add_(1, held.clamp(min=0), sees.long())
         return torch.zeros_like(counts).index_copy_(0, plan.row_order, counts)
 
-    def under_masks(self) -> Tensor:
-        """Which token a row sees by its ancestor mask, as the attention kernel's rule.
-
-        A row without a mask sees what comes before it; a node sees the context and
-        those of the tree's tokens whose bit is set.
-        """
-        counts = torch.zeros((len(self.rows), len(self.lens), self.max_len)).long()
-        for row, (req, place) in enumerate(
-            zip(self.rows.tolist(), self.places.tolist(), strict=True)
-        ):
-            counts[row, req, : place + 1] = 1
-        bits = ancestor_bits(self.tree, int(self.tree.depths.max()))
-        for tree, req in enumerate(self.reqs.tolist()):
-            start = int(self.paged.context_lens[req])
-            row = int(self.paged.query_start_loc[req])
-            size = int(self.tree.num_nodes[tree])
-            seen = seen_bits(bits[tree, :size])[:, :size].long()
-            counts[row : row + size, req, start : start + size] = seen
-        return counts.flatten(1)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_masks_see_what_the_tree_mask_shows(seed: int) -> None:
-    """Red when the bits of a node do not stand for its ancestors and itself."""
-    batch = Batch(seed, 16)
-    assert torch.equal(batch.under_masks(), batch.expected().long())
-
 
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("seed", SEEDS)
@@ -257,4 +219,3 @@ def test_another_tree_is_noticed() -> None:
     assert not torch.equal(batch.expected(), expected)
     (plan,) = plan_branches(batch.tree, batch.reqs, batch.paged, [batch.forks])
     assert not torch.equal(batch.along_branches(plan), expected.long())
-    assert not torch.equal(batch.under_masks(), expected.long())

@@ -64,6 +64,12 @@ def come_back(
     return Weighted(trees.tree, drawn.weights[trees.proposal_rows])
 
 
+def repeated(drawn: Weighted, number: int) -> Weighted:
+    """The trees so many times, one set after another."""
+    rows = torch.arange(drawn.tree.num_reqs).repeat(number)
+    return Weighted(drawn.tree.select(rows), drawn.weights[rows])
+
+
 def cut_by(cut: str, drawn: Weighted) -> Iterator[Weighted]:
     """The trees in all the ways in which they may be cut so."""
     count, widest = drawn.tree.num_reqs, drawn.tree.max_nodes
@@ -71,13 +77,10 @@ def cut_by(cut: str, drawn: Weighted) -> Iterator[Weighted]:
         for room in range(2, widest + 1):
             yield come_back(drawn, room=room)
         return
-    limits = [2, 3, widest - 1, PLENTY] if cut == "limits" else [PLENTY, PLENTY]
-    repeated = drawn.tree.select(torch.arange(count).repeat(len(limits)))
-    batch = Weighted(repeated, drawn.weights.repeat(len(limits)))
-    first = np.arange(count)
     if cut == "limits":
-        # Requests with each limit side by side, and little room.
-        for room in (PLENTY, 4):
+        # Requests with each limit side by side, with and without room for it.
+        for room, limits in ((PLENTY, (2, 3, widest - 1, PLENTY)), (4, (3, PLENTY))):
+            batch = repeated(drawn, len(limits))
             scored = come_back(batch, node_limits=np.repeat(limits, count), room=room)
             for i, limit in enumerate(limits):
                 rows = torch.arange(i * count, (i + 1) * count)
@@ -85,6 +88,7 @@ def cut_by(cut: str, drawn: Weighted) -> Iterator[Weighted]:
                 assert int(part.tree.num_nodes.max()) <= min(limit, room)
                 yield part
         return
+    batch, first = repeated(drawn, 2), np.arange(count)
     lost, late = (first, NOBODY) if cut == "lost" else (NOBODY, first)
     gone = come_back(batch, lost=lost, late=late)
     assert gone.tree.num_reqs == count

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -29,7 +30,12 @@ NO_PENALTY = (1.0, 0.0, 0.0)
 
 
 def texts_so_far(token_ids: Sequence[int]) -> np.ndarray:
-    """A number for every prefix of a text, int64 [len(token_ids)]."""
+    """A number for every prefix of a text, int64 [len(token_ids)], to be read only."""
+    return _texts_so_far(tuple(token_ids))
+
+
+@lru_cache(maxsize=10_000)
+def _texts_so_far(token_ids: tuple[int, ...]) -> np.ndarray:
     numbers, number = [], 1
     for token in token_ids:
         number = (number * 1_000_003 + token + 2) % (2**61 - 1)
@@ -143,16 +149,17 @@ class KvCache:
         # heads and head size as kernels want them: one head with one key, one value
         self.cache = torch.zeros((num_blocks, 1, BLOCK_SIZE, 2), dtype=torch.int64)
 
+        self.rows = self.cache.view(-1, 2).numpy()
+
     def write(self, slots: Sequence[int] | np.ndarray | Tensor, kv: np.ndarray) -> None:
         """Write the numbers ``kv`` int64 [n] into slots [n]."""
-        rows = self.cache.view(-1, 2)
-        rows[torch.as_tensor(slots)] = torch.from_numpy(kv)[:, None].expand(-1, 2)
+        self.rows[np.asarray(slots)] = kv[:, None]
 
     def read(self, slots: np.ndarray) -> np.ndarray:
         """The numbers in slots, int64 [n]; keys must be values."""
-        keys, values = self.cache.view(-1, 2)[torch.from_numpy(slots)].unbind(1)
-        assert torch.equal(keys, values)
-        return keys.numpy()
+        keys, values = self.rows[slots].T
+        assert np.array_equal(keys, values)
+        return keys
 
 
 def kv_slots(blocks: Sequence[int] | np.ndarray, positions: np.ndarray) -> np.ndarray:
