@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.fast.dev_pages import PAGES, run, save_blocks
-from tests.tiers import cases
 
 MOST_WORDS = {
     "write-a-method.md": 900,
@@ -25,7 +24,8 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *tests]) if tests else 0)
 """
 
 
-@pytest.mark.parametrize("page", cases(MOST_WORDS, quick=["write-a-method.md"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", MOST_WORDS)
 def test_blocks_run_as_they_stand(page: str, tmp_path: Path) -> None:
     """Red when a name or a signature on the page is not the code's any more."""
     names = save_blocks(page, tmp_path)

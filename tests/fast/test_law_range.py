@@ -62,7 +62,6 @@ QUICK = (
     "rsd_c [4], recursive rejection",
     "rsd_s 3x1, recursive rejection",
     "spectr 3x1, multi-round",
-    "specinfer, two models, multi-round",
     "spectr 3x1, k_seq",
 )
 

@@ -221,14 +221,14 @@ def check_use(kind: str, commands: Commands) -> None:
 
 QUICK = [
     ("draft", "llama", ""),
-    ("redrafter", "llama", ""),
     ("medusa", "qwen", ""),
     ("eagle", "llama", ""),
-    ("lyanna", "llama", ""),
-    ("dflash", "llama", ""),
 ]
 THOROUGH = [
+    ("redrafter", "llama", ""),
     ("redrafter", "qwen", ""),
+    ("lyanna", "llama", ""),
+    ("dflash", "llama", ""),
     ("redrafter", "opt", ""),
     ("medusa", "llama", ""),
     ("medusa", "opt", ""),
