@@ -187,6 +187,14 @@ def test_spec_configs(
     assert done.exit_code == 1
 
 
+def test_a_soak_needs_a_target(tmp_path: Path) -> None:
+    """Red when a soak without a model ends in transformers' words."""
+    command = ["soak", "--target", "/nowhere", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "--target: there is no folder /nowhere" in done.stderr
+
+
 @pytest.fixture
 def draft(tmp_path: Path) -> Path:
     """Folder of a draft model."""

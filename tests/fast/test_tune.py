@@ -24,7 +24,10 @@ from vllm_treespec.tools.tune.search import ROUNDS, Search, TreeRow
 # Speed-up over plain's 100 tokens a second, by method, first size of the tree, and
 # requests at a time.
 Speeds = Callable[[str, int, Cell], float]
-LOADS = [Cell(batch_size=size, temperature=0.0, workload="chat") for size in (1, 4)]
+LOADS = [
+    Cell(batch_size=size, temperature=0.0, workload="chat, short/long")
+    for size in (1, 4)
+]
 
 
 class Engines:

@@ -177,7 +177,8 @@ class MethodConfig(BaseModel, ABC):
     @property
     def shape(self) -> dict[str, Any]:
         """The keys that shape the tree, without those that are null."""
-        return self.model_dump(include=set(self.SHAPE), exclude_none=True)
+        shape = self.model_dump(include=set(self.SHAPE), exclude_none=True)
+        return {key: shape[key] for key in self.SHAPE if key in shape}
 
     @property
     def shape_name(self) -> str:

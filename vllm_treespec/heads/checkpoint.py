@@ -125,7 +125,7 @@ class Checkpoint:
         """Read the headers of ``model.safetensors``, or of its shards.
 
         Raises:
-            HeadError: a file is missing or broken, or the mask's embedding is pickled.
+            HeadError: a file is missing or broken.
 
         """
         files = _weight_files(folder)
@@ -134,12 +134,6 @@ class Checkpoint:
             if problem := weights_problem(path):
                 raise HeadError(f"{problem}; copy the head again, or train it again")
             headers |= tensor_headers(path)
-        path = folder / MASK_FILE
-        if path.is_file() and "mask_embedding" not in headers:
-            raise HeadError(
-                f"{path} is not read, for weights come from safetensors alone; write "
-                f"it into {WEIGHTS} as the tensor 'mask_embedding'"
-            )
         return cls(folder, files, headers)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -21,7 +21,13 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from vllm_treespec.heads.checkpoint import Checkpoint, not_a_head, validated
+from vllm_treespec.heads.checkpoint import (
+    MASK_FILE,
+    WEIGHTS,
+    Checkpoint,
+    not_a_head,
+    validated,
+)
 from vllm_treespec.heads.config import DFlashHeadConfig, HeadError, Size
 from vllm_treespec.heads.published import (
     FIRST_LAYER,
@@ -150,6 +156,7 @@ def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadCo
     """
     path = checkpoint.folder / "config.json"
     shapes = plain_shapes(checkpoint)
+    _check_mask(checkpoint.folder, "mask_embedding" in shapes)
     config: dict[str, Any] = {
         **decoder_fields(said, shapes, path),
         "num_layers": said.num_hidden_layers,
@@ -179,6 +186,21 @@ def dflash_config(said: PublishedDFlash, checkpoint: Checkpoint) -> DFlashHeadCo
     shape = shapes.get("fc.weight", (count * size,))
     check_combined(shape, count, size, "target_layer_ids", path)
     return validated(DFlashHeadConfig, config, path)
+
+
+def _check_mask(folder: Path, has_mask: bool) -> None:
+    """Check that the mask's embedding is no pickled file of its own.
+
+    Raises:
+        HeadError: naming it.
+
+    """
+    path = folder / MASK_FILE
+    if path.is_file() and not has_mask:
+        raise HeadError(
+            f"{path} is not read, for weights come from safetensors alone; write it "
+            f"into {WEIGHTS} as the tensor 'mask_embedding'"
+        )
 
 
 def _target_layers(said: PublishedDFlash, path: Path) -> tuple[int, ...]:

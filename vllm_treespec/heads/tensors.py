@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_treespec.heads.base import Head
-from vllm_treespec.heads.checkpoint import WEIGHTS, Checkpoint
+from vllm_treespec.heads.checkpoint import INDEX, WEIGHTS, Checkpoint
 from vllm_treespec.heads.config import DecoderHeadConfig, HeadConfig, HeadError
 from vllm_treespec.heads.eagle import EagleHead
 from vllm_treespec.heads.published import FIRST_LAYER, MIDDLE_LAYER, plain_key
@@ -164,6 +164,8 @@ def save_head(head: Head, folder: Path, dtype: torch.dtype = torch.bfloat16) -> 
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).clone()
         for name, tensor in tensors.items()
     }
+    # shards of another head would be read in its place
+    (folder / INDEX).unlink(missing_ok=True)
     save_file(written, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(text + "\n")
     return (folder / WEIGHTS).stat().st_size / 1e6

@@ -87,7 +87,8 @@ class Cell(BaseModel):
         if self.label:
             return self.label
         tree = ["x".join(_words(value)) for value in (self.tree or {}).values()]
-        parts = [self.workload, "x".join(tree), f"t{self.temperature:g}"]
+        work = "".join(_words(self.workload))
+        parts = [work, "x".join(tree), f"t{self.temperature:g}"]
         parts += [f"b{self.batch_size}", self.measure.rpartition(":")[2]]
         parts += [f"n{self.max_tokens}"] if self.max_tokens else []
         parts += ["-".join(_words(value)) for value in self.options.values()]

@@ -55,6 +55,7 @@ def soak(
     )
     from vllm_treespec.config.checks import check_head_files
     from vllm_treespec.tools.assets import AssetError, ensure_target, shipped_drafter
+    from vllm_treespec.tools.load import check_model
     from vllm_treespec.tools.prompts import SHIPPED, load_prompts
     from vllm_treespec.tools.soak import run
     from vllm_treespec.tools.soak.requests import make_requests
@@ -74,6 +75,7 @@ def soak(
             max_num_seqs=max_num_seqs,
             kv_blocks=kv_blocks,
         )
+        check_model("--target", settings.target)
         length = settings.max_model_len
         material = run.material(settings.target, load_prompts(SHIPPED), length)
         sent = make_requests(requests, seed, material, length)

@@ -90,7 +90,8 @@ class Search:
                     return self.rows()
                 self.measure(side, cells, round_)
                 if not self.finished and side.family == PLAIN:
-                    raise EngineError(self.failed[side.name])
+                    nothing = f"{side.name}: nothing was measured"
+                    raise EngineError(self.failed.get(side.name, nothing))
         return self.rows()
 
     def out_of_time(self) -> bool:
