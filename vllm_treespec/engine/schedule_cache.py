@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -49,9 +48,7 @@ def origin_of(vllm_config: VllmConfig, schedule: AdaptiveScheduler) -> dict[str,
         "target": model.model,
         "dtype": model.dtype,
         "eager": model.enforce_eager,
-        "drafter": json.dumps(
-            vllm_config.additional_config["treespec"], sort_keys=True
-        ),
+        "drafter": sorted(vllm_config.additional_config["treespec"].items()),
         "trees": [tree.name for tree in schedule.trees],
         "ranks": parallel.tensor_parallel_size,
         "device": current_platform.get_device_name(),
