@@ -16,8 +16,7 @@ from torch import Tensor
 
 from vllm_treespec.engine.drafter import TreeDrafter
 from vllm_treespec.proposers import Proposer, ProposerInputs
-from vllm_treespec.sampling.uniforms import Numbers
-from vllm_treespec.scorers import ScorerOutput, TargetLogits
+from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.step.decoder import TreeDecoder
 from vllm_treespec.step.method import Method
 from vllm_treespec.step.verifier import TreeVerifier
@@ -128,17 +127,9 @@ class OracleVerifier(TreeVerifier):
         self.path = torch.tensor(path, device=device)
         self.generator = torch.Generator(device).manual_seed(0)
 
-    def verify(
-        self,
-        index: int,
-        tree: TreeBatch,
-        target: TargetLogits,
-        keys: Numbers,
-        root_positions: Tensor,
-    ) -> ScorerOutput:
+    def verify(self, index: int, tree: TreeBatch, *others: Any) -> ScorerOutput:
         """Run the rule, then let coins decide what is accepted."""
-        scored = super().verify(index, tree, target, keys, root_positions)
-        return self.by_coins(tree, scored)
+        return self.by_coins(tree, super().verify(index, tree, *others))
 
     def by_coins(self, tree: TreeBatch, scored: ScorerOutput) -> ScorerOutput:
         """Replace what was accepted."""

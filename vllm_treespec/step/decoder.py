@@ -40,7 +40,7 @@ from vllm_treespec.sources.base import SampledTokens, Sources
 from vllm_treespec.step.committed import CommittedReader, committed_rows, last_hidden
 from vllm_treespec.step.drafting import StepDrafter, StepEnd
 from vllm_treespec.step.method import EngineLimits, Method
-from vllm_treespec.step.plain_draw import PlainDraw
+from vllm_treespec.step.plain_draw import PlainDraw, draw_without_trees
 from vllm_treespec.step.verifier import TreeVerifier
 from vllm_treespec.trees.sizes import TreeSizes
 
@@ -105,7 +105,7 @@ class TreeDecoder:
         """Forget the requests that ended, by their released slots, int64 [n]."""
         self.discard_trees(slots)
         self.clock.forget(slots)
-        self.verifier.finish_requests(slots)
+        self.verifier.target.finish_requests(slots)
         self.sources.finish_requests(slots)
 
     def begin_step(
@@ -185,7 +185,9 @@ class TreeDecoder:
 
     def draw_plainly(self, logits: Tensor, sampling: SamplingView) -> PlainDraw | None:
         """Draw the tokens of requests without a tree; see ``draw_without_trees``."""
-        return self.verifier.draw_plainly(self.trees, self.batch, logits, sampling)
+        target, step = self.verifier.target, (self.batch, self.trees)
+        batched = self.method.batched
+        return draw_without_trees(target, logits, sampling, *step, batched)
 
     def commit(self) -> None:
         """Bring the accepted paths' KV into the requests' own slots.

@@ -1,19 +1,17 @@
-"""Verifies a step's trees, and draws the tokens of requests that have none."""
+"""Verifies the trees of a step."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.matching import PlacedTrees, RunningTrees
+from vllm_treespec.batch.matching import RunningTrees
 from vllm_treespec.batch.requests import RequestSlots
 from vllm_treespec.batch.views import SamplingView, ScheduledBatch
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.sampling.uniforms import SCORING, Numbers, keyed_uniforms, noise_keys
 from vllm_treespec.scorers import ScorerOutput, TargetLogits, score
 from vllm_treespec.step.method import Method
-from vllm_treespec.step.plain_draw import PlainDraw, draw_without_trees
 from vllm_treespec.step.target import StepTarget
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import TreeBatch
@@ -28,10 +26,6 @@ class TreeVerifier:
         self.slots = slots
         self.sizes = sizes
         self.target = StepTarget(slots, sizes.max_depth)
-
-    def finish_requests(self, slots: np.ndarray) -> None:
-        """Forget requests that ended, by their released slots, int64 [n]."""
-        self.target.finish_requests(slots)
 
     def score(
         self,
@@ -52,8 +46,7 @@ class TreeVerifier:
         reqs = trees.host_reqs, trees.reqs
         keys, positions = self.slots.keys(trees.slots), trees.root_positions
         with self.target.at(logits, sampling, batch, *reqs, trees) as target:
-            at_roots = on_device(positions, logits.device)
-            return self.verify(trees.tree_index, trees.tree, target, keys, at_roots)
+            return self.verify(trees.tree_index, trees.tree, target, keys, positions)
 
     def verify(
         self,
@@ -61,7 +54,7 @@ class TreeVerifier:
         tree: TreeBatch,
         target: TargetLogits,
         keys: Numbers,
-        root_positions: Tensor,
+        root_positions: Numbers,
     ) -> ScorerOutput:
         """Verify trees that were drawn as the schedule's tree of this index.
 
@@ -70,29 +63,19 @@ class TreeVerifier:
             tree: the trees.
             target: the target's logits at the nodes.
             keys: int64 [num_trees], of the requests, anywhere.
-            root_positions: int64 [num_trees], on the device.
+            root_positions: int64 [num_trees], anywhere.
 
         """
         numbers = torch.empty((len(keys), 0))
         if not target.sampling.all_greedy:
-            numbers = self.numbers(keys, root_positions)
+            there = on_device(root_positions, target.logits.device)
+            numbers = self.numbers(keys, there)
         sizes = self.method.proposers[index].sizes if self.method.batched else None
         return score(tree, target, numbers, self.method.rule, sizes)
 
     def numbers(self, keys: Numbers, root_positions: Tensor) -> Tensor:
-        """Random numbers of the method's rule, on the device; see ``verify``."""
+        """Random numbers of the method's rule; ``root_positions`` on the device."""
         if self.method.rule.follows_noise:
             return noise_keys(keys, root_positions, 1 + self.sizes.max_depth)
         count = 1 + self.sizes.max_draws
         return keyed_uniforms(keys, root_positions, SCORING, count)
-
-    def draw_plainly(
-        self,
-        trees: PlacedTrees | None,
-        batch: ScheduledBatch,
-        logits: Tensor,
-        sampling: SamplingView,
-    ) -> PlainDraw | None:
-        """Draw the tokens of requests without a tree; see ``draw_without_trees``."""
-        step, batched = (batch, trees), self.method.batched
-        return draw_without_trees(self.target, logits, sampling, *step, batched)
