@@ -12,8 +12,14 @@ from vllm_treespec.proposers import dflash, dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import Continuations
-from vllm_treespec.trees.builders import merge_drafts
 from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.host_trees import (
+    DraftNodes,
+    draft_of,
+    merge,
+    nodes_on_host,
+    num_leaves,
+)
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
@@ -85,8 +91,6 @@ class Hybrid(Proposer):
             self.model = grow(
                 top_k, model_depth, self.index.sizes.max_leaves, min_probability
             )
-            # levels that are drafted whatever is read; 0: as many as are read
-            self.whole_depth = self.model.depth if one_pass else 0
         self.sizes = sizes(num_drafts, depth, top_k, model_depth, one_pass)
 
     @property
@@ -101,36 +105,37 @@ class Hybrid(Proposer):
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; ``draws`` is None."""
         if self.model is None or not inputs.draft_models:
-            draft = self.index.propose(inputs)
-            return replace(draft, sources=(draft.tree.depths > 0) * Source.INDEX)
+            return of_index(self.index.propose(inputs))
         (continuations,) = inputs.continuations
         least = inputs.min_claims(Source.INDEX, self.index.min_probability)
         limits = [self._index_limits(inputs.plan)] * len(continuations.by_request)
-        trees = self.index.grow(continuations, limits, least)
-        max_rows = inputs.plan.max_rows
+        found: Sequence[DraftNodes] = self.index.grow(continuations, limits, least)
+        max_rows, left_over = inputs.plan.max_rows, self.num_drafts
         if max_rows is not None:
             depth = self.model.sizes.max_depth
-            of_index = index_rows(max_rows, depth, len(trees))
-            trees = suffix.within_rows(trees, replace(inputs.plan, max_rows=of_index))
-        grown = self.index.grown(trees)
+            most = index_rows(max_rows, depth, len(found))
+            found = suffix.within_rows(found, replace(inputs.plan, max_rows=most))
+            left_over = (max_rows - sum(map(len, found))) // len(found)
         # A draft adds one leaf at most.
-        left = np.minimum(
-            1 + self.num_drafts - grown.num_nodes,
-            self.sizes.max_leaves - grown.num_leaves(),
-        )
-        if max_rows is not None:
-            rows_left = max_rows - sum(map(len, trees))
-            left = np.minimum(left, rows_left // len(trees))
+        left = [
+            min(
+                self.num_drafts - len(tree),
+                self.sizes.max_leaves - num_leaves(tree),
+                left_over,
+            )
+            for tree in found
+        ]
         roots = inputs.root_token_ids
-        num_drafts = on_device(left, roots.device)
+        num_drafts = on_device(np.array(left), roots.device)
         drafted = replace(inputs, num_drafts=num_drafts).draw(self.model)
-        return merge_drafts(
-            grown.draft(roots),
-            drafted,
-            (Source.INDEX, Source.MODEL),
-            max(drafted.levels, self.whole_depth),
-            1 + self.num_drafts,
+        trees, sources = zip(
+            *[
+                merge(tree, other, (Source.INDEX, Source.MODEL))
+                for tree, other in zip(found, nodes_on_host(drafted), strict=True)
+            ],
+            strict=True,
         )
+        return draft_of(trees, roots, 1 + self.num_drafts, drafted.levels, sources)
 
     def _index_limits(self, plan: StepPlan) -> tuple[int, int]:
         """Draft tokens, and leaves, of the index's part beside a model.
@@ -145,3 +150,11 @@ class Hybrid(Proposer):
         depth = self.model.sizes.max_depth
         places = self.num_drafts - depth, self.sizes.max_leaves - 1
         return max(places[0], 1), max(places[1], 1)
+
+
+def of_index(draft: Draft) -> Draft:
+    """A suffix tree whose nodes have a source."""
+    made = draft.made_on_host
+    assert made is not None
+    sources = (made.parents >= 0) * np.int64(Source.INDEX)
+    return replace(draft, made_on_host=replace(made, sources=sources))

@@ -11,8 +11,8 @@ from vllm_treespec.proposers.dynamic_tree import DynamicTree
 from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.sources.chain import ChainDraft
-from vllm_treespec.trees.builders import merge_drafts
 from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.host_trees import merge_drafts
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
@@ -75,6 +75,5 @@ class Lyanna(Proposer):
         second = self.leftover.propose(
             replace(inputs, draft_models=[left], levels=left.levels_left)
         )
-        return merge_drafts(
-            drafted, second, (Source.MODEL, Source.LEFTOVER), self.leftover.depth
-        )
+        both = Source.MODEL, Source.LEFTOVER
+        return merge_drafts(drafted, second, both, self.sizes.max_nodes)

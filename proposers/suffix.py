@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from vllm_treespec.host_copies import on_device
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import (
@@ -19,10 +14,10 @@ from vllm_treespec.sources.continuations import (
     Continuations,
     next_tokens,
 )
-from vllm_treespec.trees.draft import NO_TOKEN, Draft, ShadowDrafts
+from vllm_treespec.trees.draft import NO_TOKEN, Draft
+from vllm_treespec.trees.host_trees import DraftNode, DraftNodes, draft_of, subtree
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
-from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
 # Leaves of a tree at most. Where every path is a sequence of its own, KV memory is
 # reserved for as many; larger trees gain by depth.
@@ -38,61 +33,6 @@ def sizes(num_drafts: int, depth: int) -> TreeSizes:
         max_width=leaves,
         max_leaves=leaves,
     )
-
-
-@dataclass(frozen=True)
-class GrownTrees:
-    """Trees on the host; see ``TreeBatch`` and ``Draft``."""
-
-    # int64 [num_reqs, max_nodes], without the roots' tokens
-    token_ids: np.ndarray
-    # int64 [num_reqs, max_nodes]
-    parents: np.ndarray
-    depths: np.ndarray
-    # int64 [num_reqs], roots included
-    num_nodes: np.ndarray
-    # float64 [num_reqs, max_nodes]
-    claims: np.ndarray
-
-    def num_leaves(self) -> np.ndarray:
-        """Leaves among each tree's drafts, int64 [num_reqs]."""
-        sizes = self.num_nodes.tolist()
-        inner = [
-            len({0, *row[1:size]})
-            for row, size in zip(self.parents.tolist(), sizes, strict=True)
-        ]
-        return self.num_nodes - np.array(inner)
-
-    def draft(self, root_token_ids: Tensor) -> Draft:
-        """Bring the trees to the device of their roots, int64 [num_reqs]; one copy."""
-        host = np.hstack(
-            [
-                self.token_ids,
-                self.parents,
-                self.depths,
-                self.claims.view(np.int64),
-                self.num_nodes[:, None],
-            ]
-        )
-        numbers = on_device(host, root_token_ids.device)
-        width = self.token_ids.shape[1]
-        token_ids, parents, depths, claims, num_nodes = numbers.split(
-            [width] * 4 + [1], dim=1
-        )
-        token_ids[:, 0] = root_token_ids
-        tree = TreeBatch(token_ids, parents, depths, num_nodes[:, 0])
-        return Draft(tree, claims.view(torch.float64))
-
-
-class DraftNode(NamedTuple):
-    """A draft node of a tree."""
-
-    token: int
-    # node number, 0 is the root
-    parent: int
-    depth: int
-    # of its path
-    probability: float
 
 
 class Suffix(Proposer):
@@ -117,36 +57,29 @@ class Suffix(Proposer):
         (found,) = inputs.continuations
         limits = [(self.num_drafts, MAX_LEAVES)] * len(found.by_request)
         least = inputs.min_claims(Source.INDEX, self.min_probability)
-        trees = self.grow(found, limits, least)
-        if not inputs.plan.prunes:
-            return self.grown(trees).draft(inputs.root_token_ids)
-        trees = within_rows(trees, inputs.plan)
-        grown = self.grown(worth_most(trees, inputs.plan))
-        shadow = self._shadow(found, grown.num_nodes, inputs.root_token_ids.device)
-        return replace(grown.draft(inputs.root_token_ids), shadow=shadow)
+        trees: Sequence[DraftNodes] = self.grow(found, limits, least)
+        shadow = None
+        if inputs.plan.prunes:
+            trees = worth_most(within_rows(trees, inputs.plan), inputs.plan)
+            shadow = self._shadow(found, trees)
+        return draft_of(
+            trees, inputs.root_token_ids, self.sizes.max_nodes, shadow=shadow
+        )
 
     def _shadow(
-        self, found: Continuations, num_nodes: np.ndarray, device: torch.device
-    ) -> ShadowDrafts:
-        """The likeliest token where no draft is worth its row; one copy.
+        self, found: Continuations, trees: Sequence[DraftNodes]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The likeliest token where no draft is worth its row, see ``HostDraft``.
 
         So claims are compared with what was accepted also while drafts do not pay.
-
-        Args:
-            found: of each request.
-            num_nodes: int64 [num_reqs], of the trees.
-            device: of the result.
-
         """
-        tokens = np.full(len(num_nodes), NO_TOKEN)
-        claims = np.zeros(len(num_nodes))
-        for row in np.flatnonzero(num_nodes == 1).tolist():
+        tokens = np.full(len(trees), NO_TOKEN)
+        claims = np.zeros(len(trees))
+        for row, tree in enumerate(trees):
             share, token = found.likeliest[row]
-            if share >= (self.min_probability or 0.0):
+            if not tree and share >= (self.min_probability or 0.0):
                 tokens[row], claims[row] = token, share
-        host = np.stack([tokens, claims.view(np.int64)])
-        token_ids, bits = on_device(host, device)
-        return ShadowDrafts(token_ids, bits.view(torch.float64))
+        return tokens, claims
 
     def index_hits(self, plan: StepPlan, found: Continuations) -> Sequence[float]:
         """How likely each request's next token is one that is drafted, and right."""
@@ -183,26 +116,8 @@ class Suffix(Proposer):
             trees.append(grow_tree(near, *limits[row], least[row]))
         return trees
 
-    def grown(self, trees: Sequence[Sequence[DraftNode]]) -> GrownTrees:
-        """Put trees into arrays."""
-        shape = (len(trees), self.sizes.max_nodes)
-        tokens = np.zeros(shape, dtype=np.int64)
-        parents = np.full(shape, NO_NODE, dtype=np.int64)
-        depths = np.zeros(shape, dtype=np.int64)
-        num_nodes = np.ones(len(tokens), dtype=np.int64)
-        claims = np.zeros(shape)
-        for row, tree in enumerate(trees):
-            num_nodes[row] = size = 1 + len(tree)
-            if tree:
-                drafts = list(zip(*tree, strict=True))
-                tokens[row, 1:size] = drafts[0]
-                parents[row, 1:size] = drafts[1]
-                depths[row, 1:size] = drafts[2]
-                claims[row, 1:size] = drafts[3]
-        return GrownTrees(tokens, parents, depths, num_nodes, claims)
 
-
-def within_rows(trees: list[list[DraftNode]], plan: StepPlan) -> list[list[DraftNode]]:
+def within_rows(trees: Sequence[DraftNodes], plan: StepPlan) -> Sequence[DraftNodes]:
     """These trees, cut to the rows of a step: their likeliest nodes stay.
 
     A node is no likelier than its parent, which thus stays, too.
@@ -210,7 +125,7 @@ def within_rows(trees: list[list[DraftNode]], plan: StepPlan) -> list[list[Draft
     if plan.max_rows is None or sum(map(len, trees)) <= plan.max_rows:
         return trees
     ranked = sorted(
-        (-ratio * draft.probability, node, row)
+        (-ratio * draft.claim, node, row)
         for row, (tree, ratio) in enumerate(
             zip(trees, plan.kept[Source.INDEX], strict=True)
         )
@@ -224,24 +139,15 @@ def within_rows(trees: list[list[DraftNode]], plan: StepPlan) -> list[list[Draft
     ]
 
 
-def subtree(tree: Sequence[DraftNode], nodes: Sequence[int]) -> list[DraftNode]:
-    """Some nodes of a tree, ascending, and with each its parent."""
-    number = {0: 0} | {node: new for new, node in enumerate(nodes, start=1)}
-    drafts = [tree[node - 1] for node in nodes]
-    return [draft._replace(parent=number[draft.parent]) for draft in drafts]
-
-
-def worth_most(
-    trees: Sequence[Sequence[DraftNode]], plan: StepPlan
-) -> Sequence[Sequence[DraftNode]]:
+def worth_most(trees: Sequence[DraftNodes], plan: StepPlan) -> Sequence[DraftNodes]:
     """These trees, their likeliest paths, or nothing: what brings most after its cost.
 
     Trees that are no chains cost a step something besides. So do any drafts.
     """
-    nothing: list[list[DraftNode]] = [[] for _ in trees]
+    nothing: list[DraftNodes] = [[] for _ in trees]
     branches = any(map(has_branches, trees))
     paths = [likeliest_path(tree) for tree in trees] if branches else trees
-    offers: list[tuple[Sequence[Sequence[DraftNode]], bool]] = [
+    offers: list[tuple[Sequence[DraftNodes], bool]] = [
         (nothing, False),
         (paths, False),
     ]
@@ -251,9 +157,7 @@ def worth_most(
     return best
 
 
-def gain_of(
-    trees: Sequence[Sequence[DraftNode]], branches: bool, plan: StepPlan
-) -> float:
+def gain_of(trees: Sequence[DraftNodes], branches: bool, plan: StepPlan) -> float:
     """Accepted tokens that a step's trees likely bring, less what they cost.
 
     Args:
@@ -266,7 +170,7 @@ def gain_of(
     if not num_drafts:
         return 0.0
     accepted = sum(
-        ratio * draft.probability
+        ratio * draft.claim
         for tree, ratio in zip(trees, plan.kept[Source.INDEX], strict=True)
         for draft in tree
     )
@@ -274,12 +178,12 @@ def gain_of(
     return accepted - num_drafts * plan.row_cost - fixed
 
 
-def has_branches(tree: Sequence[DraftNode]) -> bool:
+def has_branches(tree: DraftNodes) -> bool:
     """Whether a tree is no chain; its nodes are in level order."""
     return any(draft.parent != number for number, draft in enumerate(tree))
 
 
-def likeliest_path(tree: Sequence[DraftNode]) -> list[DraftNode]:
+def likeliest_path(tree: DraftNodes) -> list[DraftNode]:
     """The likeliest child of the root, its likeliest child, and so on, as a tree."""
     path: list[DraftNode] = []
     last = 0

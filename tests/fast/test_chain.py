@@ -1,17 +1,13 @@
-"""Chains of logits, what they leave over, and two trees that become one."""
+"""Chains of logits, and what they leave over."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.fast.drafting import check_unused, token_paths
-from tests.fast.no_waiting import NoWaiting, on_meta
-from tests.fast.random_trees import random_trees
+from tests.fast.no_waiting import NoWaiting
 from tests.fast.test_lyanna_head import ready
 from tests.fast.tiny_training import PlainAttention
 from tests.fast.toy_chains import ToyChain
@@ -19,10 +15,6 @@ from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.heads.chain_source import ChainSource
 from vllm_treespec.sources.base import Roots
 from vllm_treespec.sources.chain import ChainDraft, ChainMemory, Resample
-from vllm_treespec.trees.builders import from_parents, merge_drafts
-from vllm_treespec.trees.draft import Draft
-from vllm_treespec.trees.source import Source
-from vllm_treespec.trees.tree import TreeBatch
 
 VOCAB_SIZE, DEPTH = 6, 3
 
@@ -243,113 +235,3 @@ def test_the_host_never_waits(resample: Resample) -> None:
             with NoWaiting():
                 chain.root_logits()
                 chain.extend(level, level)
-
-
-# Merged trees
-
-
-def merged_paths(
-    one: list[tuple[int, ...]], other: list[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """Level by level, children of a node side by side, those of ``one`` first."""
-    both = list(dict.fromkeys([*one, *other]))
-    paths: list[tuple[int, ...]] = [()]
-    for above in paths:
-        paths += [p for p in both if len(p) == len(above) + 1 and p[:-1] == above]
-    return paths
-
-
-BOTH = Source.INDEX, Source.MODEL
-
-
-def with_claims(tree: TreeBatch, first: float) -> Draft:
-    """Trees whose nodes claim ``first``, ``first`` + 1, and so on, row after row."""
-    numbers = torch.arange(tree.parents.numel(), dtype=torch.float64)
-    claims = numbers.view_as(tree.parents) + first
-    return Draft(tree, claims.masked_fill(tree.depths == 0, 0.0))
-
-
-def claims_by_path(draft: Draft, req: int) -> dict[tuple[int, ...], float]:
-    """What each node claims; the root, and unused entries, nothing."""
-    assert draft.claims is not None
-    paths, claims = token_paths(draft.tree, req), draft.claims[req].tolist()
-    assert not any(claims[len(paths) :])
-    return dict(zip(paths, claims, strict=False))
-
-
-def check_merged(one: TreeBatch, other: TreeBatch) -> None:
-    """Compare merged trees with plain lists."""
-    first, second = with_claims(one, 1.0), with_claims(other, 1000.0)
-    draft = merge_drafts(first, second, BOTH, int(other.depths.max()))
-    tree, sources = draft.tree, draft.sources
-    assert tree.draws is None
-    assert sources is not None
-    assert tree.max_nodes == one.max_nodes + other.max_nodes - 1
-    for req in range(one.num_reqs):
-        own, others = token_paths(one, req), token_paths(other, req)
-        found = token_paths(tree, req)
-        assert found == merged_paths(own, others)
-        assert int(tree.num_nodes[req]) == len(found)
-        assert sources[req, : len(found)].tolist() == [
-            Source.INDEX * (path in own) + Source.MODEL * (path in others)
-            if path
-            else 0
-            for path in found
-        ]
-        assert not sources[req, len(found) :].any()
-        claims = claims_by_path(second, req) | claims_by_path(first, req)
-        assert claims_by_path(draft, req) == claims
-    check_unused(tree)
-
-
-def test_merged_trees() -> None:
-    """Red when equal prefixes stay two, or the order of nodes is not a tree's.
-
-    So too when a node does not have its sources, or the first one's claim.
-    """
-    one = from_parents([[9, 1, 2, 3, 4]], [[-1, 0, 0, 1, 2]])
-    other = from_parents([[9, 2, 5, 4, 6, 7]], [[-1, 0, 0, 1, 1, 2]])
-    tree = merge_drafts(Draft(one), Draft(other), BOTH, 2).tree
-    assert tree.token_ids[0, :8].tolist() == [9, 1, 2, 5, 3, 4, 6, 7]
-    assert tree.parents[0, :8].tolist() == [-1, 0, 0, 0, 1, 2, 2, 3]
-    assert tree.num_nodes.tolist() == [8]
-    check_merged(one, other)
-    check_merged(other, one)
-
-
-def some_trees(seed: int, max_nodes: int) -> TreeBatch:
-    """Random trees of few tokens, without draws."""
-    generator = torch.Generator().manual_seed(seed)
-    return replace(random_trees(8, max_nodes, 4, generator), draws=None)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_merged_trees(seed: int) -> None:
-    """Red when trees of other sizes, or without any draft, are merged wrongly."""
-    one, other = some_trees(seed, 9), some_trees(seed + 100, 14)
-    check_merged(one, other)
-    check_merged(other, one.cut(torch.full_like(one.num_nodes, 3)))
-    root = one.cut(torch.ones_like(one.num_nodes))
-    check_merged(root, other)
-    check_merged(one, root)
-    check_merged(one, one)
-
-
-def test_merged_trees_are_as_wide_as_they_are_told() -> None:
-    """Red when a bound on both trees together loses a node, or leaves the width."""
-    one = Draft(from_parents([[9, 1, 2]], [[-1, 0, 0]]))
-    other = Draft(from_parents([[9, 2, 4]], [[-1, 0, 1]]))
-    whole, bounded = (
-        merge_drafts(one, other, BOTH, 2, max_nodes).tree for max_nodes in (None, 4)
-    )
-    assert (whole.max_nodes, bounded.max_nodes) == (5, 4)
-    assert token_paths(bounded, 0) == token_paths(whole, 0)
-
-
-def test_merging_never_waits() -> None:
-    """Red when the host must wait to know how many nodes a level has."""
-    one, other = on_meta(some_trees(1, 9)), on_meta(some_trees(2, 5))
-    claims = torch.zeros((8, 9), dtype=torch.float64, device="meta")
-    first, second = Draft(one, claims), Draft(other, claims[:, :5])
-    with NoWaiting():
-        assert merge_drafts(first, second, BOTH, 3).tree.token_ids.is_meta

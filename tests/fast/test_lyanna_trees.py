@@ -146,15 +146,17 @@ def test_merged_trees_hold_both() -> None:
     found = token_paths(draft.tree, 0)[1:]
     assert sorted(found) == sorted({*own, *other})
     assert [path for path in found if path in own] == own
-    assert draft.sources is not None
-    assert draft.sources[0, 1 : 1 + len(found)].tolist() == [
+    sources = draft.on_host().sources
+    assert sources is not None
+    assert sources[0, : len(found)].tolist() == [
         Source.MODEL * (path in own) + Source.LEFTOVER * (path in other)
         for path in found
     ]
     nothing = merged(fresh, left, proposer, used=3)
     assert token_paths(nothing.tree, 0)[1:] == own
-    assert nothing.sources is not None
-    assert nothing.sources.equal((nothing.tree.depths > 0) * Source.MODEL)
+    sources = nothing.on_host().sources
+    assert sources is not None
+    assert sources[0].tolist() == [Source.MODEL] * 6 + [0] * 4
 
 
 def test_replaced_trees_are_counted_whole() -> None:
@@ -209,8 +211,9 @@ def replaced() -> TreeBatch:
 def merged_with_left() -> TreeBatch:
     """A tree of both, in which some prefixes are equal, and some left over alone."""
     draft = merged(CHAIN, LEFT, Lyanna(DynamicTree(2, 2, 4), DynamicTree(2, 2, 4)))
-    assert draft.sources is not None
-    assert bool((draft.sources == Source.LEFTOVER).any())
+    sources = draft.on_host().sources
+    assert sources is not None
+    assert (sources == Source.LEFTOVER).any()
     assert int(draft.tree.num_nodes) < draft.tree.max_nodes
     return draft.tree
 

@@ -11,7 +11,6 @@ from vllm_treespec.heads import DFlashHead, DFlashHeadConfig
 from vllm_treespec.proposers import Proposer, ProposerInputs
 from vllm_treespec.proposers.dflash import DFlash, DrawnDFlash
 from vllm_treespec.proposers.dynamic_tree import DynamicTree
-from vllm_treespec.proposers.hybrid import Hybrid
 from vllm_treespec.proposers.lyanna import Lyanna
 from vllm_treespec.proposers.medusa import Medusa
 from vllm_treespec.proposers.redrafter import ReDrafter
@@ -24,10 +23,9 @@ from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.sources.base import DraftModel
 from vllm_treespec.sources.chain import ChainDraft
-from vllm_treespec.sources.continuations import Continuations
 
 NUM_REQS, VOCAB_SIZE = 3, 50
-# All but suffix_tree, which draws on the host.
+# All but suffix_tree and hybrid, which put their trees together on the host.
 PROPOSERS: dict[str, Proposer] = {
     "sd": Sd(3),
     "rsd_c": RsdC((3, 2, 1)),
@@ -40,15 +38,8 @@ PROPOSERS: dict[str, Proposer] = {
     "static_tree": StaticTree(4, 5, 25),
     "stochastic_tree": StochasticTree(4, 3, 8),
     "medusa_tree": Medusa(7, ((0.5, 0.2), (0.3, 0.1))),
-    "lyanna": Lyanna(DynamicTree(4, 3, 8), DynamicTree(4, 2, 4)),
+    "lyanna": Lyanna(DynamicTree(4, 3, 8)),
     "lyanna drawn": Lyanna(StochasticTree(4, 3, 8)),
-    "hybrid": Hybrid(8, depth=5, top_k=4, model_depth=3, min_probability=0.0),
-    "hybrid of a block": Hybrid(
-        8, depth=5, top_k=4, model_depth=3, min_probability=0.0, one_pass=True
-    ),
-    "index of a hybrid": Hybrid(
-        8, depth=5, top_k=4, model_depth=0, min_probability=0.0
-    ),
 }
 
 
@@ -65,9 +56,7 @@ class MetaModel:
         return torch.empty((*token_ids.shape, VOCAB_SIZE), device="meta")
 
 
-def meta_chain(
-    vocabulary: Tensor | None, leftover: ChainDraft | None = None
-) -> ChainDraft:
+def meta_chain(vocabulary: Tensor | None) -> ChainDraft:
     """Chains whose logits have no values, some of which are used up."""
     numbers = torch.empty(NUM_REQS, dtype=torch.int64, device="meta")
 
@@ -76,7 +65,7 @@ def meta_chain(
 
     logits = torch.empty((NUM_REQS, 3, VOCAB_SIZE), device="meta")
     reused = numbers.bool()
-    return ChainDraft(logits, info, numbers, vocabulary, numbers, reused, leftover)
+    return ChainDraft(logits, info, numbers, vocabulary, numbers, reused)
 
 
 def meta_block(vocabulary: Tensor | None) -> DraftModel:
@@ -128,8 +117,8 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
     )
     drafts: list[DraftModel] = [MetaModel(vocabulary)] * num_models(proposer)
     if isinstance(proposer, Lyanna):
-        drafts = [meta_chain(vocabulary, meta_chain(vocabulary))]
-    if name in ("dflash", "dflash drawn", "hybrid of a block"):
+        drafts = [meta_chain(vocabulary)]
+    if name in ("dflash", "dflash drawn"):
         drafts = [meta_block(vocabulary)]
     inputs = ProposerInputs(
         root_token_ids=torch.zeros(NUM_REQS, dtype=torch.int64, device="meta"),
@@ -139,7 +128,6 @@ def test_the_host_never_waits(name: str, hot: bool, temperature: str) -> None:
         ),
         draft_models=drafts,
         noise_keys=torch.empty((NUM_REQS, 7), dtype=torch.int64, device="meta"),
-        continuations=[Continuations([[(3, [1, 2, 3]), (1, [4])], [], [(2, [1, 1])]])],
     )
     if name in ("medusa_tree", "static_tree"):
         # moves what is moved once

@@ -35,7 +35,8 @@ from vllm_treespec.scorers import ScorerOutput
 from vllm_treespec.step.committed import committed_rows
 from vllm_treespec.testing.fake_views import ints
 from vllm_treespec.trees.builders import from_parents
-from vllm_treespec.trees.draft import NO_TOKEN, Draft, ShadowDrafts
+from vllm_treespec.trees.draft import NO_TOKEN, Draft
+from vllm_treespec.trees.host_trees import draft_of
 from vllm_treespec.trees.source import Source
 
 CPU = torch.device("cpu")
@@ -164,12 +165,10 @@ def test_claims_of_proposed_nodes_add_up() -> None:
 
 def test_shadow_drafts_come_to_the_host() -> None:
     """Red when the token of a tree without drafts is lost between proposer and step."""
-    shadow = ShadowDrafts(
-        torch.tensor([NO_TOKEN, NO_TOKEN, 3]), torch.tensor([0, 0, 0.5])
-    )
-    made = Proposal.from_draft(
-        Draft(TREES, shadow=shadow), 1, STEP - 1, ints([4, 0, 2]), ints([0, 1, 3])
-    )
+    shadow = ints([NO_TOKEN, NO_TOKEN, 3]), np.array([0, 0, 0.5])
+    draft = draft_of([[]] * 3, torch.zeros(3).long(), 1, shadow=shadow)
+    slots, reqs = ints([4, 0, 2]), ints([0, 1, 3])
+    made = Proposal.from_draft(draft, 1, STEP - 1, slots, reqs)
     assert made.shadow_token_ids is not None
     assert made.shadow_claims is not None
     assert made.shadow_token_ids.tolist() == [NO_TOKEN, NO_TOKEN, 3]

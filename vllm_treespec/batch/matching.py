@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,8 +15,8 @@ from vllm_treespec.batch.views import (
     cut_rows,
     ragged_rows,
 )
-from vllm_treespec.host_copies import on_device, on_host
-from vllm_treespec.trees.draft import Draft
+from vllm_treespec.host_copies import on_device
+from vllm_treespec.trees.draft import Draft, HostDraft
 from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import TreeBatch
 
@@ -52,7 +52,7 @@ class Proposal:
     claims: np.ndarray | None = None
     # int64 [num_trees, max_nodes - 1], of the draft nodes; see ``Draft``
     sources: np.ndarray | None = None
-    # int64 and float64 [num_trees], see ``ShadowDrafts``
+    # int64 and float64 [num_trees], see ``HostDraft``
     shadow_token_ids: np.ndarray | None = None
     shadow_claims: np.ndarray | None = None
     # that draft models read for the trees
@@ -80,15 +80,14 @@ class Proposal:
         """
         if node_limits is None:
             node_limits = np.full(draft.tree.num_reqs, draft.tree.max_nodes)
-        host = on_host(read_on_host(draft))
         places = tree_index, step, slots, reqs
-        return cls.on_host(draft, host, *places, node_limits, num_caught_up)
+        return cls.of(draft, draft.on_host(), *places, node_limits, num_caught_up)
 
     @classmethod
-    def on_host(
+    def of(
         cls,
         draft: Draft,
-        host: Mapping[str, np.ndarray],
+        host: HostDraft,
         tree_index: int,
         step: int,
         slots: np.ndarray,
@@ -96,23 +95,23 @@ class Proposal:
         node_limits: np.ndarray,
         num_caught_up: int = 0,
     ) -> Proposal:
-        """The same of drafts that are on the ``host``, see ``read_on_host``."""
-        drawn = host["num_nodes"]
+        """The same of drafts that the host has read."""
+        drawn = host.num_nodes
         return cls(
             draft.tree,
             tree_index,
             step,
             slots,
             reqs,
-            host["token_ids"],
-            host["parents"],
+            host.token_ids,
+            host.parents,
             num_drafts=np.minimum(drawn, node_limits) - 1,
             node_limits=node_limits,
             num_drawn=drawn,
-            claims=host.get("claims"),
-            sources=host.get("sources"),
-            shadow_token_ids=host.get("shadow_token_ids"),
-            shadow_claims=host.get("shadow_claims"),
+            claims=host.claims,
+            sources=host.sources,
+            shadow_token_ids=host.shadow_token_ids,
+            shadow_claims=host.shadow_claims,
             num_levels=draft.levels,
             num_caught_up=num_caught_up,
         )
@@ -155,21 +154,6 @@ class Proposal:
     def draft_parents(self) -> list[list[int]]:
         """Parents of every tree's draft nodes."""
         return cut_rows(self.parents, self.num_drafts.tolist())
-
-
-def read_on_host(draft: Draft) -> dict[str, Tensor | None]:
-    """What the host reads of a draft, by the names of a proposal."""
-    tree, claims, sources = draft.tree, draft.claims, draft.sources
-    shadow = draft.shadow
-    return {
-        "token_ids": tree.token_ids[:, 1:],
-        "parents": tree.parents[:, 1:],
-        "num_nodes": tree.num_nodes,
-        "claims": None if claims is None else claims[:, 1:],
-        "sources": None if sources is None else sources[:, 1:],
-        "shadow_token_ids": None if shadow is None else shadow.token_ids,
-        "shadow_claims": None if shadow is None else shadow.claims,
-    }
 
 
 def rows_of(slots_of_trees: np.ndarray, slots: np.ndarray) -> np.ndarray:

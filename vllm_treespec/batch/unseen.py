@@ -12,14 +12,13 @@ from vllm_treespec.batch.matching import (
     PlacedTrees,
     Proposal,
     RunningTrees,
-    read_on_host,
     rows_of,
     trees_in,
     without_trees,
 )
 from vllm_treespec.batch.views import EmittedBatch, ScheduledBatch
 from vllm_treespec.host_copies import HostCopy, on_device
-from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.draft import Draft, HostDraft
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class UnseenTrees:
         branching: bool,
     ) -> UnseenTrees:
         """Send what the host will read of new trees; it does not wait."""
-        copy = HostCopy(read_on_host(draft), wait=False)
+        copy = HostCopy(draft.host_parts(), wait=False)
         return cls(draft, tree_index, step, slots, branching, copy)
 
     def without(self, slots: np.ndarray) -> UnseenTrees:
@@ -61,7 +60,8 @@ class UnseenTrees:
         """The trees on the host; to be read when a step that scored them is over."""
         places = self.tree_index, self.step, self.slots, np.arange(len(self.slots))
         whole = np.full(len(self.slots), self.draft.tree.max_nodes)
-        proposal = Proposal.on_host(self.draft, self.copy.arrived(), *places, whole)
+        host = HostDraft(**self.copy.arrived())
+        proposal = Proposal.of(self.draft, host, *places, whole)
         return replace(proposal, is_filled=True)
 
 

@@ -349,7 +349,7 @@ def with_shadow_drafts(
     """Accepted drafts, shadow drafts included, int64 [n].
 
     Args:
-        token_ids: int64 [n], see ``ShadowDrafts``.
+        token_ids: int64 [n], see ``HostDraft``.
         emitted: int64 [n], the token that came after a root without drafts.
         num_accepted: int64 [n], of the drafts of the others.
 

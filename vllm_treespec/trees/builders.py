@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.trees.draft import Draft
-from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import MAX_NODES, NO_NODE, Draws, TreeBatch
 
 
@@ -222,98 +221,6 @@ def from_draws(
         vocabulary=vocabulary,
     )
     return TreeBatch(tokens, node_parents, depths, num_nodes, draws)
-
-
-def merge_drafts(
-    one: Draft,
-    other: Draft,
-    sources: tuple[Source, Source],
-    other_depth: int,
-    max_nodes: int | None = None,
-) -> Draft:
-    """Put two trees of each request together; equal paths become one.
-
-    Siblings keep their order, those of ``one`` come first. The host does not wait for
-    the device.
-
-    Args:
-        one: deterministic trees.
-        other: of the same requests and roots, deterministic, too.
-        sources: of ``one`` and of ``other``.
-        other_depth: levels of ``other`` below the roots, or more.
-        max_nodes: no tree has more; left out: all nodes of both.
-
-    Returns:
-        trees with the sources of each node. A node of both has the claim of ``one``.
-        Nothing is claimed if one of the two claims nothing.
-
-    """
-    tree, numbers = merge_trees(one.tree, other.tree, other_depth, max_nodes)
-    width = one.tree.max_nodes
-    numbers_of_one, numbers_of_other = numbers[:, :width], numbers[:, width:]
-    bits = torch.zeros_like(tree.parents).scatter(1, numbers_of_one, sources[0])
-    bits += torch.zeros_like(bits).scatter(1, numbers_of_other, sources[1])
-    claims = None
-    if one.claims is not None and other.claims is not None:
-        claims = torch.zeros_like(bits, dtype=torch.float64)
-        claims.scatter_(1, numbers_of_other, other.claims)
-        claims.scatter_(1, numbers_of_one, one.claims)
-    return Draft(
-        tree,
-        claims,
-        levels=one.levels + other.levels,
-        sources=bits.masked_fill(tree.depths == 0, 0),
-    )
-
-
-def merge_trees(
-    one: TreeBatch, other: TreeBatch, other_depth: int, max_nodes: int | None = None
-) -> tuple[TreeBatch, Tensor]:
-    """Merge the trees of ``merge_drafts``.
-
-    Returns:
-        the trees, and the number of each node of ``one`` and of ``other``, in this
-        order, among the merged ones; 0 in unused entries, int64 [num_reqs, sum of both
-        widths].
-
-    """
-    num_reqs, width = one.parents.shape
-    above = torch.cat([one.parents, other.parents + width], dim=1).clamp(min=0)
-    drawn = torch.cat([one.token_ids, other.token_ids], dim=1)
-    depths = torch.cat([one.depths, other.depths], dim=1)
-    # Roots, and unused entries, have depth 0. The last column takes what is no node.
-    spare = drawn.shape[1] - 1
-    shape = (num_reqs, spare + 1)
-    tokens = torch.zeros(shape, dtype=torch.int64, device=drawn.device)
-    tokens[:, 0] = one.token_ids[:, 0]
-    parents, node_depths = torch.full_like(tokens, NO_NODE), torch.zeros_like(tokens)
-    num_nodes = torch.ones_like(one.num_nodes)
-    numbers = torch.zeros_like(drawn)
-    for depth in range(1, other_depth + 1):
-        parent = numbers.gather(1, above).masked_fill(depths != depth, spare)
-        parent, order = parent.sort(dim=1, stable=True)
-        node, is_new = merge_equal(parent, drawn.gather(1, order), num_nodes)
-        is_node = parent < spare
-        num_nodes = num_nodes + (is_new & is_node).sum(1)
-        node = node.masked_fill(~is_node, spare)
-        # An entry is a node in one level alone.
-        numbers.scatter_add_(1, order, node.masked_fill(~is_node, 0))
-        place = node.masked_fill(~is_new, spare)
-        tokens.scatter_(1, place, drawn.gather(1, order))
-        parents.scatter_(1, place, parent)
-        node_depths.scatter_(1, place, depth)
-    # Levels below hold nodes of ``one`` alone, which stay in their order.
-    deeper = one.depths > other_depth
-    place = num_nodes[:, None] + deeper.cumsum(1) - 1
-    numbers[:, :width] = torch.where(deeper, place, numbers[:, :width])
-    place = place.masked_fill(~deeper, spare)
-    tokens.scatter_(1, place, one.token_ids)
-    parents.scatter_(1, place, numbers.gather(1, one.parents.clamp(min=0)))
-    node_depths.scatter_(1, place, one.depths)
-    num_nodes = num_nodes + deeper.sum(1)
-    kept = slice(spare if max_nodes is None else max_nodes)
-    tree = TreeBatch(tokens[:, kept], parents[:, kept], node_depths[:, kept], num_nodes)
-    return tree, numbers
 
 
 def merge_equal(

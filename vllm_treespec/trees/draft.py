@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from vllm_treespec.host_copies import on_host
 from vllm_treespec.trees.tree import TreeBatch
 
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
-class ShadowDrafts:
-    """Drafts that were left out for their cost, and still show what claims are worth.
+class HostDraft:
+    """What the host reads of a draft, but for ``num_nodes`` of the draft nodes alone.
 
-    A tree without drafts has one: the token that its index found likeliest.
+    A *shadow draft* was left out for its cost, and still shows what claims are worth: a
+    tree without drafts has one, the token that its index found likeliest.
     """
 
-    # int64 [num_reqs]; NO_TOKEN where a tree has drafts, or nothing was likely enough
-    token_ids: Tensor
-    # float64 [num_reqs], how likely each is accepted; 0 where there is none
-    claims: Tensor
+    # int64 [num_reqs, max_nodes - 1]; see ``TreeBatch``
+    token_ids: np.ndarray
+    parents: np.ndarray
+    # int64 [num_reqs], roots included
+    num_nodes: np.ndarray
+    # float64 and int64 [num_reqs, max_nodes - 1]; see ``Draft``
+    claims: np.ndarray | None = None
+    sources: np.ndarray | None = None
+    # int64 [num_reqs], NO_TOKEN where a tree has drafts, or nothing was likely enough;
+    # and float64 [num_reqs], how likely each is accepted, 0 where there is none. None:
+    # there are none
+    shadow_token_ids: np.ndarray | None = None
+    shadow_claims: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -42,5 +54,20 @@ class Draft:
     # int64 [num_reqs, max_nodes], bits of ``Source`` of each node; 0 at roots and in
     # unused entries. None: all nodes have the method's one source
     sources: Tensor | None = None
-    # of trees without drafts; None: there are none
-    shadow: ShadowDrafts | None = None
+    # the same of trees that were made on the host, claims and sources there alone
+    made_on_host: HostDraft | None = None
+
+    def host_parts(self) -> dict[str, Tensor | None]:
+        """What the host reads of trees that a device made, as in ``HostDraft``."""
+        tree, claims, sources = self.tree, self.claims, self.sources
+        return {
+            "token_ids": tree.token_ids[:, 1:],
+            "parents": tree.parents[:, 1:],
+            "num_nodes": tree.num_nodes,
+            "claims": None if claims is None else claims[:, 1:],
+            "sources": None if sources is None else sources[:, 1:],
+        }
+
+    def on_host(self) -> HostDraft:
+        """What the host reads; it waits for a device once, if that made the trees."""
+        return self.made_on_host or HostDraft(**on_host(self.host_parts()))

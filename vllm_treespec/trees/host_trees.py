@@ -1,0 +1,186 @@
+"""Trees that the host makes node by node: an index's, and those of two sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from vllm_treespec.host_copies import on_device
+from vllm_treespec.trees.draft import Draft, HostDraft
+from vllm_treespec.trees.source import Source
+from vllm_treespec.trees.tree import NO_NODE, TreeBatch
+
+
+class DraftNode(NamedTuple):
+    """A draft node of a tree."""
+
+    token: int
+    # node number, 0 is the root
+    parent: int
+    depth: int
+    # see ``Draft``
+    claim: float
+
+
+# The draft nodes of a tree in level order, siblings side by side.
+DraftNodes = Sequence[DraftNode]
+
+
+def nodes_on_host(draft: Draft) -> list[list[DraftNode]]:
+    """The nodes of trees that claim something; the host waits for the device once."""
+    read = draft.on_host()
+    assert read.claims is not None
+    trees: list[list[DraftNode]] = []
+    columns = read.token_ids.tolist(), read.parents.tolist(), read.claims.tolist()
+    for num_nodes, *of_tree in zip(read.num_nodes.tolist(), *columns, strict=True):
+        depths, tree = [0], []
+        for token, parent, claim in zip(*of_tree, strict=True):
+            if len(depths) == num_nodes:
+                break
+            depths.append(depths[parent] + 1)
+            tree.append(DraftNode(token, parent, depths[-1], claim))
+        trees.append(tree)
+    return trees
+
+
+def num_leaves(tree: DraftNodes) -> int:
+    """Draft nodes without children."""
+    return len(tree) + 1 - len({0, *(node.parent for node in tree)})
+
+
+def subtree(tree: DraftNodes, nodes: Sequence[int]) -> list[DraftNode]:
+    """Some nodes of a tree, ascending, and with each its parent."""
+    number = {0: 0} | {node: new for new, node in enumerate(nodes, start=1)}
+    drafts = [tree[node - 1] for node in nodes]
+    return [draft._replace(parent=number[draft.parent]) for draft in drafts]
+
+
+def best_nodes(tree: DraftNodes, count: int) -> list[DraftNode]:
+    """The nodes of the highest claims; among equals the earlier ones.
+
+    A node claims no more than its parent, which thus stays, too.
+    """
+    ranked = sorted(range(1, 1 + len(tree)), key=lambda node: -tree[node - 1].claim)
+    return subtree(tree, sorted(ranked[:count]))
+
+
+def merge(
+    one: DraftNodes, other: DraftNodes, sources: tuple[Source, Source]
+) -> tuple[list[DraftNode], list[int]]:
+    """Put two trees of one root together; equal paths become one.
+
+    Siblings keep their order, those of ``one`` come first. A node of both has the claim
+    of ``one``.
+
+    Args:
+        one: a tree.
+        other: another one.
+        sources: of their nodes.
+
+    Returns:
+        the tree, and bits of ``Source`` of its nodes.
+
+    """
+    # of node 0, the root, and then of the drafts as they are found
+    found, bits = [DraftNode(0, NO_NODE, 0, 0.0)], [0]
+    children: list[dict[int, int]] = [{}]
+    for tree, source in zip((one, other), sources, strict=True):
+        numbers = [0]
+        for draft in tree:
+            siblings = children[numbers[draft.parent]]
+            node = siblings.setdefault(draft.token, len(found))
+            if node == len(found):
+                found.append(draft)
+                bits.append(0)
+                children.append({})
+            bits[node] |= source
+            numbers.append(node)
+    merged: list[DraftNode] = []
+    level_order = [0]
+    for parent, node in enumerate(level_order):
+        below = children[node].values()
+        level_order += below
+        merged += [found[child]._replace(parent=parent) for child in below]
+    return merged, [bits[node] for node in level_order[1:]]
+
+
+def merge_drafts(
+    one: Draft, other: Draft, sources: tuple[Source, Source], max_nodes: int
+) -> Draft:
+    """Merge deterministic trees of the same roots, see ``merge``.
+
+    The host waits for the device once for each, unless it made them.
+
+    Args:
+        one: trees with claims.
+        other: of the same requests.
+        sources: of their nodes.
+        max_nodes: of both trees of a request together, their root once.
+
+    """
+    merged = [
+        merge(*trees, sources)
+        for trees in zip(nodes_on_host(one), nodes_on_host(other), strict=True)
+    ]
+    trees, of_trees = zip(*merged, strict=True)
+    roots = one.tree.token_ids[:, 0]
+    return draft_of(trees, roots, max_nodes, one.levels + other.levels, of_trees)
+
+
+def draft_of(
+    trees: Sequence[DraftNodes],
+    root_token_ids: Tensor,
+    max_nodes: int,
+    levels: int = 0,
+    sources: Sequence[Sequence[int]] | None = None,
+    shadow: tuple[np.ndarray, np.ndarray] | None = None,
+) -> Draft:
+    """Bring trees to the device of their roots, in one copy.
+
+    Args:
+        trees: of each request.
+        root_token_ids: int64 [num_reqs].
+        max_nodes: of a tree, its root included.
+        levels: that draft models read for them.
+        sources: bits of ``Source`` of the nodes.
+        shadow: tokens and claims of shadow drafts, see ``HostDraft``.
+
+    """
+    shape = (len(trees), max_nodes)
+    tokens, depths = np.zeros((2, *shape), dtype=np.int64)
+    parents = np.full(shape, NO_NODE, dtype=np.int64)
+    num_nodes = np.ones(len(trees), dtype=np.int64)
+    claims = np.zeros(shape)
+    for row, tree in enumerate(trees):
+        num_nodes[row] = size = 1 + len(tree)
+        if tree:
+            given = zip(*tree, strict=True)
+            parts = (tokens, parents, depths, claims)
+            for part, numbers in zip(parts, given, strict=True):
+                part[row, 1:size] = numbers
+    made = HostDraft(
+        tokens[:, 1:],
+        parents[:, 1:],
+        num_nodes,
+        claims[:, 1:],
+        None if sources is None else _padded(sources, max_nodes - 1),
+        *(shadow or (None, None)),
+    )
+    host = np.hstack([tokens, parents, depths, num_nodes[:, None]])
+    there = on_device(host, root_token_ids.device)
+    widths = [max_nodes] * 3 + [1]
+    token_ids, tree_parents, tree_depths, tree_sizes = there.split(widths, dim=1)
+    token_ids[:, 0] = root_token_ids
+    batch = TreeBatch(token_ids, tree_parents, tree_depths, tree_sizes[:, 0])
+    return Draft(batch, levels=levels, made_on_host=made)
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Rows of whole numbers, 0 behind their ends, int64 [len(rows), width]."""
+    padded = np.zeros((len(rows), width), dtype=np.int64)
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = row
+    return padded
