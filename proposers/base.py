@@ -47,6 +47,8 @@ class ProposerInputs:
     # the tokens after nodes of each depth (``uniforms.noise_keys``); None: drafts must
     # not depend on it
     noise_keys: Tensor | None = None
+    # what the models drew before the host knew the roots, by this plan; None: nothing
+    unseen_part: Draft | None = None
     # from these keys and tokens to the noise, float64
     noise_of: Callable[[Tensor, Tensor], Tensor] = noise_of
     # of each suffix index
@@ -159,7 +161,7 @@ class Proposer(ABC):
     def graph_part(self) -> Proposer | None:
         """What draws from a draft model by the device's work alone; None: nothing does.
 
-        So a CUDA graph can hold it.
+        So a CUDA graph can hold it, and it may draw before the host knows the roots.
         """
         return self if self.draws_on_device else None
 

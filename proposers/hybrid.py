@@ -15,6 +15,7 @@ from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.host_trees import (
     DraftNodes,
+    best_nodes,
     draft_of,
     merge,
     nodes_on_host,
@@ -126,12 +127,15 @@ class Hybrid(Proposer):
             for tree in found
         ]
         roots = inputs.root_token_ids
-        num_drafts = on_device(np.array(left), roots.device)
-        drafted = replace(inputs, num_drafts=num_drafts).draw(self.model)
+        drafted = inputs.unseen_part
+        if drafted is None:
+            num_drafts = on_device(np.array(left), roots.device)
+            drafted = replace(inputs, num_drafts=num_drafts).draw(self.model)
+        parts = zip(found, nodes_on_host(drafted), left, strict=True)
         trees, sources = zip(
             *[
-                merge(tree, other, (Source.INDEX, Source.MODEL))
-                for tree, other in zip(found, nodes_on_host(drafted), strict=True)
+                merge(tree, best_nodes(other, most), (Source.INDEX, Source.MODEL))
+                for tree, other, most in parts
             ],
             strict=True,
         )

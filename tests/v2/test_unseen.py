@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from tests.v2.engines import Engine, engine
 from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS
 from tests.v2.test_draft_graphs import BY_A_NUMBER, in_a_kernel
 from tests.v2.test_tensor_parallel import RANKS, TIMES
-from tests.v2.test_trees import accepted, spec_of
+from tests.v2.test_trees import HYBRID, accepted, spec_of
 from vllm_treespec.batch.unseen import StepTrees
 from vllm_treespec.engine.v2.late import Emitted, StepInFlight
 from vllm_treespec.engine.v2.unseen import UnseenDrafter
 from vllm_treespec.sampling import draws
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.step.decoder import TreeDecoder
+from vllm_treespec.step.drafting import StepDrafter
 
 # drawn at random, so that the text is another than stock vLLM's; one is a chain
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,12 +34,17 @@ DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
     "rsd_s": ("draft model", {"beam_width": 4, "depth": 2}),
     "specinfer": ("draft models", {"branching_factors": ([2, 1], [2])}),
 }
+# an index of the request's own text alone: the same trees in the same text
+OWN_TEXT = {**HYBRID, "max_cached_tokens": 0}
 # wide trees, of which something is accepted though weights are random
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa_tree": ("medusa", {"num_drafts": 15}),
     "redrafter": ("redrafter", {"beam_width": 8, "length": 2, "num_drafts": 15}),
     "eagle_tree": ("eagle", {"num_drafts": 15, "depth": 2}),
     "dflash_tree": ("dflash", {"num_drafts": 15, "depth": 2}),
+    # the model's part
+    "hybrid": ("draft model", OWN_TEXT),
+    "hybrid of a head": ("eagle", {**OWN_TEXT, "drafter": "eagle"}),
     **DRAWN,
 }
 # of each request the position of a root, its tree's tokens and parents
@@ -53,7 +60,8 @@ def running(
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine with a head of random weights; ``keys`` of its spec-config."""
-    spec = {**spec_of(method, *METHODS[method], pair, folder), **(keys or {})}
+    named, needed = method.split()[0], METHODS[method]
+    spec = {**spec_of(named, *needed, pair, folder), **(keys or {})}
     with engine(pair[0], spec, max_num_batched_tokens=96, **options) as started:
         yield started
 
@@ -196,13 +204,16 @@ def test_no_step_waits(method: str, pair: tuple[str, str], tmp_path: Path) -> No
     """Red when a step with a head, or a draft model, waits for the device.
 
     From its beginning to the draft of the next one the host reads no tensor, and waits
-    for no step but those before the last.
+    for no step but those before the last. Beside an index it waits after that draft.
     """
     waited: list[StepInFlight] = []
+    num_drawn = 0
     draw = UnseenDrafter.draw
 
     def drawing(self: UnseenDrafter, plan: Any, step: StepInFlight) -> Any:
+        nonlocal num_drawn
         assert step not in waited
+        num_drawn += 1
         with nothing_is_read():
             return draw(self, plan, step)
 
@@ -236,7 +247,9 @@ def test_no_step_waits(method: str, pair: tuple[str, str], tmp_path: Path) -> No
         ):
             started.generate(PROMPTS[:2], PARAMS["sampled"], NUM_TOKENS)
     # drafts of some methods are accepted, so that there are fewer steps
-    assert sum(step.followed for step in waited) > NUM_TOKENS // 3
+    assert num_drawn > NUM_TOKENS // 3
+    is_whole = not method.startswith("hybrid")
+    assert any(step.followed for step in waited) == is_whole
 
 
 @pytest.mark.parametrize(
@@ -325,3 +338,19 @@ def test_plans_for_some_requests(
         assert text == expected["sampled"][:2]
     # that of a request without another beside it
     assert all(len(step.scheduled.slots) == 1 for step in unseen)
+
+
+def test_an_index_that_does_as_well_is_looked_up_first(
+    pair: tuple[str, str], expected: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    """Red when a model drafts unasked in step after step in which an index is surer."""
+    drafting = Mock(side_effect=chain([True] * 3, repeat(False)))
+    with running("hybrid", pair, tmp_path) as started, counted_unseen() as unseen:
+        with patch.object(StepDrafter, "models_draft", drafting):
+            text = started.generate(PROMPTS[:1], PARAMS["greedy"], NUM_TOKENS)
+        assert text == expected["greedy"][:1]
+        # behind a prompt the host waits; the last one was drawn before the look-up
+        assert len(unseen) == 3
+        # a step without its look-up lets the model read what it has missed
+        started.generate(PROMPTS[:1], PARAMS["greedy"], NUM_TOKENS)
+        assert len(unseen) > NUM_TOKENS // 3

@@ -42,6 +42,7 @@ from vllm_treespec.sources.base import FINAL_LAYER, Sources
 from vllm_treespec.sources.chain import ChainMemory
 from vllm_treespec.step.decoder import RanksDiffer, TreeDecoder
 from vllm_treespec.step.method import EngineLimits, Method
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 
 if TYPE_CHECKING:
@@ -213,11 +214,14 @@ class TreeDrafter:
                 draft_model.vocabulary = vocabulary
 
     def propose(
-        self, batch: EmittedBatch, plan: StepPlan | None = None
+        self,
+        batch: EmittedBatch,
+        plan: StepPlan | None = None,
+        unseen_part: Draft | None = None,
     ) -> Proposal | None:
         """Draw the next trees at the end of a step; see ``TreeDecoder.draft``."""
         self.save_schedule()
-        return self.decoder.draft(batch, plan)
+        return self.decoder.draft(batch, plan, unseen_part)
 
     def save_schedule(self) -> None:
         """Keep what the schedule has learned for the next start, now and then."""

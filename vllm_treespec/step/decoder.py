@@ -32,16 +32,16 @@ from vllm_treespec.batch.views import (
 )
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.layouts.base import TreeLayout
-from vllm_treespec.sampling.laws import SamplingTensors
 from vllm_treespec.schedule.clock import StepClock
 from vllm_treespec.schedule.plan import RunningRequests, StepPlan
 from vllm_treespec.scorers import ScorerOutput
-from vllm_treespec.sources.base import SampledTokens, Sources
+from vllm_treespec.sources.base import Sources
 from vllm_treespec.step.committed import CommittedReader, committed_rows, last_hidden
 from vllm_treespec.step.drafting import StepDrafter, StepEnd
 from vllm_treespec.step.method import EngineLimits, Method
 from vllm_treespec.step.plain_draw import PlainDraw, draw_without_trees
 from vllm_treespec.step.verifier import TreeVerifier
+from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.sizes import TreeSizes
 
 
@@ -62,7 +62,7 @@ class TreeDecoder:
     ``finish_requests``.
 
     An adapter that does not wait for a step's tokens calls ``plan`` and
-    ``draft_unseen`` in the place of ``draft``, and ``note`` when they are there.
+    ``propose_unseen`` in the place of ``draft``, and ``note`` when they are there.
 
     A *tree* comes back when the scheduler sends the drafts that were proposed for its
     request in the step before, or the first ones of them. Other drafts are read as a
@@ -224,13 +224,17 @@ class TreeDecoder:
         return all(num_emitted) and self.clock.rests(self.batch)
 
     def draft(
-        self, batch: EmittedBatch, plan: StepPlan | None = None
+        self,
+        batch: EmittedBatch,
+        plan: StepPlan | None = None,
+        unseen_part: Draft | None = None,
     ) -> Proposal | None:
         """Draw the next trees; None when no request drafts.
 
         Args:
             batch: after the step.
             plan: of the next one; None: it is made here.
+            unseen_part: what ``StepDrafter.draw_unseen`` drew by this plan.
 
         """
         with self.stats.stage("draft"):
@@ -238,11 +242,16 @@ class TreeDecoder:
             self.trees = step.trees
             self._observe(step, batch)
             reqs = np.flatnonzero(self.slots.may_draft(batch.slots))
-            rows = self._note(batch, reqs)
+            rows: Tensor | slice | None = None
+            self._note_texts(batch, reqs)
+            if unseen_part is None:
+                rows = self._note(batch)
+            else:
+                self.committed_reader.note_read(batch)
             if plan is None:
                 plan = self._plan(batch, reqs)
-            accepted = step.accepted(batch)
-            self.proposal = proposal = self._draw(plan, batch, reqs, rows, accepted)
+            given = batch, reqs, rows, step.accepted(batch), unseen_part
+            self.proposal = proposal = self._draw(plan, *given)
             self.clock.drafted()
             return proposal
 
@@ -262,35 +271,17 @@ class TreeDecoder:
         # the step before only decodes
         return self._plan_for(slots, sampled, np.zeros_like(slots), slots, True)
 
-    def draft_unseen(
-        self,
-        plan: StepPlan,
-        slots: np.ndarray,
-        sampled: SampledTokens,
-        sampling: SamplingTensors,
-        noise_keys: Tensor | None,
+    def propose_unseen(
+        self, draft: Draft, plan: StepPlan, slots: np.ndarray
     ) -> UnseenTrees:
-        """Draw the trees behind a step that is not over; see ``StepDrafter``.
-
-        Args:
-            plan: of the next step.
-            slots: int64 [num_reqs], of the requests.
-            sampled: what the step committed of them.
-            sampling: of them.
-            noise_keys: by which their tokens are drawn.
-
-        """
+        """Propose what ``StepDrafter.draw_unseen`` drew of requests, int64 [n]."""
         assert plan.tree is not None
-        with self.stats.stage("draft"):
-            plan_of = plan.of_slots(slots.tolist())
-            given = plan_of, slots, sampled, sampling, noise_keys
-            draft = self.drafter.draw_unseen(*given)
-            branches = self.method.proposers[plan.tree].sizes.max_width > 1
-            self.proposal = unseen = UnseenTrees.from_draft(
-                draft, plan.tree, self.step, slots, branches
-            )
-            self.clock.drafted()
-            return unseen
+        branches = self.method.proposers[plan.tree].sizes.max_width > 1
+        self.proposal = unseen = UnseenTrees.from_draft(
+            draft, plan.tree, self.step, slots, branches
+        )
+        self.clock.drafted()
+        return unseen
 
     def note(self, step: StepTrees, batch: EmittedBatch) -> None:
         """Note a step behind which trees were drawn before it was over."""
@@ -307,21 +298,20 @@ class TreeDecoder:
         accepted = step.accepted(batch)
         self.clock.observe(step.scheduled, batch, step.proposal, accepted, by_source)
 
-    def _note(self, batch: EmittedBatch, reqs: np.ndarray) -> Tensor | slice | None:
-        """Let sources note what the step committed.
+    def _note_texts(self, batch: EmittedBatch, reqs: np.ndarray) -> None:
+        """Let an index note what requests that may draft have put out, int64 [n]."""
+        if self.sources.text is not None:
+            emitted = reqs[batch.emitted[reqs]]
+            self.sources.text.note_texts(batch.slots[emitted], batch.texts(emitted))
 
-        Args:
-            batch: after the step.
-            reqs: int64 [n], requests that may draft.
+    def _note(self, batch: EmittedBatch) -> Tensor | slice | None:
+        """Let models note what the step committed.
 
         Returns:
             query rows of the committed tokens, in order; None when no source asks for
             hidden states of every token.
 
         """
-        if self.sources.text is not None:
-            emitted = reqs[batch.emitted[reqs]]
-            self.sources.text.note_texts(batch.slots[emitted], batch.texts(emitted))
         rows: Tensor | slice | None = None
         if self.committed_reader.features:
             rows = committed_rows(batch, self.trees, self.scored, self.node_rows)
@@ -362,6 +352,7 @@ class TreeDecoder:
         reqs: np.ndarray,
         rows: Tensor | slice | None,
         accepted: np.ndarray,
+        unseen_part: Draft | None,
     ) -> Proposal | None:
         """Let sources read what they draft from, and draw.
 
@@ -371,6 +362,7 @@ class TreeDecoder:
             reqs: int64 [n], requests that may draft.
             rows: query rows of the committed tokens.
             accepted: int64 [num_reqs], drafts of each tree.
+            unseen_part: see ``draft``.
 
         """
         may_draft = np.isin(batch.slots[reqs], plan.slots)
@@ -381,6 +373,12 @@ class TreeDecoder:
         end = StepEnd(batch, self.step, accepted, hidden)
         candidates = self.drafter.look_up(plan, end, reqs[may_draft])
         models_draft = self.drafter.models_draft(candidates)
+        if plan.model:
+            self.drafter.models_drafted = models_draft
+        if unseen_part is not None:
+            # all of the batch, whose tokens were read
+            drawn = candidates.reqs, True, 0, unseen_part
+            return self.drafter.draw(plan, end, candidates, *drawn)
         drafting = self.committed_reader.read(
             batch,
             rows,

@@ -105,6 +105,8 @@ class StepDrafter:
     ) -> None:
         """Take what a decoder has."""
         self.noise: PositionNoise = HashedNoise(slots, limits.device)
+        # whether models drafted last, or would have, where an index was looked up
+        self.models_drafted = True
         self.replay: Replay | None = None
         self.method = method
         self.sources = sources
@@ -158,6 +160,7 @@ class StepDrafter:
         reqs: np.ndarray,
         models_draft: bool,
         num_caught_up: int,
+        unseen_part: Draft | None = None,
     ) -> Proposal | None:
         """Draw one tree for each of these requests; None where there are none.
 
@@ -168,6 +171,7 @@ class StepDrafter:
             reqs: int64 [n] ascending, the requests. The sources have read their tokens.
             models_draft: if not, sources that need no forward draft alone.
             num_caught_up: tokens of earlier steps that sources read for the trees.
+            unseen_part: see ``ProposerInputs``; then all requests of the batch draft.
 
         """
         if plan.tree is None or not len(reqs):
@@ -184,16 +188,18 @@ class StepDrafter:
         uniforms = keyed_uniforms(keys, roots.positions, DRAFTING, sizes.num_uniforms)
         noise: Tensor | None = None
         models = self.sources.models if models_draft else ()
-        if models and self.method.rule.follows_noise and not sampling.all_greedy:
+        draws = bool(models) and unseen_part is None
+        if draws and self.method.rule.follows_noise and not sampling.all_greedy:
             noise = self.noise.keys(roots, sizes.max_depth)
         inputs = ProposerInputs(
             root_token_ids=roots.root_token_ids,
             sampling=sampling,
             uniforms=on_device(uniforms, device),
             draft_models=LateModels([partial(m.begin, roots) for m in models]),
-            replay=self._replay(lambda source: source.start(roots), bool(models)),
+            replay=self._replay(lambda source: source.start(roots), draws),
             noise_keys=noise,
             noise_of=self.noise.of,
+            unseen_part=unseen_part,
             continuations=[] if candidates.found is None else [candidates.found],
             plan=candidates.plan,
             can_sync=not self.method.batched,
@@ -228,22 +234,27 @@ class StepDrafter:
 
     @cached_property
     def unseen_sources(self) -> Sequence[DeviceSource]:
-        """What drafts by the device's work alone; none: the host has a part in it.
+        """The models, if they draft by the device's work alone; else none.
 
-        Then trees can be drawn before the host knows what they grow from.
+        Then they can draw before the host knows what trees grow from.
         """
-        if not self.method.batched or self.sources.text is not None:
+        if not self.method.batched:
             return ()
         models = self.sources.models
         found = [model for model in models if isinstance(model, DeviceSource)]
         return found if len(found) == len(models) else ()
 
-    def draws_unseen(self, plan: StepPlan) -> bool:
-        """Whether the planned tree is drawn by the device's work alone."""
+    def unseen_part(self, plan: StepPlan) -> Proposer | None:
+        """What of the planned trees is drawn by the device's work alone; None: nothing.
+
+        Beside an index that is what models draft, unless the index did as well alone in
+        the step before: then the look-up decides.
+        """
         if plan.tree is None or not plan.model or not self.unseen_sources:
-            return False
-        proposer = self.method.proposers[plan.tree]
-        return proposer.graph_part is proposer
+            return None
+        if plan.lookup and not self.models_drafted:
+            return None
+        return self.method.proposers[plan.tree].graph_part
 
     def draw_unseen(
         self,
@@ -256,16 +267,15 @@ class StepDrafter:
         """Draw one tree for each request below roots that the host does not know.
 
         Args:
-            plan: see ``draws_unseen``; of these requests.
+            plan: of these requests, see ``unseen_part``, which draws.
             slots: int64 [num_reqs], of the requests.
             sampled: what the step before committed.
             sampling: of the requests.
             noise_keys: see ``ProposerInputs``.
 
         """
-        assert plan.tree is not None
-        proposer = self.method.proposers[plan.tree]
-        sources = self.unseen_sources
+        proposer, sources = self.unseen_part(plan), self.unseen_sources
+        assert proposer is not None
         starts: dict[GraphSource, Mapping[str, Tensor]] = {
             source: source.start_unseen(sampled) for source in sources
         }

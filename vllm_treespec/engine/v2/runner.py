@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from vllm_treespec.engine.draft_model import PagedDraftModel
     from vllm_treespec.engine.v2.vllm_types import AsyncOutput, InputBatch, V2Runner
     from vllm_treespec.schedule.plan import StepPlan
+    from vllm_treespec.trees.draft import Draft
 else:
     V2Runner = object
 
@@ -240,12 +241,16 @@ class TreeRunnerMixin(V2Runner):
             return None
         self._settle(self.in_flight[:-1])
         plan: StepPlan | None = None
+        drawn: UnseenTrees | Draft | None = None
         if self.unseen.may_draw(last, scheduled):
             plan = self.unseen.plan(last)
             if self.unseen.fits(plan, last, scheduled):
-                return self.unseen.draw(plan, last)
+                drawn = self.unseen.draw(plan, last)
+        if isinstance(drawn, UnseenTrees):
+            return drawn
         num_emitted = self._settle([last])
-        return self.drafter.propose(emitted_batch(self, last, num_emitted), plan)
+        batch = emitted_batch(self, last, num_emitted)
+        return self.drafter.propose(batch, plan, drawn)
 
     def _settle(self, steps: Sequence[StepInFlight]) -> np.ndarray:
         """Note the tokens of steps in flight, the first ones, and wait for the last.

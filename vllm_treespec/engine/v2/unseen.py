@@ -1,4 +1,4 @@
-"""Draws the next trees on the device, while the host does not know the last tokens."""
+"""Draws on the device while the host does not know the tokens that trees grow from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from vllm_treespec.engine.v2.late import StepInFlight
     from vllm_treespec.engine.v2.runner import TreeRunnerMixin
     from vllm_treespec.schedule.plan import StepPlan
+    from vllm_treespec.trees.draft import Draft
 
 
 class UnseenDrafter:
     """Draws trees from what the last step left on the device.
 
-    So no step waits for the one before it. It is for steps in which all requests decode
-    and draft, from a source that has read all that came before.
+    So no step waits for the one before it. Beside an index it is the models' part of
+    the trees that nobody waits for: the host looks up the rest meanwhile. It is for
+    steps in which all requests decode and draft, from a source that has read all that
+    came before.
     """
 
     def __init__(self, runner: TreeRunnerMixin) -> None:
@@ -73,7 +76,7 @@ class UnseenDrafter:
     def fits(
         self, plan: StepPlan, step: StepInFlight, scheduled: SchedulerOutput
     ) -> bool:
-        """Whether the planned trees need nothing of the host, and have room.
+        """Whether models draw of the planned trees, and these have room.
 
         Args:
             plan: of the next step.
@@ -81,50 +84,71 @@ class UnseenDrafter:
             scheduled: the next one.
 
         """
-        runner, decoder = self.runner, self.runner.decoder
-        if not decoder.drafter.draws_unseen(plan):
+        decoder, slots = self.runner.decoder, step.scheduled.slots
+        part = decoder.drafter.unseen_part(plan)
+        # others decode plainly
+        if part is None or set(plan.slots) != set(slots.tolist()):
             return False
         assert plan.tree is not None
-        sizes = decoder.method.proposers[plan.tree].sizes
-        num_drafts, slots = sizes.max_nodes - 1, step.scheduled.slots
-        # others decode plainly, or with fewer rows
-        if set(plan.slots) != set(slots.tolist()):
+        proposer = decoder.method.proposers[plan.tree]
+        # at most: all drafts of the last step's trees are accepted
+        ends = self.runner.texts.num_tokens[step.rows] + step.emitted.token_ids.shape[1]
+        if (ends + proposer.sizes.max_depth + 1 >= self.runner.max_model_len).any():
             return False
+        if part is not proposer:
+            return True
+        return self._have_rows(plan, proposer.sizes.max_nodes - 1, step, scheduled)
+
+    def _have_rows(
+        self,
+        plan: StepPlan,
+        num_drafts: int,
+        step: StepInFlight,
+        scheduled: SchedulerOutput,
+    ) -> bool:
+        """Whether each tree may have so many drafts; see ``fits``."""
+        slots = step.scheduled.slots
         if plan.max_rows is not None and plan.max_rows < num_drafts * len(slots):
             return False
-        if (decoder.slots.max_drafts(slots) < num_drafts).any():
+        if (self.runner.decoder.slots.max_drafts(slots) < num_drafts).any():
             return False
         reserved = scheduled.scheduled_spec_decode_tokens
-        if any(
-            len(reserved.get(req_id, ())) < num_drafts
+        return all(
+            len(reserved.get(req_id, ())) >= num_drafts
             for req_id in step.batch.req_ids
             if req_id in scheduled.num_scheduled_tokens
-        ):
-            return False
-        # at most: all drafts of the last step's trees are accepted
-        ends = runner.texts.num_tokens[step.rows] + step.emitted.token_ids.shape[1]
-        return bool((ends + sizes.max_depth + 1 < runner.max_model_len).all())
+        )
 
-    def draw(self, plan: StepPlan, step: StepInFlight) -> UnseenTrees:
-        """Draw the trees behind the last step, and put drafts where vLLM reads them."""
+    def draw(self, plan: StepPlan, step: StepInFlight) -> UnseenTrees | Draft:
+        """Draw the trees behind the last step, and put drafts where vLLM reads them.
+
+        Returns:
+            the trees; or what models draft of them, which the host completes.
+
+        """
         runner, slots = self.runner, step.scheduled.slots
-        runner.drafter.save_schedule()
-        step.followed = True
+        decoder = runner.decoder
+        part = decoder.drafter.unseen_part(plan)
+        assert part is not None
+        assert plan.tree is not None
         sampled = self._sampled(step)
         places = np.arange(len(slots))
         view = sampling_view(runner, step.rows, step.batch.idx_mapping, NO_TEXTS)
         sampling = view.select(places, on_device(places, runner.device))
         noise = None
-        if runner.decoder.method.rule.follows_noise and not sampling.all_greedy:
-            assert plan.tree is not None
-            depth = runner.decoder.method.proposers[plan.tree].sizes.max_depth
+        if decoder.method.rule.follows_noise and not sampling.all_greedy:
             seeds = runner.sampler.sampling_states.seeds.np[step.rows]
-            noise = gumbel_keys(seeds, sampled.end, depth)
-        trees = runner.decoder.draft_unseen(plan, slots, sampled, sampling, noise)
-        drafts = trees.draft.tree.token_ids[:, 1:]
-        held = runner.req_states.draft_tokens
+            noise = gumbel_keys(seeds, sampled.end, part.sizes.max_depth)
+        given = plan.of_slots(slots.tolist()), slots, sampled, sampling, noise
+        with decoder.stats.stage("draft"):
+            draft = decoder.drafter.draw_unseen(*given)
+        if part is not decoder.method.proposers[plan.tree]:
+            return draft
+        runner.drafter.save_schedule()
+        step.followed = True
+        drafts, held = draft.tree.token_ids[:, 1:], runner.req_states.draft_tokens
         held[step.batch.idx_mapping, : drafts.shape[1]] = drafts
-        return trees
+        return decoder.propose_unseen(draft, plan, slots)
 
     def _sampled(self, step: StepInFlight) -> SampledTokens:
         """What a step committed."""
