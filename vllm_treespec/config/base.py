@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -291,12 +292,12 @@ class ScheduledTree:
     batch_size: int
     min_acceptance_length: float
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Method and shape, for metrics: ``rsd_s 3x2``, ``rsd_c 3.2.1``."""
         return f"{self.config.name} {self.config.shape_name}"
 
-    @property
+    @cached_property
     def sizes(self) -> TreeSizes:
         """How large it becomes."""
         return self.config.sizes
@@ -306,7 +307,7 @@ class ScheduledTree:
         """Whether its proposer leaves out drafts that are worth less than their row."""
         return self.config.prunes_by_cost
 
-    @property
+    @cached_property
     def sources(self) -> Source:
         """What drafts it."""
         return self.config.sources

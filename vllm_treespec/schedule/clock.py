@@ -80,8 +80,6 @@ class StepClock:
         self.aid = schedule.aid
         self.stats = stats
         self.clock = clock
-        # of trees, by their index: to make a name takes longer than to plan
-        self.modes = {i: tree.name for i, tree in enumerate(schedule.trees)}
         self.last = Planned(PLAIN_PLAN, PLAIN, frozenset(), 0, False, False, 0.0)
         # of the steps that were not observed
         self.planned = deque([self.last], maxlen=MAX_PLANNED)
@@ -144,7 +142,9 @@ class StepClock:
     def _plan(self, requests: RunningRequests) -> tuple[StepPlan, str]:
         """The schedule's plan, and the name of its tree."""
         plan = self.schedule.plan(requests)
-        return plan, PLAIN if plan.tree is None else self.modes[plan.tree]
+        if plan.tree is None:
+            return plan, PLAIN
+        return plan, self.schedule.trees[plan.tree].name
 
     @aiding
     def observe(
