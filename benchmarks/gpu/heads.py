@@ -16,16 +16,26 @@ if TYPE_CHECKING:
     from benchmarks.gpu.shapes import Shape
 
 DRAFT_VOCABULARY = 32000
-# family of the sides whose trees such a head draws, on vLLM's V2 runner
-TREES, DEPTH, WIDTH = "eagle-v2", 3, 8
+DEPTH, WIDTH = 3, 8
+# by the family of sides for whose trees such a head drafts, on vLLM's V2 runner
+TREES: dict[str, dict[str, Any]] = {
+    "eagle-v2": {"method": "eagle_tree", "depth": DEPTH},
+    "hybrid-v2": {"method": "hybrid", "drafter": "eagle", "model_depth": DEPTH},
+}
 
 
 def tree_arguments(
-    models: Path, shape: str, num_drafts: int, max_trees: int, device: str
+    family: str,
+    models: Path,
+    shape: str,
+    num_drafts: int,
+    max_trees: int,
+    device: str,
 ) -> dict[str, Any]:
     """Stock vLLM arguments of an engine whose head draws full trees.
 
     Args:
+        family: see ``TREES``.
         models: folder of models.
         shape: name of the target's.
         num_drafts: draft nodes of every tree.
@@ -34,10 +44,9 @@ def tree_arguments(
 
     """
     spec = {
-        "method": "eagle_tree",
+        **TREES[family],
         "model": str(folder_of(models, shape)),
         "num_drafts": num_drafts,
-        "depth": DEPTH,
         "top_k": WIDTH,
         "min_probability": 0.0,
         "max_trees": max_trees,

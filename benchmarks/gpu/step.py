@@ -123,8 +123,10 @@ class Work:
             **side.engine,
             **self.stock_head(side, shape, models),
             **(
-                heads.tree_arguments(models, shape, side.budget, most, self.device)
-                if side.family == heads.TREES
+                heads.tree_arguments(
+                    side.family, models, shape, side.budget, most, self.device
+                )
+                if side.family in heads.TREES
                 else {}
             ),
             **(timeline.profiler_arguments(models / "traces") if self.traced else {}),
@@ -209,13 +211,14 @@ def named_sides(nodes: str, chosen: str) -> list[Side]:
         ),
         *(
             Side(
-                name=f"{heads.TREES}-{count}",
-                family=heads.TREES,
+                name=f"{family}-{count}",
+                family=family,
                 engine={},
                 environment=V2_RUNNER,
                 budget=count - 1,
                 one_process=False,
             )
+            for family in heads.TREES
             for count in counts
             if count > 1
         ),
@@ -270,7 +273,7 @@ def gpu_step(
             work = Work("steps", sizes, *given, traced=traced)
         chosen = named_sides(nodes, sides)
         made = random_plan(shapes, chosen, work, folder, fresh)
-        if any(side.family == heads.TREES for side in chosen):
+        if any(side.family in heads.TREES for side in chosen):
             for shape in options.words(shapes):
                 heads.write_weights(folder / "models", shape, SHAPES[shape])
         origin = card.origin("gpu-step", commit)
@@ -302,7 +305,7 @@ def row_of(stored: plan.StoredCell) -> Row:
     return {
         "shape": cell.options["shape"],
         "side": side.name.removeprefix(f"{cell.options['shape']}-"),
-        "nodes": side.budget + 1 if side.family in (FAMILY, heads.TREES) else 0,
+        "nodes": side.budget + 1 if side.family in (FAMILY, *heads.TREES) else 0,
         "batch": cell.batch_size,
         "temperature": cell.temperature,
         "context": cell.options["context"],

@@ -211,10 +211,12 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
     """Red when a resumed run starts an engine that has nothing to do."""
     plan = plan_of(tmp_path, [1, 8])
     jobs = [job for _, job in plan.todo()]
-    sync, default, ngram, eagle, ours, v2, trees = (job.side for job in jobs)
-    assert [len(job.cells) for job in jobs] == [2] * 7
+    sync, default, ngram, eagle, ours, v2, trees, hybrid = (job.side for job in jobs)
+    assert [len(job.cells) for job in jobs] == [2] * 8
     # its weights are written when it is run
-    assert trees.engine["additional_config"]["treespec"]["num_drafts"] == 7
+    specs = [side.engine["additional_config"]["treespec"] for side in (trees, hybrid)]
+    assert [spec["method"] for spec in specs] == ["eagle_tree", "hybrid"]
+    assert [spec["num_drafts"] for spec in specs] == [7, 7]
     assert trees.environment == v2.environment
     assert ngram.engine["speculative_config"]["method"] == "ngram_gpu"
     assert (Path(eagle.engine["speculative_config"]["model"]) / "config.json").exists()
@@ -240,6 +242,7 @@ def test_resumed_plans_leave_finished_cells_out(tmp_path: Path) -> None:
         ("8b-ours-8", 2),
         ("8b-ours-v2-8", 3),
         ("8b-eagle-v2-8", 3),
+        ("8b-hybrid-v2-8", 3),
     ]
     with pytest.raises(ValueError, match="other settings"):
         plan_of(tmp_path, [1, 8], enforce_eager=True)
