@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from vllm_treespec.engine.v2.unseen import UnseenDrafter
 from vllm_treespec.sampling import draws
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.step.decoder import TreeDecoder
-from vllm_treespec.step.drafting import StepDrafter
 
 # drawn at random, so that the text is another than stock vLLM's; one is a chain
 DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -338,19 +336,3 @@ def test_plans_for_some_requests(
         assert text == expected["sampled"][:2]
     # that of a request without another beside it
     assert all(len(step.scheduled.slots) == 1 for step in unseen)
-
-
-def test_an_index_that_does_as_well_is_looked_up_first(
-    pair: tuple[str, str], expected: dict[str, list[list[int]]], tmp_path: Path
-) -> None:
-    """Red when a model drafts unasked in step after step in which an index is surer."""
-    drafting = Mock(side_effect=chain([True] * 3, repeat(False)))
-    with running("hybrid", pair, tmp_path) as started, counted_unseen() as unseen:
-        with patch.object(StepDrafter, "models_draft", drafting):
-            text = started.generate(PROMPTS[:1], PARAMS["greedy"], NUM_TOKENS)
-        assert text == expected["greedy"][:1]
-        # behind a prompt the host waits; the last one was drawn before the look-up
-        assert len(unseen) == 3
-        # a step without its look-up lets the model read what it has missed
-        started.generate(PROMPTS[:1], PARAMS["greedy"], NUM_TOKENS)
-        assert len(unseen) > NUM_TOKENS // 3

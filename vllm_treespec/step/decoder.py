@@ -372,13 +372,11 @@ class TreeDecoder:
             hidden = last_hidden(batch, self.root_rows, self.trees, self.scored)
         end = StepEnd(batch, self.step, accepted, hidden)
         candidates = self.drafter.look_up(plan, end, reqs[may_draft])
-        models_draft = self.drafter.models_draft(candidates)
-        if plan.model:
-            self.drafter.models_drafted = models_draft
         if unseen_part is not None:
             # all of the batch, whose tokens were read
             drawn = candidates.reqs, True, 0, unseen_part
             return self.drafter.draw(plan, end, candidates, *drawn)
+        models_draft = self.drafter.models_draft(candidates)
         drafting = self.committed_reader.read(
             batch,
             rows,

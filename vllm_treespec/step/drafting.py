@@ -105,8 +105,6 @@ class StepDrafter:
     ) -> None:
         """Take what a decoder has."""
         self.noise: PositionNoise = HashedNoise(slots, limits.device)
-        # whether models drafted last, or would have, where an index was looked up
-        self.models_drafted = True
         self.replay: Replay | None = None
         self.method = method
         self.sources = sources
@@ -247,12 +245,10 @@ class StepDrafter:
     def unseen_part(self, plan: StepPlan) -> Proposer | None:
         """What of the planned trees is drawn by the device's work alone; None: nothing.
 
-        Beside an index that is what models draft, unless the index did as well alone in
-        the step before: then the look-up decides.
+        Beside an index that is what models draft, even where the index will turn out to
+        do as well alone.
         """
         if plan.tree is None or not plan.model or not self.unseen_sources:
-            return None
-        if plan.lookup and not self.models_drafted:
             return None
         return self.method.proposers[plan.tree].graph_part
 
