@@ -55,7 +55,7 @@ class ProposerInputs:
     continuations: Sequence[Continuations] = ()
     # float64 [num_reqs], see ``log_min_claims``; None: they follow from the plan
     min_log_claims: Tensor | None = None
-    # int64 [num_reqs], draft tokens that each tree may have; None: as the proposer says
+    # int64 [num_reqs], see ``max_drafts``; None: they follow from the plan
     num_drafts: Tensor | None = None
     # int64 [num_reqs], the deepest level that each tree may have; None: all levels
     levels: Tensor | None = None

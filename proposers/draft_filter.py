@@ -58,8 +58,6 @@ class DraftFilter:
         inputs, plan = self.inputs, self.inputs.plan
         if level == plan.max_levels or not inputs.can_sync:
             return level == plan.max_levels
-        if inputs.num_drafts is not None:
-            likely = likely * (inputs.num_drafts > 0)[:, None]
         if not plan.prunes:
             return not bool(likely.any())
         hoped = HOPED * likely * likely.sum(1, keepdim=True) ** (1 / level)

@@ -162,10 +162,8 @@ class DynamicTree(Proposer):
         """Nodes of a level that are read of each tree: no more than any tree has."""
         if not inputs.can_sync:
             return self.top_k
-        found = values > -torch.inf
-        if inputs.num_drafts is not None:
-            found &= (inputs.num_drafts > 0)[:, None]
-        return min(max(int(found.sum(1).max()), 1), self.top_k)
+        num_found = (values > -torch.inf).sum(1).max()
+        return min(max(int(num_found), 1), self.top_k)
 
 
 def following_noise(

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from vllm_treespec.host_copies import on_device
 from vllm_treespec.proposers import dflash, dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
@@ -15,7 +14,6 @@ from vllm_treespec.sources.continuations import Continuations
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.host_trees import (
     DraftNodes,
-    best_nodes,
     draft_of,
     merge,
     nodes_on_host,
@@ -60,8 +58,8 @@ class Hybrid(Proposer):
     """Drafts a suffix tree and a dynamic tree as one; equal paths are one.
 
     The index's part comes first: it takes as many places as it found continuations that
-    claim enough. The model's part gets the others. Tokens of both parts leave places
-    empty. Nothing is random. A node that both found has the index's claim.
+    claim enough. The best nodes that the model alone found get the others. Nothing is
+    random. A node that both found has the index's claim.
     """
 
     def __init__(
@@ -126,20 +124,15 @@ class Hybrid(Proposer):
             )
             for tree in found
         ]
-        roots = inputs.root_token_ids
         drafted = inputs.unseen_part
         if drafted is None:
-            num_drafts = on_device(np.array(left), roots.device)
-            drafted = replace(inputs, num_drafts=num_drafts).draw(self.model)
+            drafted = inputs.draw(self.model)
         parts = zip(found, nodes_on_host(drafted), left, strict=True)
-        trees, sources = zip(
-            *[
-                merge(tree, best_nodes(other, most), (Source.INDEX, Source.MODEL))
-                for tree, other, most in parts
-            ],
-            strict=True,
-        )
-        return draft_of(trees, roots, 1 + self.num_drafts, drafted.levels, sources)
+        both = Source.INDEX, Source.MODEL
+        merged = [merge(tree, other, both, places) for tree, other, places in parts]
+        trees, sources = zip(*merged, strict=True)
+        roots, max_nodes = inputs.root_token_ids, 1 + self.num_drafts
+        return draft_of(trees, roots, max_nodes, drafted.levels, sources)
 
     def _index_limits(self, plan: StepPlan) -> tuple[int, int]:
         """Draft tokens, and leaves, of the index's part beside a model.

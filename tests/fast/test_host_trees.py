@@ -13,8 +13,8 @@ from tests.fast.random_trees import random_trees
 from vllm_treespec.trees.builders import from_parents
 from vllm_treespec.trees.draft import Draft
 from vllm_treespec.trees.host_trees import (
-    best_nodes,
     draft_of,
+    merge,
     merge_drafts,
     nodes_on_host,
     num_leaves,
@@ -130,21 +130,25 @@ def test_the_host_and_the_device_have_the_same_trees() -> None:
         assert num_leaves(of_tree) == len([path for path in paths if path not in inner])
 
 
-def test_the_best_nodes_are_those_that_a_smaller_tree_has() -> None:
-    """Red when a tree is cut to other nodes, or loses a parent."""
-    (tree,) = nodes_on_host(
-        Draft(
-            from_parents([[9, 1, 2, 3, 4, 5]], [[-1, 0, 0, 1, 1, 2]]),
-            torch.tensor([[0, 0.5, 0.3, 0.3, 0.1, 0.2]], dtype=torch.float64),
+def test_places_go_to_the_best_new_nodes() -> None:
+    """Red when a node that both trees have takes a place, or one loses its parent."""
+    one, other = (
+        Draft(from_parents([tokens], [parents]), torch.tensor([claims]).double())
+        for tokens, parents, claims in (
+            ([9, 1, 2], [-1, 0, 1], [0, 0.9, 0.8]),
+            ([9, 1, 3, 4, 2, 5], [-1, 0, 0, 1, 1, 2], [0, 0.5, 0.3, 0.3, 0.1, 0.2]),
         )
     )
-    assert [node.token for node in best_nodes(tree, 2)] == [1, 2], "earlier of equals"
-    kept = best_nodes(tree, 4)
-    assert [(node.token, node.parent) for node in kept] == [
-        (1, 0),
-        (2, 0),
-        (3, 1),
-        (5, 2),
-    ]
-    assert best_nodes(tree, 9) == tree
-    assert best_nodes(tree, 0) == []
+    (first,), (second,) = nodes_on_host(one), nodes_on_host(other)
+    for places, expected in (
+        (0, [(1, 0, 3), (2, 1, 3)]),
+        # among equals the earlier one
+        (1, [(1, 0, 3), (3, 0, 2), (2, 1, 3)]),
+        (2, [(1, 0, 3), (3, 0, 2), (2, 1, 3), (4, 1, 2)]),
+        (9, [(1, 0, 3), (3, 0, 2), (2, 1, 3), (4, 1, 2), (5, 2, 2)]),
+    ):
+        nodes, sources = merge(first, second, BOTH, places)
+        found = [(node.token, node.parent) for node in nodes]
+        assert [(*node, bits) for node, bits in zip(found, sources, strict=True)] == (
+            expected
+        )

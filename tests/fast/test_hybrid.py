@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -52,6 +52,24 @@ def path_probability(law: Callable[[Path], Sequence[float]], path: Path) -> floa
     return math.exp(sum(law(path[:depth])[path[depth]] for depth in range(len(path))))
 
 
+def drafted_beside(
+    index: Collection[Path],
+    law: Callable[[Path], Sequence[float]],
+    least: float,
+    num_drafts: int,
+    places: int,
+) -> list[Path]:
+    """What a model of three tokens drafts of a tree of two levels, the likeliest first.
+
+    All that the index has, too, and so many others as there are places.
+    """
+    found = dynamic_tree_reference(law, 3, 2, num_drafts)
+    ranked = sorted(found, key=lambda path: -path_probability(law, path))
+    likely = [path for path in ranked if path_probability(law, path) >= least]
+    alone = [path for path in likely if path not in index]
+    return [path for path in likely if path in index or path in alone[:places]]
+
+
 # What a tree holds
 
 FOUND: list[Continuation] = [(5, [1, 2, 0]), (5, [1, 0]), (2, [2, 2]), (1, [0])]
@@ -73,19 +91,17 @@ def test_the_model_gets_what_the_index_leaves(
 ) -> None:
     """Red when a part gets other nodes than its best, or equal paths are two nodes.
 
-    In a fixed schedule each part has one half. Where the plan prunes, claims alone
-    count; the model has places for a path at least.
+    Or when what both found takes two places. In a fixed schedule each part has one
+    half. Where the plan prunes, claims alone count; the model has places for a path at
+    least.
     """
     draft, _ = random_tables("random", 3, 3)
     proposer = Hybrid(8, depth=3, top_k=3, model_depth=2, min_probability=0.0)
     made = drafted(proposer, [FOUND], draft, plan)
     index = found_paths(FOUND, num_found)
     law = log_law(draft)
-    model = [
-        path
-        for path in dynamic_tree_reference(law, 3, 2, (plan.max_rows or 8) - num_found)
-        if path_probability(law, path) >= row_cost
-    ]
+    most = plan.max_rows or 8
+    model = drafted_beside(index, law, row_cost, most, most - num_found)
     paths = token_paths(made.tree, 0)
     assert sorted(paths[1:]) == sorted({*index, *model})
     assert [path for path in paths[1:] if path in index] == index
@@ -98,7 +114,7 @@ def test_the_model_gets_what_the_index_leaves(
     assert made.tree.max_nodes == 9
     if plan is PLAIN_PLAN:
         assert set(index) & set(model), "no path is in both parts"
-        assert count_by_source(sources[0]).tolist() == [4, 4]
+        assert count_by_source(sources[0]).tolist() == [4, 6]
 
 
 def test_each_request_has_a_tree_of_its_own() -> None:
@@ -136,7 +152,7 @@ def test_each_source_claims_its_nodes() -> None:
     for row, (left, found) in enumerate(((4, by_index), (8, dict[Path, float]()))):
         by_model = {
             path: path_probability(law, path)
-            for path in dynamic_tree_reference(law, 3, 2, left)
+            for path in drafted_beside(found, law, 0.0, 8, left)
         }
         expected = by_model | found
         paths, claims = token_paths(made.tree, row)[1:], by_node[row].tolist()

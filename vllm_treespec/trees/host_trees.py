@@ -58,53 +58,73 @@ def subtree(tree: DraftNodes, nodes: Sequence[int]) -> list[DraftNode]:
     return [draft._replace(parent=number[draft.parent]) for draft in drafts]
 
 
-def best_nodes(tree: DraftNodes, count: int) -> list[DraftNode]:
-    """The nodes of the highest claims; among equals the earlier ones.
+class MergedTree:
+    """Several trees of one root, of which equal paths are one."""
 
-    A node claims no more than its parent, which thus stays, too.
-    """
-    ranked = sorted(range(1, 1 + len(tree)), key=lambda node: -tree[node - 1].claim)
-    return subtree(tree, sorted(ranked[:count]))
+    def __init__(self) -> None:
+        """Begin with the root."""
+        # nodes as they were found, the root first; bits of ``Source`` of each, and
+        # token -> node of its children
+        self.nodes = [DraftNode(0, NO_NODE, 0, 0.0)]
+        self.sources = [0]
+        self.children: list[dict[int, int]] = [{}]
+
+    def add(self, tree: DraftNodes, source: Source, places: int) -> None:
+        """Add a tree; of nodes that are new as many as there are places for.
+
+        These are those of the highest claims, among equals the earlier ones. A node
+        claims no more than its parent. One that is not new keeps its claim.
+        """
+        # node of the tree -> merged node
+        numbers = {0: 0}
+        for node in sorted(range(1, 1 + len(tree)), key=lambda n: -tree[n - 1].claim):
+            draft = tree[node - 1]
+            if draft.parent not in numbers:
+                continue
+            siblings = self.children[numbers[draft.parent]]
+            if draft.token not in siblings:
+                if not places:
+                    continue
+                places -= 1
+                siblings[draft.token] = len(self.nodes)
+                self.nodes.append(draft)
+                self.sources.append(0)
+                self.children.append({})
+            numbers[node] = siblings[draft.token]
+            self.sources[numbers[node]] |= source
+
+    def in_level_order(self) -> tuple[list[DraftNode], list[int]]:
+        """The draft nodes, children of one node as they were found; their sources."""
+        drafts: list[DraftNode] = []
+        order = [0]
+        for parent, node in enumerate(order):
+            below = self.children[node].values()
+            order += below
+            drafts += [self.nodes[child]._replace(parent=parent) for child in below]
+        return drafts, [self.sources[node] for node in order[1:]]
 
 
 def merge(
-    one: DraftNodes, other: DraftNodes, sources: tuple[Source, Source]
+    one: DraftNodes, other: DraftNodes, sources: tuple[Source, Source], places: int
 ) -> tuple[list[DraftNode], list[int]]:
     """Put two trees of one root together; equal paths become one.
 
-    Siblings keep their order, those of ``one`` come first. A node of both has the claim
-    of ``one``.
+    Siblings from ``one`` come first. A node of both has the claim of ``one``.
 
     Args:
         one: a tree.
         other: another one.
         sources: of their nodes.
+        places: for nodes of ``other`` alone.
 
     Returns:
         the tree, and bits of ``Source`` of its nodes.
 
     """
-    # of node 0, the root, and then of the drafts as they are found
-    found, bits = [DraftNode(0, NO_NODE, 0, 0.0)], [0]
-    children: list[dict[int, int]] = [{}]
-    for tree, source in zip((one, other), sources, strict=True):
-        numbers = [0]
-        for draft in tree:
-            siblings = children[numbers[draft.parent]]
-            node = siblings.setdefault(draft.token, len(found))
-            if node == len(found):
-                found.append(draft)
-                bits.append(0)
-                children.append({})
-            bits[node] |= source
-            numbers.append(node)
-    merged: list[DraftNode] = []
-    level_order = [0]
-    for parent, node in enumerate(level_order):
-        below = children[node].values()
-        level_order += below
-        merged += [found[child]._replace(parent=parent) for child in below]
-    return merged, [bits[node] for node in level_order[1:]]
+    merged = MergedTree()
+    merged.add(one, sources[0], len(one))
+    merged.add(other, sources[1], places)
+    return merged.in_level_order()
 
 
 def merge_drafts(
@@ -122,7 +142,7 @@ def merge_drafts(
 
     """
     merged = [
-        merge(*trees, sources)
+        merge(*trees, sources, max_nodes)
         for trees in zip(nodes_on_host(one), nodes_on_host(other), strict=True)
     ]
     trees, of_trees = zip(*merged, strict=True)
