@@ -88,10 +88,10 @@ def test_options_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperatur": 1}, "'temperatur': no sampling parameter"),
-        ({"n": 2}, "'n': no sampling parameter that a batch can use"),
-        ({"logprobs": 2}, "'logprobs': no sampling parameter"),
-        ({"_all_stop_token_ids": []}, "no sampling parameter"),
+        ({"temperatur": 1}, "sampling parameter .did you mean 'temperature'"),
+        ({"n": 2}, "'n': a batch cannot use this sampling parameter"),
+        ({"logprobs": 2}, "'logprobs': a batch cannot use"),
+        ({"_all_stop_token_ids": []}, "no such sampling parameter"),
         ({"temperature": "hot"}, "'temperature' is 'hot': Input should be"),
         ({"temperature": -1}, "temperature must be non-negative"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
@@ -244,7 +244,7 @@ def test_bad_rows_of_a_finished_batch_may_be_gone(files: tuple[str, str]) -> Non
 def test_wrong_options_of_vllm(tmp_path: Path) -> None:
     """Red when sampling parameters of all rows are looked at row by row."""
     answerer = VllmAnswerer(["--model", str(tmp_path)], {"top": 1})
-    with pytest.raises(BatchError, match="--sampling-params: 'top': no sampling"):
+    with pytest.raises(BatchError, match="--sampling-params: 'top': there is no such"):
         list(answerer(iter([])))
 
 

@@ -58,7 +58,7 @@ batch missing.jsonl OUT => missing.jsonl: there is no such file
 batch IN/in.jsonl IN/in.jsonl => INPUT and OUTPUT are one file
 batch IN/in.jsonl OUT --sampling-params { => --sampling-params is not JSON
 batch IN/in.jsonl OUT --sampling-params DEEP => are nested too deeply
-batch IN/in.jsonl OUT --speculative-config [1] => must be one JSON object
+batch IN/in.jsonl OUT --speculative-config [1] => is no JSON object
 batch IN/in.jsonl OUT --speculative-config '{"method": "sd"}' => 'model' is missing; add
     it
 train draft --text absent.jsonl => absent.jsonl

@@ -70,7 +70,7 @@ suffix_tree {"schedule": [{"batch_size": 1, "min_acceptance_length": NaN}]} =>
     min_acceptance_length' is nan
 suffix_tree {"max_trees": true} => 'max_trees' is True
 suffix_tree {"max_cached_tokens": true} => tokens' is True
-suffix_tree {"lossy_typical_acceptance": true} => write one such as {"epsilon": 0.1,
+suffix_tree {"lossy_typical_acceptance": true} => write one such as {"epsilon": 0.09,
     "delta": 0.3} (
 suffix_tree {"lossy_typical_acceptance": {"epsilon": 0.1, "delta": Infinity}} => delta'
     is inf

@@ -115,7 +115,7 @@ class MethodConfig(BaseModel, ABC):
     lossy_typical_acceptance: TypicalAcceptanceConfig | None = Field(
         default=None,
         description="give up the target's distribution for speed",
-        examples=[{"epsilon": 0.1, "delta": 0.3}],
+        examples=[{"epsilon": 0.09, "delta": 0.3}],
     )
 
     @classmethod

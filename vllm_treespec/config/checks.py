@@ -285,9 +285,9 @@ def check_head(config: MethodConfig, target: PretrainedConfig) -> None:
         if depth > head.num_levels:
             key = "model_depth" if isinstance(config, HybridConfig) else "depth"
             raise SpecConfigError(
-                f"speculative_config '{key}' is {depth}, and the head {config.head} "
-                f"drafts {head.num_levels} levels; write '{key}' {head.num_levels} or "
-                f"less, in 'schedule' too"
+                f"the head {config.head} drafts {head.num_levels} levels, and trees "
+                f"would have {depth}; write speculative_config '{key}' "
+                f"{head.num_levels} or less, in 'schedule' too"
             )
 
 

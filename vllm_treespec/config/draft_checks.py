@@ -54,6 +54,20 @@ def undivided_size(config: PretrainedConfig, num_ranks: int) -> str | None:
     return None
 
 
+def check_target_shards(target: str, config: PretrainedConfig, num_ranks: int) -> None:
+    """Check that tensor-parallel ranks can share a target's layers evenly.
+
+    Raises:
+        SpecConfigError: naming the size that does not divide.
+
+    """
+    if size := undivided_size(config, num_ranks):
+        raise SpecConfigError(
+            f"--tensor-parallel-size {num_ranks} does not divide {size} of {target}; "
+            f"pass a number that does"
+        )
+
+
 def check_shards(model: str, draft: PretrainedConfig, num_ranks: int) -> None:
     """Check that tensor-parallel ranks can share a draft model's layers evenly.
 

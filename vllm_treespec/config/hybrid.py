@@ -28,7 +28,7 @@ class HybridConfig(IndexConfig, DraftModelsConfig):
     model: str = Field(
         min_length=1, description="folder or hub id of the draft model or the head"
     )
-    drafter: Literal["draft_model"] | HeadKind = Field(
+    drafter: Literal["draft_model", HeadKind] = Field(
         default="draft_model", description="what 'model' is: a draft model or a head"
     )
     top_k: DraftCount = Field(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from vllm_treespec.config.base import DraftCount
 from vllm_treespec.config.heads import GrownTree, GrownTreeConfig, NumDrafts
@@ -83,3 +83,12 @@ class LyannaConfig(GrownTreeConfig):
                 "'dynamic'"
             )
         return resample
+
+    @model_validator(mode="after")
+    def _only_merged_trees_have_a_second_part(self) -> Self:
+        default = type(self).model_fields["resample_drafts"].default
+        if self.resample != "merge" and self.resample_drafts != default:
+            raise ValueError(
+                "'resample_drafts' is for 'resample' 'merge'; remove it, or write that"
+            )
+        return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ OF_VLLM = {
 RENAMED = ("suffix", "medusa")
 # The key in which vLLM's own methods are told how many tokens to draft.
 VLLM_SIZE = "num_speculative_tokens"
+# Keys of earlier releases, of which there is no other now.
+REMOVED = ("sure_match",)
 EXAMPLE = '{"method": "suffix_tree"}'
 
 
@@ -132,11 +134,17 @@ def unknown_method(spec: Mapping[str, Any]) -> SpecConfigError:
 
 
 def _one_message(error: ValidationError, method: type[MethodConfig]) -> str:
-    problems = "; ".join(_problem(problem, method) for problem in error.errors())
+    problems = "; ".join(_problem(found, method) for found in _causes(error.errors()))
     return (
         f"speculative_config for method '{method.method_name()}': {problems} "
         f"(its keys are {', '.join(method.model_fields)})"
     )
+
+
+def _causes(problems: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Problems but for this one: a list is too short as its members are wrong."""
+    wrong = {at["loc"][:depth] for at in problems for depth in range(len(at["loc"]))}
+    return [p for p in problems if p["type"] != "too_short" or p["loc"] not in wrong]
 
 
 def _problem(problem: ErrorDetails, method: type[MethodConfig]) -> str:
@@ -149,7 +157,7 @@ def _problem(problem: ErrorDetails, method: type[MethodConfig]) -> str:
     if problem["type"] == "extra_forbidden" and key == VLLM_SIZE:
         return f"'{key}' is for vLLM's own methods; write {_size_keys(method)}"
     if problem["type"] == "extra_forbidden":
-        near = get_close_matches(key, fields, n=1)
+        near = [] if key in REMOVED else get_close_matches(key, fields, n=1)
         other = f", or write '{near[0]}'" if near else ""
         return f"{shown(key)} is not a key of this method; remove it{other}"
     message = str(problem["msg"]).removeprefix("Value error, ")

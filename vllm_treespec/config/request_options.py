@@ -13,7 +13,10 @@ from vllm_treespec.json_files import parse_json
 
 KEY = "treespec"
 WHERE = f"extra_args (vllm_xargs over HTTP), '{KEY}'"
-EXAMPLE = f'write {{"{KEY}": {{"enabled": false}}}}, or the inner object as JSON text'
+EXAMPLE = (
+    f'write {{"{KEY}": {{"enabled": false}}}}, over HTTP the inner object as text: '
+    rf'{{"{KEY}": "{{\"enabled\": false}}"}}'
+)
 
 
 class RequestOptionsError(ValueError):

@@ -99,8 +99,11 @@ def main(
         pairs = show_speeds(console, sides, model, cells)
     except (AssetError, EngineError, PromptError, SpecConfigError) as error:
         raise SystemExit(f"treespec demo: {error}") from None
-    for line in advice(pairs, shipped=target is None):
-        console.print(line, markup=False)
+    if reason := busy(pairs, rounds=ROUNDS):
+        console.print(reason, style="bold red")
+    else:
+        for line in advice(pairs, shipped=target is None):
+            console.print(line, markup=False)
     best = best_overall(pairs)
     console.print(f"To serve with {best}:", markup=False)
     [side] = [side for side in sides if side.name == best]
@@ -279,6 +282,4 @@ def show_speeds(
             order.rotate()
     console.print(speed_table(pairs, list(engines), TEMPERATURES))
     console.print(MEASURED_WITHOUT)
-    if reason := busy(pairs, rounds=ROUNDS):
-        console.print(reason, style="bold red")
     return pairs

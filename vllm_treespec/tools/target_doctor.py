@@ -16,6 +16,7 @@ from transformers.utils import is_torchvision_available
 from vllm_treespec.config import SpecConfigError, parse_spec_config, read_spec
 from vllm_treespec.config.base import MethodConfig
 from vllm_treespec.config.checks import check_head_files, check_weights
+from vllm_treespec.config.draft_checks import check_target_shards
 from vllm_treespec.config.reading import (
     A_MODEL,
     UNREADABLE,
@@ -76,6 +77,8 @@ def check_target(check: TargetCheck, console: Console, verbose: bool = False) ->
         if config is not None:
             problems += spec_problems(config, check, target, device)
         if target is not None:
+            ranks = check.target, target.hf_text_config, check.num_ranks
+            tried(problems, partial(check_target_shards, *ranks))
             problems += feature_problems(target, device)
             show_target(check, target, device, console, verbose)
     # a fault may be met twice: in a folder, and where its files are compared

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.progress import Progress
 
@@ -175,6 +176,7 @@ def generate_text(
         target,
         max_model_len=options.max_model_len,
         max_num_seqs=min(options.batch_size, 128),
+        gpu_memory_utilization=0.9 * _free_share(),
         enforce_eager=not torch.cuda.is_available(),  # compiling for it takes minutes
         seed=options.seed + done,
     )
@@ -191,6 +193,15 @@ def generate_text(
                 done += len(row["token_ids"]) - row["prompt_len"]
             file.flush()
             progress.update(task, completed=done)
+
+
+def _free_share() -> float:
+    """Share of the device's memory that no process holds: vLLM starts with no more."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return free / total
+    memory = psutil.virtual_memory()
+    return memory.available / memory.total
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -49,7 +49,9 @@ def batch(
     model: Annotated[str, typer.Option(help="The target: folder or hub id.")],
     speculative_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="As of vllm serve; without it, plain vLLM."),
+        typer.Option(
+            metavar="JSON|FILE", help="As of vllm serve; without it, plain vLLM."
+        ),
     ] = None,
     sampling_params: Annotated[
         str,
@@ -75,8 +77,15 @@ def batch(
     """
     from rich.console import Console
 
-    from vllm_treespec.config import names_our_method, parse_spec_config
+    from vllm_treespec.config import (
+        SpecConfigError,
+        names_our_method,
+        parse_spec_config,
+        read_spec,
+    )
     from vllm_treespec.config.checks import check_head_files
+    from vllm_treespec.config.reading import A_MODEL
+    from vllm_treespec.heads.names import no_such_model
     from vllm_treespec.tools.batch import engine, ray_data
     from vllm_treespec.tools.batch.rows import Columns
     from vllm_treespec.tools.batch.run import Settings
@@ -85,10 +94,12 @@ def batch(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         check_places(input_file, output)
+        if problem := no_such_model(model):
+            raise SpecConfigError(f"--model: {problem}; name {A_MODEL}")
         arguments = ["--model", model]
         spec, config = None, None
         if speculative_config is not None:
-            spec = json_object(speculative_config, "--speculative-config")
+            spec = read_spec(speculative_config)
             arguments += ["--speculative-config", json.dumps(spec)]
         if spec is not None and names_our_method(spec):
             config = parse_spec_config(spec)

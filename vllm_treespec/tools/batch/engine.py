@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,11 @@ class VllmAnswerer:
         from vllm.exceptions import VLLMError
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="treespec batch"))
+        # vLLM's own usage, of 240 lines, stands above an error
+        usage = "treespec batch INPUT OUTPUT --model TARGET [options of vllm serve]"
+        parser = EngineArgs.add_cli_args(
+            FlexibleArgumentParser(prog="treespec batch", usage=usage)
+        )
         engine_args = EngineArgs.from_cli_args(parser.parse_args(self.arguments))
         try:
             sampling_params_of(self.defaults)
@@ -183,11 +188,16 @@ def sampling_params_of(fields: dict[str, Any]) -> SamplingParams:
     """
     from vllm import SamplingParams
 
-    known = set(SamplingParams.__struct_fields__) - NOT_IN_A_BATCH
-    unknown = [key for key in fields if key not in known or key.startswith("_")]
-    if unknown:
+    known = [key for key in SamplingParams.__struct_fields__ if key[0] != "_"]
+    if unused := [key for key in fields if key in NOT_IN_A_BATCH]:
+        names = ", ".join(map(repr, unused))
+        raise RowError(f"{names}: a batch cannot use this sampling parameter")
+    if unknown := [key for key in fields if key not in known]:
+        near = [get_close_matches(key, known, n=1) for key in unknown]
+        meant = ", ".join(f"'{name}'" for names in near for name in names)
+        remedy = f" (did you mean {meant}?)" if meant else ""
         names = ", ".join(map(repr, unknown))
-        raise RowError(f"{names}: no sampling parameter that a batch can use")
+        raise RowError(f"{names}: there is no such sampling parameter{remedy}")
     seed = fields.get("seed")
     if isinstance(seed, int) and abs(seed) > MAX_SEED:
         # vLLM takes such a request, and ends with an error when it runs it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_treespec.config import SpecConfigError
-from vllm_treespec.config.draft_checks import check_shards, undivided_size
+from vllm_treespec.config.draft_checks import check_shards, check_target_shards
 from vllm_treespec.layouts.kv_budget import BlockBytes
 from vllm_treespec.tools.plan.drafters import DraftModel
 from vllm_treespec.tools.plan.groups import Pool
@@ -135,11 +135,7 @@ def check_ranks(parts: Parts, num_ranks: int) -> None:
         SpecConfigError: naming the size that does not divide.
 
     """
-    if size := undivided_size(parts.target.config, num_ranks):
-        raise SpecConfigError(
-            f"--tensor-parallel-size {num_ranks} does not divide {size} of "
-            f"{parts.target.name}; pass a number that does"
-        )
+    check_target_shards(parts.target.name, parts.target.config, num_ranks)
     for drafter in parts.drafters:
         if isinstance(drafter, DraftModel):
             check_shards(drafter.model.name, drafter.model.config, num_ranks)
@@ -227,6 +223,15 @@ def remedies(parts: Parts, settings: Settings, plan: MemoryPlan) -> list[str]:
         if make_plan(replace(parts, config=fewer), settings).fits:
             ways.append(f'"max_trees": {max_trees} in --speculative-config')
             break
+    num_seqs = settings.num_seqs
+    while num_seqs > 1:
+        num_seqs //= 2
+        if make_plan(parts, replace(settings, max_num_seqs=num_seqs)).fits:
+            ways.append(f"--max-num-seqs {num_seqs}")
+            break
+    estimated = replace(settings, allowance=None)
+    if settings.allowance is not None and make_plan(parts, estimated).fits:
+        ways.append("a smaller --allowance")
     num_ranks = 2 * settings.num_ranks
     while num_ranks <= MAX_RANKS:
         try:

@@ -56,6 +56,18 @@ class Model:
         return int(self.config.num_hidden_layers)
 
     @property
+    def max_positions(self) -> int:
+        """Tokens of the longest text; what a scaled RoPE adds counts where it says it.
+
+        YaRN and Llama-3 scaling are in the configuration's number already.
+        """
+        said = self.config.to_dict()
+        rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type")
+        factor = rope.get("factor") if kind in ("linear", "dynamic") else None
+        return int(self.config.max_position_embeddings * (factor or 1))
+
+    @property
     def num_heads(self) -> int:
         """Query heads of all ranks."""
         return int(self.config.num_attention_heads)

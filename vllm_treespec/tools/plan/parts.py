@@ -54,9 +54,10 @@ class Settings:
         """Most running requests; ``vllm serve`` decides by the card's memory."""
         if self.max_num_seqs is not None:
             return self.max_num_seqs
+        usual = 1024 if self.memory >= LARGE_CARD else 256
         if self.device == "cpu":
-            return 128 * self.num_ranks
-        return 1024 if self.memory >= LARGE_CARD else 256
+            usual = 128 * self.num_ranks
+        return min(usual, self.num_batched_tokens)
 
     @property
     def num_batched_tokens(self) -> int:
@@ -98,10 +99,20 @@ def read_parts(target: str, spec: dict[str, Any], settings: Settings) -> Parts:
             f"--block-size {settings.block_size}: a GPU reads blocks of 16, 32, 48, "
             f"... tokens; pass a multiple of 16, or leave it out"
         )
+    if settings.num_batched_tokens < settings.num_seqs:
+        raise SpecConfigError(
+            f"--max-num-batched-tokens {settings.num_batched_tokens} is less than "
+            f"--max-num-seqs {settings.num_seqs}; pass as many, or more"
+        )
     arguments = stock_arguments(given, settings.block_size, settings.device)
     # what the engine's drafter is made from
     config = parse_spec_config(arguments["additional_config"]["treespec"])
-    max_model_len = settings.max_model_len or model.config.max_position_embeddings
+    max_model_len = settings.max_model_len or model.max_positions
+    if max_model_len > model.max_positions:
+        raise SpecConfigError(
+            f"--max-model-len {max_model_len}: {target} reads at most "
+            f"{model.max_positions} positions; pass so many, or fewer"
+        )
     drafters = read_drafters(config, model, max_model_len)
     for drafter in drafters:
         if isinstance(drafter, DraftModel):

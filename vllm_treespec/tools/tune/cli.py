@@ -63,6 +63,8 @@ def tune(
     """
     from rich.console import Console
 
+    from vllm_treespec.config import parse_spec_config
+    from vllm_treespec.config.checks import check_weights
     from vllm_treespec.tools.launch import EngineError
     from vllm_treespec.tools.load import check_model
     from vllm_treespec.tools.prompts import SHIPPED_WORKLOADS
@@ -79,6 +81,7 @@ def tune(
         check_model("TARGET", target)
         for model in draft or []:
             check_model("--draft", model)
+            check_weights(parse_spec_config({"method": "rsd_s", "model": model}))
         sides, specs = candidates(draft or [], head or [], eager)
         job = Job(
             side=Side(name="", family="", engine={}),
