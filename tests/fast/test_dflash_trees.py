@@ -188,7 +188,7 @@ def test_no_tree_is_deeper_than_the_head(
     head = write_head(tmp_path, "dflash", block_size=4)
     config = parse_spec_config({**spec, "model": head})
     target = llama(vocab_size=32, hidden_size=64, num_hidden_layers=3)
-    says = f"'{key}' is 5, and the head .* drafts 4 levels; write '{key}' 4 or less"
+    says = f"drafts 4 levels, and trees would have 5; .* '{key}' 4 or less"
     with pytest.raises(SpecConfigError, match=says):
         check_head(config, target)
 
