@@ -23,7 +23,6 @@ from typing import BinaryIO
 
 import numpy as np
 import prometheus_client
-import pytest
 import torch
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.mmap_dict import MmapedDict
@@ -166,14 +165,10 @@ def missing_imports(tree: ast.Module) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize(
-    "file",
-    sorted({*FILES, RAY_SERVE} - VLLM_TYPES),
-    ids=lambda f: str(f.relative_to(ROOT)),
-)
-def test_imports_are_in_the_table(file: Path) -> None:
+def test_imports_are_in_the_table() -> None:
     """Red when we import something from vLLM that the table does not have."""
-    assert not missing_imports(tree_of(file))
+    for file in {*FILES, RAY_SERVE} - VLLM_TYPES:
+        assert not missing_imports(tree_of(file)), file
 
 
 def test_a_new_import_is_noticed() -> None:
@@ -311,19 +306,19 @@ def test_stock_arguments_are_in_the_table() -> None:
             assert f"vllm.engine.arg_utils.EngineArgs.{argument}" in NAMES
 
 
-@pytest.mark.parametrize("cls", HOSTS, ids=lambda cls: cls.__name__)
-def test_table_and_types_agree(cls: type) -> None:
+def test_table_and_types_agree() -> None:
     """Red when the typed listing of runner and worker has what the table has not."""
-    rows = {
-        seam.attribute.rpartition(".")[2]: seam.kind
-        for seam in SEAMS
-        if seam.name.rpartition(".")[0] in HOSTS[cls]
-    }
-    for name, value in vars(cls).items():
-        if isinstance(value, FunctionType):
-            assert rows[name] in (Kind.OVERRIDES, Kind.CALLS), name
-    for name in inspect.get_annotations(cls):
-        assert rows[name] in (Kind.READS, Kind.WRITES), name
+    for cls, hosts in HOSTS.items():
+        rows = {
+            seam.attribute.rpartition(".")[2]: seam.kind
+            for seam in SEAMS
+            if seam.name.rpartition(".")[0] in hosts
+        }
+        for name, value in vars(cls).items():
+            if isinstance(value, FunctionType):
+                assert rows[name] in (Kind.OVERRIDES, Kind.CALLS), (cls, name)
+        for name in inspect.get_annotations(cls):
+            assert rows[name] in (Kind.READS, Kind.WRITES), (cls, name)
 
 
 def test_types_are_complete() -> None:
@@ -392,18 +387,14 @@ def known_names() -> set[str]:
     return known | FOREIGN
 
 
-@pytest.mark.parametrize(
-    "file",
-    [file for file in FILES if file.parent.name != "seams"],
-    ids=lambda f: str(f.relative_to(ROOT)),
-)
-def test_attributes_are_in_the_table(file: Path) -> None:
+def test_attributes_are_in_the_table() -> None:
     """Red when we use an attribute that nobody defines but vLLM, without a row.
 
     A name that our code or a library defines, too, is not noticed here.
     """
-    unknown = used_names(tree_of(file)) - known_names()
-    assert unknown == set()
+    for file in FILES:
+        if file.parent.name != "seams":
+            assert used_names(tree_of(file)) <= known_names(), file
 
 
 def test_a_new_attribute_is_noticed() -> None:

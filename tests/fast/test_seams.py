@@ -15,7 +15,6 @@ from vllm_treespec.engine.seams import (
     MIN_VLLM,
     SEAMS,
     TOPICS,
-    Seam,
     SeamError,
     check_seams,
     doctor,
@@ -34,12 +33,9 @@ def installed() -> SourceFiles:
     return installed_sources()
 
 
-@pytest.mark.parametrize(
-    "seam", [s for s in HERE if not s.on_instances], ids=lambda seam: seam.attribute
-)
-def test_seams_of_both_devices_exist(seam: Seam) -> None:
+def test_seams_of_both_devices_exist() -> None:
     """Red when the locked vLLM lost a seam, also one that only a GPU uses."""
-    assert seam.exists()
+    assert not [s.name for s in HERE if not s.on_instances and not s.exists()]
 
 
 def test_sources_have_every_seam(installed: SourceFiles) -> None:
@@ -73,15 +69,6 @@ def test_no_seam_stands_twice() -> None:
     assert len(set(rows)) == len(rows)
 
 
-@pytest.mark.parametrize("seam", REPLACED, ids=lambda seam: seam.attribute)
-def test_replaced_functions_are_as_in_the_release(
-    seam: Seam, installed: SourceFiles
-) -> None:
-    """Red when vLLM changed a function that we override or wrap."""
-    known = FINGERPRINTS[seam.module][seam.attribute]
-    assert installed.fingerprint(seam.module, seam.attribute) == known["0.32"]
-
-
 def test_fingerprints_are_of_the_table() -> None:
     """Red when a replaced function lacks the fingerprint of a supported release."""
     releases = {
@@ -113,7 +100,10 @@ def test_every_seam_was_looked_for(release: str) -> None:
 
 
 def test_fingerprints_are_written_anew(installed: SourceFiles) -> None:
-    """Red when the command that writes them would lose or change any."""
+    """Red when vLLM changed a function that we override or wrap.
+
+    Or when the command that writes fingerprints would lose or change any.
+    """
     assert with_release("0.32", installed) == FINGERPRINTS
 
 
