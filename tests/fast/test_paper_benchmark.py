@@ -20,7 +20,6 @@ from benchmarks.rsd.law import comparisons
 from benchmarks.rsd.metrics import best_of, mbsu, rows_of
 from benchmarks.rsd.report import smallest_p_value
 from benchmarks.rsd.trees import (
-    LENGTH_TREES,
     METHODS,
     Tree,
     all_trees,
@@ -42,32 +41,21 @@ RSD_S = Tree("rsd_s", (3, 2))
 RSD_C = Tree("rsd_c", (2, 2))
 
 
-@pytest.mark.parametrize("tree", all_trees(), ids=lambda tree: tree.name)
-def test_size_of_a_tree_is_what_its_proposer_draws(tree: Tree) -> None:
+def test_size_of_a_tree_is_what_its_proposer_draws() -> None:
     """Red when a method's keys or the size of its trees change."""
-    spec = {"method": tree.method, "model": "draft", **tree.shape}
-    max_nodes = parse_spec_config(spec).proposer().sizes.max_nodes
-    assert max_nodes - 1 == tree.num_drafts
-    assert tree_of(tree.method, tree.shape) == tree
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_spec_config_of_a_tree_is_valid(method: str) -> None:
-    """Red when a spec-config's keys are renamed."""
     for tree in all_trees():
-        if tree.method == method:
-            spec = parse_spec_config(tree.spec_config("draft"))
-            assert spec.proposer().sizes.max_nodes - 1 == tree.num_drafts
+        config = parse_spec_config(tree.spec_config("draft"))
+        assert config.proposer().sizes.max_nodes - 1 == tree.num_drafts, tree
+        assert tree_of(tree.method, tree.shape) == tree
 
 
-@pytest.mark.parametrize("length", LENGTH_TREES)
-def test_trees_of_a_length_are_no_larger_than_the_binary_tree(length: int) -> None:
+def test_trees_of_a_length_are_no_larger_than_the_binary_tree() -> None:
     """Red when a tree of D.3.1 is mistyped: depth, or larger than RSD-C with twos."""
-    trees = trees_of("lengths")[length]
-    assert {tree.depth for tree in trees} == {length}
-    binary = Tree("rsd_c", (2,) * length)
-    assert binary in trees
-    assert max(tree.num_drafts for tree in trees) == binary.num_drafts
+    for length, trees in trees_of("lengths").items():
+        assert {tree.depth for tree in trees} == {length}
+        binary = Tree("rsd_c", (2,) * length)
+        assert binary in trees
+        assert max(tree.num_drafts for tree in trees) == binary.num_drafts
 
 
 def test_trees_of_a_budget_fill_it() -> None:
