@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from tests.fast.tiny_training import VOCAB, some_rows, tiny_draft, tiny_target
+from vllm_treespec.sources.base import FINAL_LAYER
 from vllm_treespec.train.batches import BatchDataset
 from vllm_treespec.train.draft import project_embedding
 from vllm_treespec.train.loss import (
@@ -183,6 +184,17 @@ def test_teacher_keeps_finished_shards_and_redoes_changed_ones(
     assert after[:2] == before[:2]
     assert after[2] != before[2]
     assert load_cache(again).num_rows == len(more)
+
+
+def test_shards_are_made_again_with_a_further_layer(
+    tmp_path: Path, target: LlamaForCausalLM, rows: list[Row]
+) -> None:
+    """Red when a head reads states that its shards lack, or another's are dropped."""
+    for layers in ((2, 4), (FINAL_LAYER,), ()):
+        options = TeacherOptions(top_k=4, layers=layers)
+        cache = load_cache(cache_teacher(target, "tiny", rows, tmp_path, options))
+        assert all(map(cache.states.has, layers))
+    assert cache.states.read((2, 4, FINAL_LAYER), 0, 5).shape == (5, 96)
 
 
 def test_projection_to_full_width_keeps_logits_up_to_a_shift(
