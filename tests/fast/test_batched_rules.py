@@ -357,9 +357,15 @@ def test_entries_without_a_request() -> None:
 # No waiting
 
 
-@pytest.mark.parametrize("kind", ["plain", "both", "mixed"])
 @pytest.mark.parametrize("name", BATCHED)
-@pytest.mark.parametrize("hot", [False, True], ids=["all tokens", "hot tokens"])
+@pytest.mark.parametrize(
+    ("kind", "hot"),
+    grid(
+        ["plain", "both", "mixed"],
+        [False, True],
+        quick=lambda *case: case in (("both", False), ("mixed", True)),
+    ),
+)
 def test_the_host_never_waits(name: str, kind: str, hot: bool) -> None:
     """Red when a rule waits for the device, or makes a tensor on the host."""
     tree, target, uniforms = batch(77, 6, 24, kind, 1)

@@ -16,6 +16,7 @@ from tests.fast.test_proposers_on_a_device import (
     meta_block,
     num_models,
 )
+from tests.tiers import grid
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.heads.source import HeadSource
 from vllm_treespec.proposers import Proposer, ProposerInputs
@@ -62,8 +63,16 @@ def captured(name: str, max_trees: int = NUM_REQS) -> CapturedTrees:
     return CapturedTrees(method, 64, [proposer], sources, *more)
 
 
-@pytest.mark.parametrize("sampling", Sampling)
-@pytest.mark.parametrize("name", ON_DEVICE)
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    grid(
+        ON_DEVICE,
+        Sampling,
+        quick=lambda name, sampling: (
+            sampling is Sampling.LIMITS or name in ("rsd_s", "dflash")
+        ),
+    ),
+)
 def test_drawing_is_the_devices_work(
     name: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,15 +103,13 @@ def as_read(config: VllmConfig) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("gathered", [False, True])
 def test_scheduler_in_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gathered: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when the front-end misses what another process counts, or a file stays."""
     folder = tmp_path / "prometheus"
     folder.mkdir()
-    if gathered:
-        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
     vllm_config = config()
     show_counters(vllm_config)
     worker = StepStats()

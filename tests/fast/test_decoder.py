@@ -40,8 +40,12 @@ from vllm_treespec.testing.workloads import HABITS, check_greedy, workload
         PROPOSERS,
         HABITS,
         range(2),
+        # Others are in test_plain_draw.py, and in the test below.
         quick=lambda name, habits, seed: (
-            seed == 0 and (habits == "all" or name == "suffix_tree")
+            seed == 0
+            and (habits == "all" or name == "suffix_tree")
+            and name
+            in ("rsd_c", "sd", "stochastic_tree", "suffix_tree", "head", "pairs")
         ),
     ),
 )
@@ -86,13 +90,17 @@ def kernels_in_interpreter() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
-@pytest.mark.parametrize("habits", cases(["whole", "all"], quick=["all"]))
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("rsd_s", "rsd_c", "suffix_tree", "pairs", "lyanna_replace", "lyanna_merge"),
-        "hybrid",
-    ],
+    ("name", "habits"),
+    grid(
+        [
+            *("rsd_s", "rsd_c", "suffix_tree", "pairs", "hybrid"),
+            *("lyanna_replace", "lyanna_merge"),
+        ],
+        ["whole", "all"],
+        # Others are in the tests below.
+        quick=lambda name, habits: habits == "all" and name.startswith("lyanna"),
+    ),
 )
 def test_masks_emit_the_same(name: str, habits: str) -> None:
     """Red when nodes under masks see, or commit, another path."""
@@ -101,14 +109,14 @@ def test_masks_emit_the_same(name: str, habits: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels_in_interpreter")
-@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(
-    ("name", "habits"),
+    ("name", "habits", "masks"),
     grid(
         ["rsd_s", "suffix_tree", "head", "pairs"],
         ["all", "few blocks"],
-        quick=lambda name, habits: (
-            (name, habits) in (("rsd_s", "few blocks"), ("pairs", "all"))
+        [False, True],
+        quick=lambda *case: (
+            case in (("rsd_s", "few blocks", False), ("pairs", "all", True))
         ),
     ),
 )
@@ -169,9 +177,7 @@ def test_mixed_batches(name: str, masks: bool) -> None:
             assert answer == engine.language.greedy(prompt, request.max_tokens)
 
 
-@pytest.mark.parametrize(
-    "name", cases(PROPOSERS, quick=["rsd_s", "suffix_tree", "pairs", "hybrid"])
-)
+@pytest.mark.parametrize("name", cases(PROPOSERS, quick=["pairs", "hybrid"]))
 def test_more_requests_than_trees(name: str) -> None:
     """Red when requests beyond ``max_trees`` draft, or emit something else."""
     engine = make_engine(name, Habits(), max_trees=2)
@@ -185,7 +191,14 @@ def test_more_requests_than_trees(name: str) -> None:
     grid(
         PROPOSERS,
         [False, True],
-        quick=lambda name, masks: masks == (name in ("rsd_s", "pairs")),
+        # One of each kind of sources.
+        quick=lambda name, masks: (
+            (name, masks)
+            in (
+                *(("rsd_s", True), ("suffix_tree", False), ("head", False)),
+                *(("pairs", True), ("lyanna_replace", False), ("hybrid", False)),
+            )
+        ),
     ),
 )
 def test_near_the_longest_length(name: str, masks: bool) -> None:
@@ -223,7 +236,7 @@ def sampled(number: int, seed: int | None) -> Request:
 
 
 @pytest.mark.parametrize(
-    "name", cases(["rsd_s", "rsd_c", "sd", "head"], quick=["rsd_s", "head"])
+    "name", cases(["rsd_s", "rsd_c", "sd", "head"], quick=["head"])
 )
 def test_seeded_answers_do_not_depend_on_the_batch(name: str) -> None:
     """Red when a seeded request is drawn with numbers that others use up.
@@ -254,8 +267,8 @@ def test_seeded_answers_do_not_depend_on_the_batch(name: str) -> None:
         quick=lambda name, masks: (
             (name, masks)
             in (
-                *(("rsd_s", False), ("rsd_c", True), ("stochastic_tree", False)),
-                *(("suffix_tree", True), ("pairs", False), ("hybrid", True)),
+                *(("rsd_c", True), ("suffix_tree", True)),
+                *(("pairs", False), ("hybrid", True)),
             )
         ),
     ),

@@ -190,8 +190,7 @@ def with_limits(requests: list[Request]) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("masks", [False, True], ids=["walk", "batched"])
-@pytest.mark.parametrize(("name", "habits"), SOME_ENGINES)
+@pytest.mark.parametrize(("name", "habits", "masks"), SOME_ENGINES)
 def test_greedy_answers_are_those_of_plain_decoding(
     name: str, habits: str, masks: bool
 ) -> None:

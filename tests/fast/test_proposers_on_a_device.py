@@ -101,7 +101,7 @@ def meta_block(vocabulary: Tensor | None) -> DraftModel:
     grid(
         ["greedy", "random", "mixed"],
         [False, True],
-        quick=lambda *case: case in (("random", True), ("mixed", False)),
+        quick=lambda *case: case == ("mixed", True),
     ),
 )
 @pytest.mark.parametrize("name", PROPOSERS)

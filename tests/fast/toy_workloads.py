@@ -65,11 +65,12 @@ NOT_DRAWN = (
     *("lyanna_replace", "lyanna_merge"),
     *("hybrid", "hybrid_alone", "hybrid_head", "hybrid_pairs", "hybrid_chains"),
 )
-# Names and habits for tests of what requests ask for.
+# Names, habits and whether there are masks, for tests of what requests ask for.
 SOME_ENGINES = grid(
     ["rsd_s", "suffix_tree", "hybrid"],
     ["whole", "all"],
-    quick=lambda *case: case in (("rsd_s", "all"), ("hybrid", "whole")),
+    [False, True],
+    quick=lambda *case: case in (("rsd_s", "all", True), ("hybrid", "whole", False)),
 )
 # How they use what a step leaves over.
 RESAMPLE: dict[str, Resample] = {
