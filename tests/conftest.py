@@ -31,6 +31,15 @@ def aids_may_fail(monkeypatch: pytest.MonkeyPatch, aids_end_tests: None) -> None
     monkeypatch.setattr(Aid, "switch_off", SWITCH_OFF)
 
 
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a doctor look into vLLM's source files that are parsed already."""
+    from tests.fingerprints import installed_sources
+    from vllm_treespec.engine.seams.source_files import SourceFiles
+
+    monkeypatch.setattr(SourceFiles, "installed", installed_sources)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Leave what the tests import out of garbage collection.

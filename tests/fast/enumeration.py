@@ -26,7 +26,7 @@ Scorer = Callable[[TreeBatch, TargetLogits, Tensor], ScorerOutput]
 
 EXACT, NOTICEABLE = 1e-12, 1e-3
 # How closely thresholds are located: of right rules, and of wrong ones, which bisect.
-CLOSE, ROUGH = 1e-13, 1e-6
+CLOSE, ROUGH = 1e-13, 1e-5
 # The error of a law whose logits are float32.
 FLOAT32 = 4e-6
 ALMOST_ONE = 1 - 2.0**-53

@@ -50,13 +50,6 @@ def test_right_methods_pass(method: str) -> None:
     assert checked.num_accepted > 50
 
 
-def test_every_tree_of_a_schedule_is_checked() -> None:
-    """Red when a schedule's smaller trees go unchecked."""
-    one = check_method({"method": "suffix_tree", **FOUND})
-    some = check_method({"method": "suffix_tree", **FOUND, "schedule": LISTED})
-    assert some.num_trees > one.num_trees > 100
-
-
 class Wrong(Suffix):
     """Changes the trees of a suffix index."""
 
@@ -122,6 +115,15 @@ class SmallConfig(WrongConfig):
         return replace(super().sizes, max_leaves=2)
 
 
+class SmallerConfig(WrongConfig):
+    """Announces a smaller tree for a smaller shape alone."""
+
+    @property
+    def sizes(self) -> TreeSizes:
+        sizes = super().sizes
+        return sizes if self.num_drafts == 8 else replace(sizes, max_nodes=2)
+
+
 class DrawnConfig(WrongConfig):
     """Has a rule for drawn drafts."""
 
@@ -149,15 +151,17 @@ class WideConfig(WrongConfig):
     ("config", "says"),
     [
         (SmallConfig, "max_leaves of the proposer's sizes is 8, the spec-config's"),
+        (SmallerConfig, "max_nodes of the proposer's sizes is 4, the spec-config's"),
         (DrawnConfig, "the rule recursive_rejection needs draws, and these trees have"),
         (WideConfig, "nodes, levels, width and leaves of a tree are"),
     ],
 )
 def test_wrong_spec_configs_are_noticed(config: type[WrongConfig], says: str) -> None:
-    """Red when a spec-config that would break an engine passes."""
+    """Red when a spec-config, or a tree of its schedule, would break an engine."""
     Wrong.change = staticmethod(lambda tree: tree)
+    listed = {"schedule": LISTED} if config is SmallerConfig else {}
     with pytest.raises(AssertionError, match=says):
-        check_method(config(method="wrong", **FOUND))
+        check_method(config(method="wrong", **FOUND | listed))
 
 
 class Sharpened(RsdC):

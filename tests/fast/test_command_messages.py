@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.fast.tables import assert_says, rows, written_out
 from tests.heads import DRAFT_CONFIG, write_draft
+from tests.tiers import grid
 from vllm_treespec import __version__
 from vllm_treespec.cli import app
 from vllm_treespec.config import METHODS
@@ -201,45 +202,60 @@ def draft(tmp_path: Path) -> Path:
     return write_draft(tmp_path / "draft")
 
 
+NAMES = {
+    "/nowhere/model": "there is no folder /nowhere/model",
+    "./model": "there is no folder ./model",
+    "~/model": "there is no folder ~/model (only a shell replaces ~",
+    "my model": "there is no folder my model, and it is no hub id either",
+    "models/llama/8b": "there is no folder models/llama/8b, and it is no hub id",
+    "/" + "x" * 4000: "there is no folder /xx",
+    "x" * 4000: "there is no folder xx",
+}
+COMMANDS = ["expand", "plan", "doctor"]
+
+
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("/nowhere/model", "there is no folder /nowhere/model"),
-        ("./model", "there is no folder ./model"),
-        ("~/model", "there is no folder ~/model (only a shell replaces ~"),
-        ("my model", "there is no folder my model, and it is no hub id either"),
-        ("models/llama/8b", "there is no folder models/llama/8b, and it is no hub id"),
-        ("/" + "x" * 4000, "there is no folder /xx"),
-        ("x" * 4000, "there is no folder xx"),
-    ],
+    ("command", "role", "name"),
+    grid(
+        COMMANDS,
+        ["target", "sd", "eagle_tree"],
+        NAMES,
+        quick=lambda command, role, name: (
+            (command, role) == ("expand", "sd") or name in ("./model", "x" * 4000)
+        ),
+    ),
 )
-@pytest.mark.parametrize("role", ["target", "sd", "eagle_tree"])
-@pytest.mark.parametrize("command", ["expand", "plan", "doctor"])
-def test_wrong_names_of_models(
-    command: str, role: str, name: str, says: str, draft: Path
-) -> None:
+def test_wrong_names_of_models(command: str, role: str, name: str, draft: Path) -> None:
     """Red when a wrong name is a traceback, or the hub's words about its own ids."""
-    assert says in refused(command, role, name, draft)
+    assert NAMES[name] in refused(command, role, name, draft)
+
+
+FOLDERS: list[tuple[Any, str]] = [
+    (None, "holds no config.json; name the folder"),
+    ({"num_attention_heads": 0}, "config.json says num_attention_heads 0; correct"),
+    ({"num_key_value_heads": -1}, "config.json says num_key_value_heads -1"),
+    ({"model_type": "odd"}, "has model type `odd` but Transformers does not"),
+    ("{", "config.json is not JSON ("),
+    (DEEP, "nested too deeply"),
+]
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "holds no config.json; name the folder"),
-        ({"num_attention_heads": 0}, "config.json says num_attention_heads 0; correct"),
-        ({"num_key_value_heads": -1}, "config.json says num_key_value_heads -1"),
-        ({"model_type": "odd"}, "has model type `odd` but Transformers does not"),
-        ("{", "config.json is not JSON ("),
-        ('{"a": ' + "[" * 9999 + "]" * 9999 + "}", "nested too deeply"),
-    ],
+    ("command", "role", "folder"),
+    grid(
+        COMMANDS,
+        ["target", "sd"],
+        FOLDERS,
+        quick=lambda command, role, folder: (
+            (command, role) == ("expand", "sd") or folder in FOLDERS[2:5:2]
+        ),
+    ),
 )
-@pytest.mark.parametrize("role", ["target", "sd"])
-@pytest.mark.parametrize("command", ["expand", "plan", "doctor"])
 def test_odd_folders_of_models(
-    command: str, role: str, content: Any, says: str, draft: Path, tmp_path: Path
+    command: str, role: str, folder: tuple[Any, str], draft: Path, tmp_path: Path
 ) -> None:
     """Red when a folder is a traceback, or the advice breaks vLLM's own versions."""
-    odd = tmp_path / "odd"
+    odd, (content, says) = tmp_path / "odd", folder
     odd.mkdir()
     if content is not None:
         text = (

@@ -74,9 +74,10 @@ def specs() -> list[dict[str, Any]]:
     return [{"method": name, **needed.get(name, {"model": "m"})} for name in METHODS]
 
 
-@pytest.mark.parametrize("spec", [None, *specs()], ids=str)
-def test_the_schema_takes_every_method(spec: dict[str, Any] | None) -> None:
-    jsonschema.validate({**default_values(), "specConfig": spec}, schema())
+def test_the_schema_takes_every_method() -> None:
+    check = jsonschema.validators.validator_for(schema())(schema())
+    for spec in (None, *specs()):
+        check.validate({**default_values(), "specConfig": spec})
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -116,19 +116,16 @@ def test_tokens_within_limits_are_vllms(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("logit", [torch.nan, -torch.inf, torch.inf])
-@pytest.mark.parametrize("top_k", [None, torch.tensor([3, 3])])
-@pytest.mark.parametrize("top_p", [None, torch.tensor([0.9, 0.9])])
-def test_logits_without_a_softmax_give_token_0(
-    logit: float, top_k: Tensor | None, top_p: Tensor | None
-) -> None:
+def test_logits_without_a_softmax_give_token_0(logit: float) -> None:
     """Red when few tokens of a row are found whose probabilities are NaN."""
     logits = torch.arange(5003.0).repeat(2, 1)
     logits[1] = logit
     if logit == torch.inf:
         logits[1, 1:] = 0.0
-    probs = SamplingTensors(torch.ones(2), top_k, top_p).probs(logits)
-    assert probs[1].tolist() == [1.0] + [0.0] * 5002
-    assert float(probs[0].sum()) == pytest.approx(1.0)
+    for top_k, top_p in product((None, 3), (None, 0.9)):
+        probs = at_temperature(1.0, 2, top_k, top_p).probs(logits)
+        assert probs[1].tolist() == [1.0] + [0.0] * 5002
+        assert float(probs[0].sum()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("vocab_size", BLOCKS)
@@ -147,20 +144,16 @@ def test_the_likeliest_tokens_are_found_in_blocks(vocab_size: int, count: int) -
 
 
 @pytest.mark.parametrize("vocab_size", BLOCKS)
-@pytest.mark.parametrize("top_k", [None, 20, 4000])
-@pytest.mark.parametrize("top_p", [None, 0.9])
-@pytest.mark.parametrize("width", [(), (4,)])
-def test_no_requests_have_no_laws(
-    vocab_size: int, top_k: int | None, top_p: float | None, width: tuple[int, ...]
-) -> None:
+def test_no_requests_have_no_laws(vocab_size: int) -> None:
     """Red when a step fails in which no request asks for a law.
 
     Rules ask for what the requests have left whose drafts are accepted: often none.
     """
-    parameters = at_temperature(1.0, 2, top_k, top_p)
     nobody = torch.empty(0, dtype=torch.int64)
-    logits = torch.zeros((0, *width, vocab_size))
-    assert parameters.select(nobody).probs(logits).shape == logits.shape
+    for limits in product((None, 20, 4000), (None, 0.9)):
+        parameters = at_temperature(1.0, 2, *limits).select(nobody)
+        for shape in ((0, vocab_size), (0, 4, vocab_size)):
+            assert parameters.probs(torch.zeros(shape)).shape == shape
 
 
 LIMITS = {
@@ -170,21 +163,18 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", LIMITS)
-@pytest.mark.parametrize("scale", [0.3, 1.0, 4.0, 12.0])
-def test_tokens_are_found_without_sorting_all(
-    name: str, tied: bool, scale: float
-) -> None:
+def test_tokens_are_found_without_sorting_all(name: str) -> None:
     """Red when a CPU sorts a vocabulary for its likeliest tokens, or finds others."""
     random = torch.Generator().manual_seed(1)
-    logits = scale * torch.randn((3, 1001), generator=random)
-    if tied and name == "top-k":
-        logits = logits.round()
-    found = sampling._restrict_unsorted(logits, *LIMITS[name])
-    assert found is not None
-    with patch.object(sampling, "_restrict_unsorted", return_value=None):
-        assert found.equal(sampling._restrict(logits, *LIMITS[name]))
+    for scale, tied in product((0.3, 1.0, 4.0, 12.0), (False, name == "top-k")):
+        logits = scale * torch.randn((3, 1001), generator=random)
+        if tied:
+            logits = logits.round()
+        found = sampling._restrict_unsorted(logits, *LIMITS[name])
+        assert found is not None
+        with patch.object(sampling, "_restrict_unsorted", return_value=None):
+            assert found.equal(sampling._restrict(logits, *LIMITS[name])), scale
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.25, 0.5, 0.9, 1 - 1e-6])
@@ -363,12 +353,12 @@ def test_extreme_uniforms_stay_in_the_support(
     probs = torch.tensor(weights, dtype=torch.float64)
     probs = (probs / probs.sum()).to(dtype)[None]
     support = int((probs > 0).sum())
-    for corner in product((0.0, 1e-300, 0.5, ALMOST_ONE), repeat=min(support, 4)):
-        uniforms = torch.tensor([corner], dtype=torch.float64)
-        tokens, valid = draw_without_replacement(probs, uniforms)
-        assert bool(valid.all())
-        assert bool((probs[0, tokens[0]] > 0).all())
-        assert len(set(tokens[0].tolist())) == len(corner)
+    numbers = torch.tensor([0.0, 1e-300, 0.5, ALMOST_ONE], dtype=torch.float64)
+    corners = torch.cartesian_prod(*[numbers] * min(support, 4))
+    tokens, valid = draw_without_replacement(probs.expand(len(corners), -1), corners)
+    assert bool(valid.all())
+    assert bool((probs[0, tokens] > 0).all())
+    assert all(len({*row}) == corners.shape[1] for row in tokens.tolist())
     end = [draw(probs, torch.tensor([u]).double()).item() for u in (0.0, ALMOST_ONE)]
     positive = probs[0].nonzero()[:, 0].tolist()
     assert end == [positive[0], positive[-1]]

@@ -202,12 +202,6 @@ def test_where_sources_look(tmp_path: Path) -> None:
         assert not sources.has(module, name), name
 
 
-@pytest.fixture
-def parsed(installed: SourceFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the doctor look into source files that are parsed already."""
-    monkeypatch.setattr(SourceFiles, "installed", lambda: installed)
-
-
 def doctor_says(device: str = "cpu", verbose: bool = False) -> tuple[bool, str]:
     """What the doctor returns, and its text on a wide screen."""
     text = io.StringIO()

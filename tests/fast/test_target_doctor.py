@@ -20,6 +20,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.fast.small_engine import model_config
 
+pytestmark = pytest.mark.usefixtures("parsed")
+
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
