@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.harness import plot
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.rescoring import name_of, split_scores
 from vllm_treespec.tools.sides import Cell, CellResult, Side
@@ -34,6 +36,12 @@ def store_scores(rescoring: Plan, mine: Plan) -> None:
             means = [-1.0 - warmth[cell.label], -2.0 - warmth[cell.label]]
             result = measured(cell, 0.0, details={"mean_logprobs": means})
             rescoring.keep(job, 0, result)
+
+
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave pictures out of reports: drawing them takes longer than the rest."""
+    for name in ("line_panels", "bar_panels", "side_by_side"):
+        monkeypatch.setattr(plot, name, lambda *args, **options: None)
 
 
 def reported(folder: Path) -> str:

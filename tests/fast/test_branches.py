@@ -193,47 +193,49 @@ def test_mixed_batch_equals_causal_attention(head_size, kv_heads, block_size):
     check(Paged(MIXED_BATCH, head_size, kv_heads, block_size))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_trees_equal_causal_attention(seed):
+def test_random_trees_equal_causal_attention():
     """Turns red when the order of nodes, forks or sequences drifts apart."""
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    batch: list[tuple[int, int, list[int] | None]] = []
-    for _ in range(4):
-        context = int(torch.randint(0, 100, (1,), generator=generator))
-        nodes = int(torch.randint(1, 14, (1,), generator=generator))
-        parents = random_parents(nodes, generator)
-        batch.append((context, nodes, parents))
-    batch.insert(1, (5, 9, None))
-    check(Paged(batch, 64, 3, 32))
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        batch: list[tuple[int, int, list[int] | None]] = []
+        for _ in range(4):
+            context = int(torch.randint(0, 100, (1,), generator=generator))
+            nodes = int(torch.randint(1, 14, (1,), generator=generator))
+            parents = random_parents(nodes, generator)
+            batch.append((context, nodes, parents))
+        batch.insert(1, (5, 9, None))
+        check(Paged(batch, 64, 3, 32))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_committed_kv_is_what_plain_decoding_writes(seed):
+def test_committed_kv_is_what_plain_decoding_writes():
     """Turns red when commit copies the wrong fork, or not all blocks of a path."""
-    torch.manual_seed(seed)
-    paged = Paged(MIXED_BATCH, 64, 3, 32)
-    plan, tree, reqs, _ = paged.run()
-    mask = ancestor_mask(tree)
-    last = torch.tensor([int(torch.randint(0, len(p), (1,))) for _, p in paged.trees])
-    depth = tree.depths[torch.arange(len(last)), last]
-    (copies,) = commit_copies(plan, last, depth, reqs, paged.paged, [paged.forks])
-    BlockCopier([paged.cache]).copy(*copies)
-    for t, (r, parents) in enumerate(paged.trees):
-        context = paged.batch[r][0]
-        path = mask[t, last[t]].nonzero()[:, 0] + context
-        seen = torch.cat([torch.arange(context), path])
-        assert len(parents) >= len(path)
-        query = paged.queries[:1]
-        out = paged.attend(
-            query,
-            torch.tensor([0, 1], dtype=torch.int32),
-            torch.tensor([len(seen)], dtype=torch.int32),
-            paged.block_table[r : r + 1],
+    for seed in range(6):
+        torch.manual_seed(seed)
+        paged = Paged(MIXED_BATCH, 64, 3, 32)
+        plan, tree, reqs, _ = paged.run()
+        mask = ancestor_mask(tree)
+        last = torch.tensor(
+            [int(torch.randint(0, len(p), (1,))) for _, p in paged.trees]
         )
-        torch.testing.assert_close(
-            out[0], paged.expected(r, 0, seen), atol=2e-5, rtol=1e-4
-        )
+        depth = tree.depths[torch.arange(len(last)), last]
+        (copies,) = commit_copies(plan, last, depth, reqs, paged.paged, [paged.forks])
+        BlockCopier([paged.cache]).copy(*copies)
+        for t, (r, parents) in enumerate(paged.trees):
+            context = paged.batch[r][0]
+            path = mask[t, last[t]].nonzero()[:, 0] + context
+            seen = torch.cat([torch.arange(context), path])
+            assert len(parents) >= len(path)
+            query = paged.queries[:1]
+            out = paged.attend(
+                query,
+                torch.tensor([0, 1], dtype=torch.int32),
+                torch.tensor([len(seen)], dtype=torch.int32),
+                paged.block_table[r : r + 1],
+            )
+            torch.testing.assert_close(
+                out[0], paged.expected(r, 0, seen), atol=2e-5, rtol=1e-4
+            )
 
 
 def test_forgotten_tail_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,30 +134,30 @@ def left_of(draft: ChainDraft | None, row: int = 0) -> list[int]:
     return numbers[len(numbers) - int(draft.levels_left[row]) :]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_levels_after_the_new_root_are_left(depth: int) -> None:
+def test_levels_after_the_new_root_are_left() -> None:
     """Red when the level of the new root is drafted again, or one is lost.
 
     ``a`` accepted drafts and the token after them stand at the levels 1 to a + 1.
     """
-    for accepted in range(depth + 1):
-        expected = [710 + level for level in range(accepted + 1, depth)]
-        merging = Steps("merge")
-        assert left_of(merging.begin([7], [-1], depth)) == [
-            710 + i for i in range(depth)
-        ]
-        draft = merging.begin([7], [accepted], depth)
-        assert left_of(draft.leftover) == expected
-        assert left_of(draft) == [720 + i for i in range(depth)]
-        replacing = Steps("replace")
-        replacing.begin([7], [-1], depth)
-        draft = replacing.begin([7], [accepted], depth)
-        assert left_of(draft) == (expected or [720 + i for i in range(depth)])
-        off = Steps("off")
-        off.begin([7], [-1], depth)
-        draft = off.begin([7], [accepted], depth)
-        assert draft.leftover is draft.reused is draft.levels_left is None
-        assert off.memory.last is None, "what is off keeps no memory"
+    for depth in (1, 2, 3, 5):
+        for accepted in range(depth + 1):
+            expected = [710 + level for level in range(accepted + 1, depth)]
+            merging = Steps("merge")
+            assert left_of(merging.begin([7], [-1], depth)) == [
+                710 + i for i in range(depth)
+            ]
+            draft = merging.begin([7], [accepted], depth)
+            assert left_of(draft.leftover) == expected
+            assert left_of(draft) == [720 + i for i in range(depth)]
+            replacing = Steps("replace")
+            replacing.begin([7], [-1], depth)
+            draft = replacing.begin([7], [accepted], depth)
+            assert left_of(draft) == (expected or [720 + i for i in range(depth)])
+            off = Steps("off")
+            off.begin([7], [-1], depth)
+            draft = off.begin([7], [accepted], depth)
+            assert draft.leftover is draft.reused is draft.levels_left is None
+            assert off.memory.last is None, "what is off keeps no memory"
 
 
 def test_a_leftover_of_a_leftover_goes_on() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness import plot, provenance, report
+from benchmarks.harness import provenance, report
 from benchmarks.harness.plan import Plan, base_job, make_plan
 from benchmarks.harness.rows import comparison, engines_of
-from tests.fast.stored_cells import reported
+from tests.fast.stored_cells import reported, without_pictures
 from vllm_treespec.tools.launch import failure
 from vllm_treespec.tools.prompts import PromptError, load_prompts, spread
 from vllm_treespec.tools.rows import Mode, summarise, with_speedups
@@ -283,8 +283,7 @@ def test_stored_results_still_make_their_table(
 ) -> None:
     """Red when a change of the harness cannot read an older result, or changes its
     table: make it again with `python -m benchmarks report FOLDER`."""
-    for name in ("line_panels", "bar_panels", "side_by_side"):
-        monkeypatch.setattr(plot, name, lambda *args, **options: None)
+    without_pictures(monkeypatch)
     shutil.copy(folder / "results.json", tmp_path)
     assert reported(tmp_path) == (folder / "results.md").read_text()
 

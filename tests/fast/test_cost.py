@@ -71,28 +71,28 @@ def measured(
 
 
 @pytest.mark.parametrize("row", [0.0, 0.0005, 0.002, 0.006])
-@pytest.mark.parametrize("seed", range(4))
-def test_costs_of_rows_are_found(row: float, seed: int) -> None:
+def test_costs_of_rows_are_found(row: float) -> None:
     """Red when times of steps with more drafts do not make a row dearer."""
-    model = measured(seed, row=row)
-    costs = model.draft_costs(REQUESTS, False)
-    assert costs.row == pytest.approx(row, rel=0.15, abs=0.0003)
-    assert costs.fixed < 0.01
-    work = Work(REQUESTS, rows=20, drafted=1.0)
-    assert model.seconds(work).mean == pytest.approx(exact(work, row), rel=0.08)
+    for seed in range(4):
+        model = measured(seed, row=row)
+        costs = model.draft_costs(REQUESTS, False)
+        assert costs.row == pytest.approx(row, rel=0.15, abs=0.0003)
+        assert costs.fixed < 0.01
+        work = Work(REQUESTS, rows=20, drafted=1.0)
+        assert model.seconds(work).mean == pytest.approx(exact(work, row), rel=0.08)
 
 
 @pytest.mark.parametrize("level", [0.004, 0.02])
-@pytest.mark.parametrize("seed", range(4))
-def test_levels_are_told_from_rows(level: float, seed: int) -> None:
+def test_levels_are_told_from_rows(level: float) -> None:
     """Red when a draft model's forwards make rows of the target dear."""
+    for seed in range(4):
 
-    def work(source: random.Random) -> Work:
-        return any_work(source, levels=source.randrange(1, 5))
+        def work(source: random.Random) -> Work:
+            return any_work(source, levels=source.randrange(1, 5))
 
-    costs = measured(seed, work, level=level).draft_costs(REQUESTS, False)
-    assert costs.row == pytest.approx(ROW, abs=0.0004)
-    assert costs.level == pytest.approx(level, rel=0.3, abs=0.001)
+        costs = measured(seed, work, level=level).draft_costs(REQUESTS, False)
+        assert costs.row == pytest.approx(ROW, abs=0.0004)
+        assert costs.level == pytest.approx(level, rel=0.3, abs=0.001)
 
 
 def test_levels_are_told_by_how_long_models_draft() -> None:
@@ -141,16 +141,16 @@ def test_levels_are_learned_where_no_draft_was_worth_a_row() -> None:
     assert model.draft_costs(1, False).level == pytest.approx(PLAIN / 2, rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_branches_are_told_from_drafts(seed: int) -> None:
+def test_branches_are_told_from_drafts() -> None:
     """Red when trees that are no chains make all drafts dear."""
+    for seed in range(4):
 
-    def work(source: random.Random) -> Work:
-        return any_work(source, branches=float(source.random() < 0.5))
+        def work(source: random.Random) -> Work:
+            return any_work(source, branches=float(source.random() < 0.5))
 
-    costs = measured(seed, work, noise=0.03).draft_costs(REQUESTS, False)
-    assert costs.branches == pytest.approx(BRANCHES, abs=0.002)
-    assert costs.fixed == pytest.approx(FIXED, abs=0.002)
+        costs = measured(seed, work, noise=0.03).draft_costs(REQUESTS, False)
+        assert costs.branches == pytest.approx(BRANCHES, abs=0.002)
+        assert costs.fixed == pytest.approx(FIXED, abs=0.002)
 
 
 def test_catching_up_is_told_from_levels() -> None:

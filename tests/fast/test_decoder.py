@@ -350,7 +350,7 @@ def test_sampled_law(name: str, limits: tuple[int, ...]) -> None:
     """
     engine = make_engine(name, replace(HABITS["all"], token_budget=120, max_running=24))
     request = Request("", [1, 2], max_tokens=3, temperature=1.0)
-    many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(1000)]
+    many = [replace(request, name=str(i), token_ids=[1, 2]) for i in range(600)]
     for i, one in enumerate(many):
         one.max_drafts = limits[i % len(limits)]
     places = VOCAB_SIZE ** torch.arange(2, -1, -1)

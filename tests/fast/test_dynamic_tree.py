@@ -47,62 +47,59 @@ def log_law(language: Language) -> LogLaw:
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros", "ties"])
-@pytest.mark.parametrize(
-    ("vocab_size", "top_k", "depth"), [(7, 3, 3), (5, 1, 4), (4, 4, 3), (2, 5, 4)]
-)
-def test_tree_is_the_references(
-    vocab_size: int, top_k: int, depth: int, kind: str
-) -> None:
+def test_tree_is_the_references(kind: str) -> None:
     """Red when expansion, re-ranking, or the order of nodes is not EAGLE-2's."""
-    for seed in range(3):
-        language = language_of(kind, vocab_size, depth, seed)
-        law = log_law(language)
-        for num_drafts in range(1, 21):
-            tree = propose(DynamicTree(top_k, depth, num_drafts), language)
-            expected = dynamic_tree_reference(law, top_k, depth, num_drafts)
-            assert token_paths(tree, 0)[1:] == expected
-            check_unused(tree)
-            assert tree.draws is None
+    for vocab_size, top_k, depth in ((7, 3, 3), (5, 1, 4), (4, 4, 3), (2, 5, 4)):
+        for seed in range(3):
+            language = language_of(kind, vocab_size, depth, seed)
+            law = log_law(language)
+            for num_drafts in range(1, 21):
+                tree = propose(DynamicTree(top_k, depth, num_drafts), language)
+                expected = dynamic_tree_reference(law, top_k, depth, num_drafts)
+                assert token_paths(tree, 0)[1:] == expected
+                check_unused(tree)
+                assert tree.draws is None
 
 
-@pytest.mark.parametrize("least", [0.02, 0.1, 0.4, 0.9])
-def test_unlikely_nodes_are_left_out(least: float) -> None:
+def test_unlikely_nodes_are_left_out() -> None:
     """Red when a node's own probability decides, or another node falls out, too."""
-    language = language_of("random", 7, 3, 0)
-    law = log_law(language)
-    paths = dynamic_tree_reference(law, 3, 3, 20)
-    expected = [
-        path
-        for path in paths
-        if sum(law(path[:n])[token] for n, token in enumerate(path)) >= math.log(least)
-    ]
-    tree = propose(DynamicTree(3, 3, 20, least), language)
-    assert token_paths(tree, 0)[1:] == expected
-    assert len(expected) < len(paths)
+    for least in (0.02, 0.1, 0.4, 0.9):
+        language = language_of("random", 7, 3, 0)
+        law = log_law(language)
+        paths = dynamic_tree_reference(law, 3, 3, 20)
+        expected = [
+            path
+            for path in paths
+            if sum(law(path[:n])[token] for n, token in enumerate(path))
+            >= math.log(least)
+        ]
+        tree = propose(DynamicTree(3, 3, 20, least), language)
+        assert token_paths(tree, 0)[1:] == expected
+        assert len(expected) < len(paths)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 7, 20])
-def test_claims_are_joint_probabilities(num_drafts: int) -> None:
+def test_claims_are_joint_probabilities() -> None:
     """Red when a node claims anything but the probability of its path."""
-    language = language_of("random", 7, 3, 0)
-    law = log_law(language)
-    draft = draft_of(DynamicTree(3, 3, num_drafts), language)
-    assert draft.claims is not None
-    assert draft.levels == min(num_drafts, 3)
-    expected = [0.0] + [
-        math.exp(sum(law(path[:n])[token] for n, token in enumerate(path)))
-        for path in dynamic_tree_reference(law, 3, 3, num_drafts)
-    ]
-    assert draft.claims[0].tolist() == pytest.approx(expected)
+    for num_drafts in (1, 7, 20):
+        language = language_of("random", 7, 3, 0)
+        law = log_law(language)
+        draft = draft_of(DynamicTree(3, 3, num_drafts), language)
+        assert draft.claims is not None
+        assert draft.levels == min(num_drafts, 3)
+        expected = [0.0] + [
+            math.exp(sum(law(path[:n])[token] for n, token in enumerate(path)))
+            for path in dynamic_tree_reference(law, 3, 3, num_drafts)
+        ]
+        assert draft.claims[0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 4, 9, 20])
-def test_equal_tokens_make_a_tree(num_drafts: int) -> None:
+def test_equal_tokens_make_a_tree() -> None:
     """Red when tokens of equal probability tear a tree apart."""
-    language = Language(torch.full((400, 7), 1 / 7))
-    paths = token_paths(propose(DynamicTree(3, 3, num_drafts), language))
-    assert len(set(paths)) == 1 + num_drafts
-    assert all(path[:-1] in paths for path in paths[1:])
+    for num_drafts in (1, 4, 9, 20):
+        language = Language(torch.full((400, 7), 1 / 7))
+        paths = token_paths(propose(DynamicTree(3, 3, num_drafts), language))
+        assert len(set(paths)) == 1 + num_drafts
+        assert all(path[:-1] in paths for path in paths[1:])
 
 
 def test_more_drafts_add_nodes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ from benchmarks.harness.plan import (
 )
 from benchmarks.harness.report import table_of, written
 from tests.fast.stored_cells import measured as measured_cell
-from tests.fast.stored_cells import reported
+from tests.fast.stored_cells import reported, without_pictures
 from tests.reference import attention
 from vllm_treespec.heads import load_eagle_head
 from vllm_treespec.tools.sides import Acceptance, Cell, CellResult, Side
@@ -60,17 +61,17 @@ def tiny_batch(nodes: int, context: int, **paging: Any) -> Batch:
     return make_batch(case, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 17, 64])
-def test_masks_are_ancestors(num_nodes: int) -> None:
+def test_masks_are_ancestors() -> None:
     """Red when the kernel table's masks leave the tree's ancestors, node 63 too."""
-    batch = tiny_batch(num_nodes, 3)
-    assert batch.tree.num_nodes.tolist() == [num_nodes] * 2
-    expected = [
-        attention.mask_bits(attention.ancestors(parents, node))
-        for parents in batch.tree.parents.tolist()
-        for node in range(num_nodes)
-    ]
-    assert batch.metadata["node_masks"].tolist() == expected
+    for num_nodes in (1, 2, 17, 64):
+        batch = tiny_batch(num_nodes, 3)
+        assert batch.tree.num_nodes.tolist() == [num_nodes] * 2
+        expected = [
+            attention.mask_bits(attention.ancestors(parents, node))
+            for parents in batch.tree.parents.tolist()
+            for node in range(num_nodes)
+        ]
+        assert batch.metadata["node_masks"].tolist() == expected
 
 
 def key_by_key(batch: Batch, tree: bool) -> torch.Tensor:
@@ -88,15 +89,14 @@ def key_by_key(batch: Batch, tree: bool) -> torch.Tensor:
     return attention.reference(same, batch.query.shape[2] ** -0.5)
 
 
-@pytest.mark.parametrize("layout", ["nhd", "hnd"])
-@pytest.mark.parametrize("tree", [True, False])
-def test_reference_is_attention(layout: str, tree: bool) -> None:
+def test_reference_is_attention() -> None:
     """Red when the float64 reference reads other pages, heads or masks than it says."""
-    batch = tiny_batch(5, 7, layout=layout)
-    assert batch.metadata["block_table"].shape == (2, 16)
-    both = torch.cat([reference(batch, request, tree) for request in (0, 1)])
-    torch.testing.assert_close(both, key_by_key(batch, tree))
-    assert batch.kv_bytes == 2 * 12 * 2 * 2 * 64 * 4
+    for layout, tree in product(("nhd", "hnd"), (True, False)):
+        batch = tiny_batch(5, 7, layout=layout)
+        assert batch.metadata["block_table"].shape == (2, 16)
+        both = torch.cat([reference(batch, request, tree) for request in (0, 1)])
+        torch.testing.assert_close(both, key_by_key(batch, tree))
+        assert batch.kv_bytes == 2 * 12 * 2 * 2 * 64 * 4
 
 
 def test_wrong_outputs_are_seen() -> None:
@@ -163,8 +163,15 @@ def run_kernel(plan: Plan) -> None:
     run_plan(plan, ORIGIN, kernel.contents, kernel.render, measure=measure)
 
 
-def test_kernel_report(tmp_path: Path, no_card: dict[int, dict[str, Any]]) -> None:
-    """Red when a ratio, a bandwidth or a missing kernel is written wrongly."""
+def test_kernel_report(
+    tmp_path: Path,
+    no_card: dict[int, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when a ratio, a bandwidth or a missing kernel is written wrongly.
+
+    Or when finished cells can only be read where they were measured.
+    """
     wrong = {"wrong": ["bfloat16 chain 9.0e-01"]}
     no_card[8192] = {"tree": 1.0, "chain": 1.0, "stock_triton": 2.0, "fa3": 1.0} | wrong
     run_kernel(kernel_plan(tmp_path, "8192,512"))
@@ -180,12 +187,22 @@ def test_kernel_report(tmp_path: Path, no_card: dict[int, dict[str, Any]]) -> No
     assert [cell["context"] for cell in content["cells"]] == [512, 8192]
     assert CHAIN in content["cells"][0]["us"]
     assert content["cells"][0]["page_size"] == 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    without_pictures(monkeypatch)
+    content["provenance"] = card.origin("gpu-kernel", "abc")
+    assert content["provenance"]["commit"] == "abc"
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    (tmp_path / "results.md").unlink()
+    assert "| 32 | 512 | 11.0 |" in reported(tmp_path)
 
 
 def test_cells_are_kept_and_not_mixed(
-    tmp_path: Path, no_card: dict[int, dict[str, Any]]
+    tmp_path: Path,
+    no_card: dict[int, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Red when a finished cell is measured again, or cells of two cards are mixed."""
+    without_pictures(monkeypatch)
     run_kernel(kernel_plan(tmp_path, "512"))
     assert not no_card
     [(_, job)] = kernel_plan(tmp_path, "512,1024").todo()
@@ -409,16 +426,3 @@ def test_lossless_sides() -> None:
     said = r'{"method": "redrafter", .*} needs a model; name one with --head'
     with pytest.raises(ValueError, match=said):
         lossless_sides(models, ["redrafter"], ["float32"], work)
-
-
-@pytest.mark.usefixtures("no_card")
-def test_report_needs_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red when finished cells can only be read where they were measured."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run_kernel(kernel_plan(tmp_path, "512"))
-    content = json.loads((tmp_path / "results.json").read_text())
-    content["provenance"] = card.origin("gpu-kernel", "abc")
-    assert content["provenance"]["commit"] == "abc"
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    (tmp_path / "results.md").unlink()
-    assert "| 32 | 512 | 11.0 |" in reported(tmp_path)

@@ -130,14 +130,14 @@ def test_law_of_whole_trees(rule: str, form: str, name: str) -> None:
         assert error_of(rule, ALL_FORMS[rule][form], drawn, target) < EXACT, kind
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["rsd_s 3", "stochastic 2, best 4"])
-def test_law_of_other_beams(name: str, seed: int) -> None:
+def test_law_of_other_beams(name: str) -> None:
     """Red when a beam's choice of nodes depends on tokens it must not look at."""
-    vocab_size, proposer = WITHOUT_REPLACEMENT[name]
-    draft, target = random_tables("random", vocab_size, 2)
-    drawn = all_trees(proposer, draft, seed=seed)
-    assert law_error(FORMS["recursive_rejection"]["walk"], drawn, target) < EXACT
+    for seed in (1, 2, 3, 4):
+        vocab_size, proposer = WITHOUT_REPLACEMENT[name]
+        draft, target = random_tables("random", vocab_size, 2)
+        drawn = all_trees(proposer, draft, seed=seed)
+        assert law_error(FORMS["recursive_rejection"]["walk"], drawn, target) < EXACT
 
 
 @pytest.mark.parametrize("form", ["walk", "batched"])

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.harness import plot, report
+from benchmarks.harness import report
 from benchmarks.harness.plan import Plan, base_job, make_plan
 from benchmarks.harness.rows import Entry
 from benchmarks.lyanna import engine as in_engine
@@ -21,7 +21,7 @@ from benchmarks.lyanna.coverage import coverage_of
 from benchmarks.lyanna.experiment import evidence, labels_of
 from benchmarks.lyanna.heads import full_twin, lyanna_of_all_tokens
 from benchmarks.lyanna.rows import conditional, evidence_of
-from tests.fast.stored_cells import keep, measured, reported
+from tests.fast.stored_cells import keep, measured, reported, without_pictures
 from tests.fast.test_eagle_benchmark import training
 from tests.heads import llama, lyanna_head, write_head
 from vllm_treespec.config import parse_spec_config
@@ -186,8 +186,7 @@ def test_report_is_made_from_the_results_alone(
     heads: dict[str, str], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when tables need more than results.json, or a part is lost."""
-    for draw in ("line_panels", "bar_panels"):
-        monkeypatch.setattr(plot, draw, lambda *args, **options: None)
+    without_pictures(monkeypatch)
     entries, mine = plan_of(heads, target, tmp_path)
     finish(mine, 0)
     finish(mine, 1)

@@ -83,39 +83,39 @@ def chain_draft(
 # Shape
 
 
-@pytest.mark.parametrize("used", range(5))
-def test_a_tree_ends_where_its_chain_does(used: int) -> None:
+def test_a_tree_ends_where_its_chain_does() -> None:
     """Red when a tree over what is left is not that of the levels that are left."""
-    chain = ToyChain.random(5, 4)
-    for num_drafts in (1, 6, 15):
-        proposer = Lyanna(DynamicTree(3, 4, num_drafts))
-        tree = drawn_from(proposer, chain_draft(chain, used)).tree
-        found = token_paths(tree, 0)[1:]
-        if used == 4:
-            assert found == []
-            continue
-        law = log_law(chain.left(used).language(ROOT))
-        assert found == dynamic_tree_reference(law, 3, 4 - used, num_drafts)
+    for used in range(5):
+        chain = ToyChain.random(5, 4)
+        for num_drafts in (1, 6, 15):
+            proposer = Lyanna(DynamicTree(3, 4, num_drafts))
+            tree = drawn_from(proposer, chain_draft(chain, used)).tree
+            found = token_paths(tree, 0)[1:]
+            if used == 4:
+                assert found == []
+                continue
+            law = log_law(chain.left(used).language(ROOT))
+            assert found == dynamic_tree_reference(law, 3, 4 - used, num_drafts)
 
 
 @pytest.mark.parametrize("proposer", [StochasticTree(3, 4, 9), RsdS(3, 4)])
-@pytest.mark.parametrize("left", range(1, 5))
-def test_drawn_trees_end_there_too(proposer: Proposer, left: int) -> None:
+def test_drawn_trees_end_there_too(proposer: Proposer) -> None:
     """Red when levels that are not there are drawn, or those above change."""
-    chain = ToyChain.random(5, 4)
-    uniforms = rand(20, proposer.sizes.num_uniforms)
-    limit = torch.full((20,), left)
-    tree = drawn_from(proposer, chain.draft(ROOT, 20), uniforms, limit).tree
-    assert int(tree.depths.max()) <= left
-    whole = drawn_from(proposer, chain.draft(ROOT, 20), uniforms).tree
-    for req in range(20):
-        found, paths = token_paths(tree, req), token_paths(whole, req)
-        above = [path for path in paths if len(path) <= left]
-        if isinstance(proposer, RsdS):
-            assert found == above
-        else:
-            # the budget is spent above instead
-            assert set(above) <= set(found)
+    for left in range(1, 5):
+        chain = ToyChain.random(5, 4)
+        uniforms = rand(20, proposer.sizes.num_uniforms)
+        limit = torch.full((20,), left)
+        tree = drawn_from(proposer, chain.draft(ROOT, 20), uniforms, limit).tree
+        assert int(tree.depths.max()) <= left
+        whole = drawn_from(proposer, chain.draft(ROOT, 20), uniforms).tree
+        for req in range(20):
+            found, paths = token_paths(tree, req), token_paths(whole, req)
+            above = [path for path in paths if len(path) <= left]
+            if isinstance(proposer, RsdS):
+                assert found == above
+            else:
+                # the budget is spent above instead
+                assert set(above) <= set(found)
 
 
 def test_each_request_has_levels_of_its_own() -> None:

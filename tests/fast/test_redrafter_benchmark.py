@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm.outputs import RequestOutput
 
-from benchmarks.harness import plot, report
+from benchmarks.harness import report
 from benchmarks.harness.plan import Engine, Plan, base_job, execute, make_plan
 from benchmarks.harness.rescoring import split_scores
 from benchmarks.redrafter.chains import (
@@ -34,7 +34,7 @@ from benchmarks.redrafter.parts import (
 )
 from benchmarks.redrafter.report import render
 from benchmarks.redrafter.rows import Evidence, compression_of, stretches_of
-from tests.fast.stored_cells import keep, measured, store_scores
+from tests.fast.stored_cells import keep, measured, store_scores, without_pictures
 from vllm_treespec.batch.stats import StepStats
 from vllm_treespec.config import parse_spec_config
 from vllm_treespec.heads import (
@@ -437,8 +437,7 @@ def test_reports_hold_all_parts(
     assert {row["part"] for row in content["rows"]} == {"table1", "table2", "figure6"}
     for name in PARTS:
         assert (tmp_path / f"{name}.png").stat().st_size > 0
-    for name in ("line_panels", "bar_panels", "side_by_side"):
-        monkeypatch.setattr(plot, name, lambda *args, **options: None)
+    without_pictures(monkeypatch)
     render(content, tmp_path)
     assert (tmp_path / "results.md").read_text() == text
 

@@ -128,19 +128,18 @@ def test_logits_without_a_softmax_give_token_0(logit: float) -> None:
         assert float(probs[0].sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("vocab_size", BLOCKS)
-@pytest.mark.parametrize("count", [1, 64])
-def test_the_likeliest_tokens_are_found_in_blocks(vocab_size: int, count: int) -> None:
+def test_the_likeliest_tokens_are_found_in_blocks() -> None:
     """Red when blocks are left out that hold one of them."""
-    random = torch.Generator().manual_seed(count)
-    logits = torch.randn((3, vocab_size), generator=random)
-    # all in one block, ties among them
-    logits[0, 128:256] = (9 * torch.rand(128, generator=random)).round()
-    logits[1] = 0.0
-    mass, tokens = sampling.most_likely(logits, count)
-    assert mass.equal(logits.topk(count, dim=1).values)
-    assert mass.equal(logits.gather(1, tokens))
-    assert all(len(set(row)) == count for row in tokens.tolist())
+    for vocab_size, count in product(BLOCKS, (1, 64)):
+        random = torch.Generator().manual_seed(count)
+        logits = torch.randn((3, vocab_size), generator=random)
+        # all in one block, ties among them
+        logits[0, 128:256] = (9 * torch.rand(128, generator=random)).round()
+        logits[1] = 0.0
+        mass, tokens = sampling.most_likely(logits, count)
+        assert mass.equal(logits.topk(count, dim=1).values)
+        assert mass.equal(logits.gather(1, tokens))
+        assert all(len(set(row)) == count for row in tokens.tolist())
 
 
 @pytest.mark.parametrize("vocab_size", BLOCKS)
@@ -177,13 +176,13 @@ def test_tokens_are_found_without_sorting_all(name: str) -> None:
             assert found.equal(sampling._restrict(logits, *LIMITS[name])), scale
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.25, 0.5, 0.9, 1 - 1e-6])
-def test_as_many_of_equal_tokens_are_found(top_p: float) -> None:
+def test_as_many_of_equal_tokens_are_found() -> None:
     """Red when a flat distribution is cut, or not cut where its sum is reached."""
-    vocab_size, limit = 1024, torch.tensor([top_p])
-    found = sampling._restrict_unsorted(torch.zeros(1, vocab_size), None, limit)
-    assert found is not None
-    assert int(found.isfinite().sum()) == math.ceil(top_p * vocab_size)
+    for top_p in (1e-6, 0.25, 0.5, 0.9, 1 - 1e-6):
+        vocab_size, limit = 1024, torch.tensor([top_p])
+        found = sampling._restrict_unsorted(torch.zeros(1, vocab_size), None, limit)
+        assert found is not None
+        assert int(found.isfinite().sum()) == math.ceil(top_p * vocab_size)
 
 
 def test_equal_tokens_are_found_alike_in_any_batch() -> None:
@@ -201,17 +200,14 @@ def test_equal_tokens_are_found_alike_in_any_batch() -> None:
         assert together[row].equal(alone[0])
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.9), (9, 0.9)])
-@pytest.mark.parametrize("logit", [torch.nan, -torch.inf, torch.inf])
-def test_logits_without_a_softmax_are_left_alone(
-    top_k: int | None, top_p: float, logit: float
-) -> None:
+def test_logits_without_a_softmax_are_left_alone() -> None:
     """Red when logits without a softmax are cut as if they had one."""
-    logits = torch.zeros((2, 1001))
-    logits[1] = logit
-    top_ks = None if top_k is None else torch.tensor([top_k, top_k])
-    limits = torch.tensor([top_p, top_p])
-    assert sampling._restrict_unsorted(logits, top_ks, limits) is None
+    for top_k, logit in product((None, 9), (torch.nan, -torch.inf, torch.inf)):
+        logits = torch.zeros((2, 1001))
+        logits[1] = logit
+        top_ks = None if top_k is None else torch.tensor([top_k, top_k])
+        limits = torch.tensor([0.9, 0.9])
+        assert sampling._restrict_unsorted(logits, top_ks, limits) is None
 
 
 def test_greedy_rows_are_ranked_at_temperature_one() -> None:
@@ -383,32 +379,32 @@ def test_scale_of_the_mass_does_not_matter() -> None:
         assert draw_without_replacement(probs * scale, uniforms)[0].equal(tokens)
 
 
-@pytest.mark.parametrize("vocab_size", [5, 77, 1001, 49_152, 128_256])
-def test_every_token_of_a_flat_distribution_is_reached(vocab_size: int) -> None:
+def test_every_token_of_a_flat_distribution_is_reached() -> None:
     """Red when the cumulative sum is too coarse for a large vocabulary."""
-    probs = torch.full((1, vocab_size), 1 / vocab_size)
-    tokens = torch.arange(0, vocab_size, max(vocab_size // 64, 1))
-    uniforms = ((tokens + 0.5).double() / vocab_size)[:, None]
-    found, _ = draw_without_replacement(probs.expand(len(tokens), -1), uniforms)
-    assert found[:, 0].equal(tokens)
+    for vocab_size in (5, 77, 1001, 49_152, 128_256):
+        probs = torch.full((1, vocab_size), 1 / vocab_size)
+        tokens = torch.arange(0, vocab_size, max(vocab_size // 64, 1))
+        uniforms = ((tokens + 0.5).double() / vocab_size)[:, None]
+        found, _ = draw_without_replacement(probs.expand(len(tokens), -1), uniforms)
+        assert found[:, 0].equal(tokens)
 
 
-@pytest.mark.parametrize("vocab_size", [77, 1001, 49_152, 128_256])
-def test_draws_equal_naive_draws(vocab_size: int) -> None:
+def test_draws_equal_naive_draws() -> None:
     """Red when skipping drawn tokens is not the same as setting them to zero."""
-    rows, count = 3, 4
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = 3 * torch.randn(
-        (rows, vocab_size), generator=generator, dtype=torch.float64
-    )
-    uniforms = torch.rand((rows, count), generator=generator, dtype=torch.float64)
-    probs = logits.softmax(1)
-    tokens, valid = draw_without_replacement(probs, uniforms)
-    assert bool(valid.all())
-    for row in range(rows):
-        left = probs[row].clone()
-        for k in range(count):
-            cumulative = left.cumsum(0)
-            point = uniforms[row, k] * cumulative[-1]
-            assert int((cumulative <= point).sum()) == tokens[row, k]
-            left[tokens[row, k]] = 0
+    for vocab_size in (77, 1001, 49_152, 128_256):
+        rows, count = 3, 4
+        generator = torch.Generator().manual_seed(vocab_size)
+        logits = 3 * torch.randn(
+            (rows, vocab_size), generator=generator, dtype=torch.float64
+        )
+        uniforms = torch.rand((rows, count), generator=generator, dtype=torch.float64)
+        probs = logits.softmax(1)
+        tokens, valid = draw_without_replacement(probs, uniforms)
+        assert bool(valid.all())
+        for row in range(rows):
+            left = probs[row].clone()
+            for k in range(count):
+                cumulative = left.cumsum(0)
+                point = uniforms[row, k] * cumulative[-1]
+                assert int((cumulative <= point).sum()) == tokens[row, k]
+                left[tokens[row, k]] = 0

@@ -118,6 +118,7 @@ def module_of(file: Path) -> ModuleType:
     return importlib.import_module(".".join(p for p in parts if p != "__init__"))
 
 
+@cache
 def tree_of(file: Path) -> ast.Module:
     """The syntax tree of a file of ours."""
     return ast.parse(file.read_bytes())

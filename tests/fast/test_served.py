@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks import served
 from benchmarks.__main__ import app
+from tests.fast.stored_cells import without_pictures
 from vllm_treespec.tools.launch import EngineError
 from vllm_treespec.tools.sides import Cell, Job, plain_side, results_of
 
@@ -92,7 +93,7 @@ def test_the_command_writes_the_table(
 ) -> None:
     """Red when ratios are not over plain under the same load."""
     monkeypatch.setattr(served, "VLLM", stand_in(tmp_path))
-    monkeypatch.setattr(served.plot, "bar_panels", lambda *args, **options: None)
+    without_pictures(monkeypatch)
     target = tmp_path / "target"
     target.mkdir()
     command = ["served", "--target", str(target), "--draft", "none", "--clients", "1,4"]

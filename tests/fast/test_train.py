@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,28 +95,28 @@ def test_merged_rest_is_one_more_token_and_a_lower_bound() -> None:
     assert_same_loss(loss, expected, [hidden, weight])
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-@pytest.mark.parametrize("width", [0, 3])
-@pytest.mark.parametrize("trains_weight", [True, False])
 def test_loss_and_gradients_are_exact_kl_when_k_is_the_vocabulary(
-    monkeypatch: pytest.MonkeyPatch, chosen: bool, width: int, trains_weight: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Red when a gradient is off, also of chosen rows or of columns beside a weight."""
-    # several chunks
-    monkeypatch.setattr("vllm_treespec.train.loss.LOGITS_CHUNK", 3)
-    hidden, weight, target_probs = (x.detach() for x in random_case())
-    columns = torch.randn(VOCAB, width).double().requires_grad_() if width else None
-    hidden = torch.cat([hidden, torch.randn(len(hidden), width).double()], dim=-1)
-    hidden.requires_grad_()
-    weight.requires_grad_(trains_weight)
-    order = torch.randperm(VOCAB)
-    rows = VocabRows.of(order, order, VOCAB) if chosen else None
-    targets = whole(target_probs, VOCAB)
-    loss = topk_kl(hidden, weight, targets, rows, torch.float64, columns)
-    whole_weight = weight if columns is None else torch.cat([weight, columns], dim=-1)
-    expected = exact_kl(hidden, whole_weight, target_probs)
-    trained = [x for x in (hidden, weight, columns) if x is not None]
-    assert_same_loss(loss, expected, [x for x in trained if x.requires_grad])
+    for chosen, width, trains_weight in product((0, 1), (0, 3), (True, False)):
+        # several chunks
+        monkeypatch.setattr("vllm_treespec.train.loss.LOGITS_CHUNK", 3)
+        hidden, weight, target_probs = (x.detach() for x in random_case())
+        columns = torch.randn(VOCAB, width).double().requires_grad_() if width else None
+        hidden = torch.cat([hidden, torch.randn(len(hidden), width).double()], dim=-1)
+        hidden.requires_grad_()
+        weight.requires_grad_(trains_weight)
+        order = torch.randperm(VOCAB)
+        rows = VocabRows.of(order, order, VOCAB) if chosen else None
+        targets = whole(target_probs, VOCAB)
+        loss = topk_kl(hidden, weight, targets, rows, torch.float64, columns)
+        whole_weight = (
+            weight if columns is None else torch.cat([weight, columns], dim=-1)
+        )
+        expected = exact_kl(hidden, whole_weight, target_probs)
+        trained = [x for x in (hidden, weight, columns) if x is not None]
+        assert_same_loss(loss, expected, [x for x in trained if x.requires_grad])
 
 
 def test_sampled_head_rows_estimate_the_softmax_denominator_without_bias() -> None:

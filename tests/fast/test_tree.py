@@ -87,82 +87,84 @@ def test_docstring_example() -> None:
     assert paths == [[0, 1, 3], [0, 1, 4], [0, 2, 5]]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_functions_on_random_trees(seed: int) -> None:
+def test_functions_on_random_trees() -> None:
     """Red when a vectorised tree function differs from its definition."""
-    tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
-    first, following = first_child(tree), next_sibling(tree)
-    mask, width = ancestor_mask(tree), tree.max_nodes
-    for req, parents in enumerate(lists(tree)):
-        size = len(parents)
-        for node in range(size):
-            path = path_to(node, parents)
-            siblings = [i for i, p in enumerate(parents) if p == parents[node] and i]
-            children = [i for i, p in enumerate(parents) if p == node]
-            later = [i for i in siblings if i > node] if node else []
-            assert tree.depths[req, node] == len(path) - 1
-            assert first[req, node] == (children[0] if children else -1)
-            assert following[req, node] == (later[0] if later else -1)
-            assert mask[req, node].nonzero()[:, 0].tolist() == path
-        assert first[req, size:].tolist() == [-1] * (width - size)
-        assert following[req, size:].tolist() == [-1] * (width - size)
-        assert mask[req, size:].equal(torch.eye(width, dtype=torch.bool)[size:])
+    for seed in range(8):
+        tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
+        first, following = first_child(tree), next_sibling(tree)
+        mask, width = ancestor_mask(tree), tree.max_nodes
+        for req, parents in enumerate(lists(tree)):
+            size = len(parents)
+            for node in range(size):
+                path = path_to(node, parents)
+                siblings = [
+                    i for i, p in enumerate(parents) if p == parents[node] and i
+                ]
+                children = [i for i, p in enumerate(parents) if p == node]
+                later = [i for i in siblings if i > node] if node else []
+                assert tree.depths[req, node] == len(path) - 1
+                assert first[req, node] == (children[0] if children else -1)
+                assert following[req, node] == (later[0] if later else -1)
+                assert mask[req, node].nonzero()[:, 0].tolist() == path
+            assert first[req, size:].tolist() == [-1] * (width - size)
+            assert following[req, size:].tolist() == [-1] * (width - size)
+            assert mask[req, size:].equal(torch.eye(width, dtype=torch.bool)[size:])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_ancestor_bits_are_the_masks(seed: int) -> None:
+def test_ancestor_bits_are_the_masks() -> None:
     """Red when a bit goes missing far from the root, or in the sign's place."""
-    tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
-    if seed == 1:
-        parents = list(range(-1, MAX_NODES - 1))
-        tree = from_parents([parents], [parents])
-    max_depth = int(tree.depths.max())
-    mask = ancestor_mask(tree) & tree.is_node()[..., None]
-    expected = mask.flatten(0, 1).tolist()
-    for depth in (max_depth, max_depth + 1, MAX_NODES):
-        found = ancestor_bits(tree, depth).flatten().tolist()
-        for bits, seen in zip(found, expected, strict=True):
-            assert [bool(bits >> j & 1) for j in range(len(seen))] == seen
-            assert (bits < 0) == (len(seen) == MAX_NODES and seen[-1])
-        on_host = ancestors(tree.parents[:, 1:].numpy(), depth)
-        for of_host, of_device in zip(
-            on_host, (ancestor_bits(tree, depth), tree.depths), strict=True
-        ):
-            used = tree.is_node()
-            assert of_host[used].tolist() == of_device[used].tolist()
+    for seed in range(8):
+        tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
+        if seed == 1:
+            parents = list(range(-1, MAX_NODES - 1))
+            tree = from_parents([parents], [parents])
+        max_depth = int(tree.depths.max())
+        mask = ancestor_mask(tree) & tree.is_node()[..., None]
+        expected = mask.flatten(0, 1).tolist()
+        for depth in (max_depth, max_depth + 1, MAX_NODES):
+            found = ancestor_bits(tree, depth).flatten().tolist()
+            for bits, seen in zip(found, expected, strict=True):
+                assert [bool(bits >> j & 1) for j in range(len(seen))] == seen
+                assert (bits < 0) == (len(seen) == MAX_NODES and seen[-1])
+            on_host = ancestors(tree.parents[:, 1:].numpy(), depth)
+            for of_host, of_device in zip(
+                on_host, (ancestor_bits(tree, depth), tree.depths), strict=True
+            ):
+                used = tree.is_node()
+                assert of_host[used].tolist() == of_device[used].tolist()
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_walk_ends_every_path_in_its_leaf(seed: int) -> None:
+def test_a_walk_ends_every_path_in_its_leaf() -> None:
     """Red when a leaf's new nodes stop to be one run of the depth-first order."""
-    for parents in lists(random_batch(seed, max_nodes=14 if seed else MAX_NODES)):
-        order, paths = depth_first(parents)
-        assert order == recursive_walk(0, parents)
-        leaves = [path[-1] for path in paths]
-        assert sorted(leaves) == sorted(set(range(len(parents))) - set(parents))
-        seen: list[int] = []
-        for path in paths:
-            assert path == path_to(path[-1], parents)
-            seen += [node for node in path if node not in seen]
-        assert seen == order
+    for seed in range(8):
+        for parents in lists(random_batch(seed, max_nodes=14 if seed else MAX_NODES)):
+            order, paths = depth_first(parents)
+            assert order == recursive_walk(0, parents)
+            leaves = [path[-1] for path in paths]
+            assert sorted(leaves) == sorted(set(range(len(parents))) - set(parents))
+            seen: list[int] = []
+            for path in paths:
+                assert path == path_to(path[-1], parents)
+                seen += [node for node in path if node not in seen]
+            assert seen == order
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_prefix_is_a_tree(seed: int) -> None:
+def test_any_prefix_is_a_tree() -> None:
     """Red when the scheduler's cut of a draft leaves something that is no tree."""
-    tree = random_batch(seed, max_nodes=9)
-    for kept in range(1, 10):
-        cut = tree.cut(torch.full((tree.num_reqs,), kept))
-        rows = [row[:kept] for row in lists(tree)]
-        expected = from_parents(rows, rows)
-        width = expected.max_nodes
-        assert cut.num_nodes.equal(expected.num_nodes)
-        assert cut.parents[:, :width].equal(expected.parents)
-        assert bool((cut.parents[:, width:] == -1).all())
-        assert first_child(cut)[:, :width].equal(first_child(expected))
-        assert next_sibling(cut)[:, :width].equal(next_sibling(expected))
-        mask = ancestor_mask(cut)
-        assert mask[:, :width, :width].equal(ancestor_mask(expected))
+    for seed in range(4):
+        tree = random_batch(seed, max_nodes=9)
+        for kept in range(1, 10):
+            cut = tree.cut(torch.full((tree.num_reqs,), kept))
+            rows = [row[:kept] for row in lists(tree)]
+            expected = from_parents(rows, rows)
+            width = expected.max_nodes
+            assert cut.num_nodes.equal(expected.num_nodes)
+            assert cut.parents[:, :width].equal(expected.parents)
+            assert bool((cut.parents[:, width:] == -1).all())
+            assert first_child(cut)[:, :width].equal(first_child(expected))
+            assert next_sibling(cut)[:, :width].equal(next_sibling(expected))
+            mask = ancestor_mask(cut)
+            assert mask[:, :width, :width].equal(ancestor_mask(expected))
 
 
 def test_cut_takes_one_number_a_request() -> None:

@@ -6,6 +6,8 @@ a GPU, are not asked.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -73,41 +75,41 @@ def seen_bits(bits: Tensor) -> Tensor:
     return (bits[..., None] >> torch.arange(64)) & 1 == 1
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_trees_are_the_oracles(seed: int) -> None:
+def test_trees_are_the_oracles() -> None:
     """Red when parents, depths, children, siblings, paths or masks mean another tree.
 
     A tree's positions are the context's length and the depths.
     """
-    tree = random_batch(seed)
-    mask, first, after = ancestor_mask(tree), first_child(tree), next_sibling(tree)
-    seen = seen_bits(ancestor_bits(tree, int(tree.depths.max())))
-    for req, size in enumerate(tree.num_nodes.tolist()):
-        found, number = metadata_of(tree, req)
-        x: dict[str, Tensor] = vars(found)
-        drafts = number[1:]
-        assert torch.equal(
-            number[tree.parents[req, 1:size]], x["parent_node_indices"][drafts - 1]
-        )
-        assert torch.equal(
-            tree.depths[req, :size].int(), x["tree_seq_position_ids"][number]
-        )
-        visible = tree_visible(tree, req)
-        assert torch.equal(mask[req, :size, :size], visible)
-        assert torch.equal(seen[req, :size, :size], visible)
-        inner = first[req, :size] >= 0
-        assert torch.equal(inner, x["num_children_per_node"][number] > 0)
-        assert torch.equal(
-            number[first[req, :size][inner]],
-            x["child_node_indices"][number[inner], 0] + 1,
-        )
-        has_next = after[req, :size] >= 0
-        rank = torch.cat([torch.zeros(1).long(), x["candidate_idx"]])[number]
-        assert torch.equal(rank[after[req, :size][has_next]], rank[has_next] + 1)
-        leaves = (~inner).nonzero()[:, 0].tolist()
-        ours = {tuple(number[mask[req, i, :size]].tolist()) for i in leaves}
-        paths = x["retrieval_indices"].tolist()
-        assert ours == {tuple(n for n in path if n >= 0) for path in paths}
+    for seed in SEEDS:
+        tree = random_batch(seed)
+        mask, first, after = ancestor_mask(tree), first_child(tree), next_sibling(tree)
+        seen = seen_bits(ancestor_bits(tree, int(tree.depths.max())))
+        for req, size in enumerate(tree.num_nodes.tolist()):
+            found, number = metadata_of(tree, req)
+            x: dict[str, Tensor] = vars(found)
+            drafts = number[1:]
+            assert torch.equal(
+                number[tree.parents[req, 1:size]], x["parent_node_indices"][drafts - 1]
+            )
+            assert torch.equal(
+                tree.depths[req, :size].int(), x["tree_seq_position_ids"][number]
+            )
+            visible = tree_visible(tree, req)
+            assert torch.equal(mask[req, :size, :size], visible)
+            assert torch.equal(seen[req, :size, :size], visible)
+            inner = first[req, :size] >= 0
+            assert torch.equal(inner, x["num_children_per_node"][number] > 0)
+            assert torch.equal(
+                number[first[req, :size][inner]],
+                x["child_node_indices"][number[inner], 0] + 1,
+            )
+            has_next = after[req, :size] >= 0
+            rank = torch.cat([torch.zeros(1).long(), x["candidate_idx"]])[number]
+            assert torch.equal(rank[after[req, :size][has_next]], rank[has_next] + 1)
+            leaves = (~inner).nonzero()[:, 0].tolist()
+            ours = {tuple(number[mask[req, i, :size]].tolist()) for i in leaves}
+            paths = x["retrieval_indices"].tolist()
+            assert ours == {tuple(n for n in path if n >= 0) for path in paths}
 
 
 def test_static_trees_are_the_oracles() -> None:
@@ -194,16 +196,15 @@ class Batch:
         return torch.zeros_like(counts).index_copy_(0, plan.row_order, counts)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_branches_see_what_the_tree_mask_shows(seed: int, block_size: int) -> None:
+def test_branches_see_what_the_tree_mask_shows() -> None:
     """Red when a node sees another token along its branch than by the tree's mask.
 
     Tokens are counted: seeing one twice would weigh it twice.
     """
-    batch = Batch(seed, block_size)
-    (plan,) = plan_branches(batch.tree, batch.reqs, batch.paged, [batch.forks])
-    assert torch.equal(batch.along_branches(plan), batch.expected().long())
+    for seed, block_size in product(SEEDS, (4, 16)):
+        batch = Batch(seed, block_size)
+        (plan,) = plan_branches(batch.tree, batch.reqs, batch.paged, [batch.forks])
+        assert torch.equal(batch.along_branches(plan), batch.expected().long())
 
 
 def test_another_tree_is_noticed() -> None:
