@@ -15,13 +15,15 @@ from torch import Tensor
 from tests.fast.enumeration import Scorer, Weighted
 from tests.fast.languages import NUM_TOKENS, Language, plain_sampling
 from vllm_treespec.sampling.draws import draw
-from vllm_treespec.scorers import RULES, Rule, ScorerOutput, TargetLogits
+from vllm_treespec.scorers import RULES, Rule, ScorerOutput, TargetLogits, batched
 from vllm_treespec.scorers.coupled_draw import COUPLED_DRAW
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.tree import MAX_NODES, TreeBatch, num_draws
 
 STEPS = 6
 NOISE = "vllm_treespec.scorers.coupled_draw.draw_coupled"
+# Thousands of small trees; groups of them are in test_batched_rules.py.
+AT_ONCE = "ROWS_PER_GROUP", 1 << 14
 
 
 def tree_sizes(
@@ -55,12 +57,12 @@ def by_uniform(probs: Tensor, uniforms: Tensor, can_sync: bool = False) -> Tenso
 def forms_of(rule: Rule) -> dict[str, Scorer]:
     """The rule's walk and, where there is one, its batched form."""
 
-    def applied(batched: bool) -> Scorer:
+    def applied(is_batched: bool) -> Scorer:
         def scorer(
             tree: TreeBatch, target: TargetLogits, uniforms: Tensor
         ) -> ScorerOutput:
-            sizes = sizes_of(tree) if batched else None
-            with patch(NOISE, by_uniform):
+            sizes = sizes_of(tree) if is_batched else None
+            with patch(NOISE, by_uniform), patch.object(batched, *AT_ONCE):
                 return rule.apply(tree, target, uniforms, sizes)
 
         return scorer

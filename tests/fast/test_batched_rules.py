@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fast import rule_forms
 from tests.fast.drafting import draws_of
 from tests.fast.languages import plain_sampling
 from tests.fast.no_waiting import NoWaiting, on_meta
@@ -31,7 +32,6 @@ from vllm_treespec.scorers import (
     Rule,
     ScorerOutput,
     TargetLogits,
-    batched,
     greedy_matching,
     recursive_rejection,
     score,
@@ -233,7 +233,7 @@ def test_bounds_choose_the_form(kind: str) -> None:
 def test_groups_of_requests(rows_per_group: int) -> None:
     """Red when splitting a large batch mixes its requests up."""
     tree, target, uniforms = batch(77, 30, 24, "both", 1)
-    with patch.object(batched, "ROWS_PER_GROUP", rows_per_group):
+    with patch.object(rule_forms, "AT_ONCE", ("ROWS_PER_GROUP", rows_per_group)):
         found = rejection(tree, target, uniforms)
         drawn = by_position_batched(tree, target, uniforms)
     assert_same(found, recursive_rejection(tree, target, uniforms))

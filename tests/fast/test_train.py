@@ -42,7 +42,7 @@ from vllm_treespec.train.text import (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
     return tiny_target()
 

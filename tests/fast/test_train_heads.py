@@ -29,14 +29,16 @@ from vllm_treespec.train.teacher import TeacherCache, cache_teacher, load_cache
 ROWS = some_rows(3)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
     return tiny_target()
 
 
-@pytest.fixture
-def cache(tmp_path: Path, target: PreTrainedModel) -> TeacherCache:
-    return tiny_cache(tmp_path / "teacher", target)
+@pytest.fixture(scope="module")
+def cache(
+    tmp_path_factory: pytest.TempPathFactory, target: PreTrainedModel
+) -> TeacherCache:
+    return tiny_cache(tmp_path_factory.mktemp("teacher"), target)
 
 
 def test_cached_hidden_states_are_the_targets(
