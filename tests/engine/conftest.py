@@ -91,7 +91,6 @@ SPECS: dict[str, dict[str, object]] = {
     },
 }
 
-# An engine of a small target, for ``run_engine``.
 # What all engines have in common.
 ENGINE: dict[str, object] = {
     "dtype": "float32",
@@ -101,6 +100,7 @@ ENGINE: dict[str, object] = {
     "enforce_eager": True,
     "block_size": 32,
 }
+# An engine of a small target, for ``run_engine``.
 TINY: dict[str, object] = {
     "skip_tokenizer_init": True,
     "kv_cache_memory_bytes": 2**28,

@@ -63,8 +63,15 @@ def assert_trees_equal_plain(trees: dict, plain: dict, num_jobs: int) -> None:
     assert trees["nodes"][1] > 2 * trees["trees"][1], "no tree branched"
 
 
-# Texts that repeat themselves, so that trees of earlier text are drafted.
-REPEATING = [
-    [(7 * (i % period) + 3 * j) % 500 for i in range(length)]
-    for j, (length, period) in enumerate(((9, 4), (40, 9), (64, 30), (130, 11)))
-]
+def repeating(*texts: tuple[int, int]) -> list[list[int]]:
+    """Texts that repeat themselves, so that trees of earlier text are drafted.
+
+    ``texts`` are their lengths, and after how many tokens each repeats itself.
+    """
+    return [
+        [(7 * (i % period) + 3 * j) % 500 for i in range(length)]
+        for j, (length, period) in enumerate(texts)
+    ]
+
+
+REPEATING = repeating((9, 4), (40, 9), (64, 30), (130, 11))

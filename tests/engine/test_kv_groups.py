@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import MAX_MODEL_LEN, TINY
-from tests.engine.sampled import assert_same_text, tokens_of, with_and_without_trees
+from tests.engine.sampled import (
+    assert_same_text,
+    repeating,
+    tokens_of,
+    with_and_without_trees,
+)
 from tests.engine.tiny_models import write_layered, write_with_sinks
 from vllm_treespec.config import SpecConfigError
 from vllm_treespec.plugin import register
 
 WINDOW = 16
-BLOCK_SIZE = 32
 # Heads of the tiny target have one key-value head, too.
 ONE_KV_HEAD = {"num_key_value_heads": 1}
 MAX_TREES = 5
@@ -30,11 +34,8 @@ WIDE: dict[str, dict[str, object]] = {
     "eagle_tree": {"top_k": 15, "depth": 2, "num_drafts": 15},
     "lyanna": {"top_k": 15, "depth": 2, "num_drafts": 15, "resample": "merge"},
 }
-# Texts of many windows that repeat themselves, so that trees of earlier text come up.
-PROMPTS = [
-    [(7 * (i % period) + 3 * j) % 500 for i in range(length)]
-    for j, (length, period) in enumerate(((9, 4), (60, 9), (130, 30), (200, 11)))
-]
+# Of many windows.
+PROMPTS = repeating((9, 4), (60, 9), (130, 30), (200, 11))
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 70, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 70, "ignore_eos": True}
 # Alone; together, from cached blocks; with longer prompts behind cached ones.

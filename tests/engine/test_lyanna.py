@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from tests.engine.conftest import ENGINE, TINY
 from tests.engine.processes import call
-from tests.engine.sampled import assert_same_text, with_and_without_trees
+from tests.engine.sampled import assert_same_text, tokens_of, with_and_without_trees
 from tests.engine.tiny_models import SIZES, write_pair
 from tests.fast.tiny_training import PlainAttention
 from tests.heads import write_head
@@ -97,18 +97,13 @@ def answers(
     return run
 
 
-def token_ids(result: dict) -> list[list[list[int]]]:
-    """Tokens of every answer of every job."""
-    return [[answer["token_ids"] for answer in job] for job in result["jobs"]]
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_equal_plain(mode: str, answers: Callable[..., dict]) -> None:
     """Red when a chain, a leftover or a merged tree changes a token, or goes unused."""
     both = with_and_without_trees(prompts(), 2, max_tokens=24)
     sampled = both if mode != "drawn" else ()
     plain, trees = answers(None, jobs()), answers(mode, [*jobs(), *sampled])
-    assert token_ids(trees)[: len(jobs())] == token_ids(plain)
+    assert tokens_of(trees)[: len(jobs())] == tokens_of(plain)
     if sampled:
         assert_same_text(trees, len(jobs()))
     stats = trees["stats"]
@@ -122,7 +117,7 @@ def test_preempted_requests(answers: Callable[..., dict]) -> None:
     sampled = with_and_without_trees(crowded()[0]["prompts"], 4, max_tokens=100)
     trees = answers("replace", [*crowded(), *sampled], num_gpu_blocks_override=16)
     assert min(trees["preemptions"]) > 0
-    assert token_ids(trees)[:1] == token_ids(plain)
+    assert tokens_of(trees)[:1] == tokens_of(plain)
     assert_same_text(trees, 1)
     assert trees["stats"]["leftover_nodes"] > 0
 
@@ -192,7 +187,7 @@ def test_drafts_are_those_of_plain_torch(
         log=shared_folder / "lyanna-drafts.log",
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
-    expected = token_ids(answers(None, jobs()))
+    expected = tokens_of(answers(None, jobs()))
     assert [[a["token_ids"] for a in job] for job in found["jobs"]] == expected
     plain = PlainChains(models["target"], models["head"])
     both = list(logged(found))

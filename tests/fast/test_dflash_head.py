@@ -168,9 +168,9 @@ def references(published: PublishedDFlash, depth: int) -> list[ReferenceDFlash]:
     return made
 
 
-def wanted_states(published: PublishedDFlash, depth: int) -> Tensor:
+def states_in(compared: list[ReferenceDFlash]) -> Tensor:
     """[num_reqs, depth, hidden_size]."""
-    return torch.stack([torch.stack(r.states) for r in references(published, depth)])
+    return torch.stack([torch.stack(reference.states) for reference in compared])
 
 
 def wanted_logits(
@@ -191,10 +191,8 @@ def test_heads_compute_what_the_papers_say(
     head, depth = loaded(published, tmp_path), published.num_levels
     assert head.config.num_levels == depth
     states = states_of(head, published, depth)
-    torch.testing.assert_close(
-        states, wanted_states(published, depth), rtol=0, atol=1e-6
-    )
     compared = references(published, depth)
+    torch.testing.assert_close(states, states_in(compared), rtol=0, atol=1e-6)
     draft = head.begin(states, torch.tensor(ROOTS))
     found = [draft.root_logits()[:, None]]
     parents = [torch.tensor(ROOTS)[:, None]]
@@ -216,9 +214,8 @@ def test_shallow_blocks_have_fewer_rows(name: str, depth: int, tmp_path: Path) -
     """Red when masks beyond the depth are attended to, or a row is lost."""
     published = HEADS[name]
     states = states_of(loaded(published, tmp_path), published, depth)
-    torch.testing.assert_close(
-        states, wanted_states(published, depth), rtol=0, atol=1e-6
-    )
+    wanted = states_in(references(published, depth))
+    torch.testing.assert_close(states, wanted, rtol=0, atol=1e-6)
 
 
 def test_keys_and_values_of_contexts(tmp_path: Path) -> None:
@@ -250,7 +247,7 @@ def test_wrong_variants_are_noticed(wrong: dict[str, Any], tmp_path: Path) -> No
     """Red when the comparison above could not tell a wrong variant from the right."""
     published, depth = HEADS["dflash"], 3
     states = states_of(loaded(published, tmp_path), published, depth, **wrong)
-    assert (states - wanted_states(published, depth)).abs().max() > 1e-2
+    assert (states - states_in(references(published, depth))).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -268,7 +265,7 @@ def test_wrong_windows_are_noticed(wrong: dict[str, Any], tmp_path: Path) -> Non
     """Red when the comparison above could not tell another window from the right."""
     depth = 3
     states = states_of(loaded(WINDOWS, tmp_path), WINDOWS, depth, **wrong)
-    assert (states - wanted_states(WINDOWS, depth)).abs().max() > 1e-2
+    assert (states - states_in(references(WINDOWS, depth))).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["dspark", "dflash2"])

@@ -13,6 +13,7 @@ import pytest
 
 from tests.fast.toy_chains import ToyChainHead
 from tests.fast.toy_workloads import make_engine, make_method
+from tests.tiers import grid
 from vllm_treespec.proposers import DynamicTree, Lyanna
 from vllm_treespec.schedule.listed import ListedSchedule
 from vllm_treespec.sources.base import Sources
@@ -32,8 +33,14 @@ def head_of(engine: FakeEngine) -> ToyChainHead:
     return source
 
 
-@pytest.mark.parametrize("habits", ["whole", "all"])
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(
+    ("name", "habits"),
+    grid(
+        MODES,
+        ["whole", "all"],
+        quick=lambda name, habits: (habits == "all") == (name == "lyanna_replace"),
+    ),
+)
 def test_leftovers_are_drafted_and_accepted(name: str, habits: str) -> None:
     """Red when nothing is left over any more, or it is not counted."""
     engine = make_engine(name, HABITS[habits])
@@ -74,8 +81,14 @@ def test_a_request_reads_later_what_it_did_not_read() -> None:
     assert request.output == engine.language.greedy([1, 2, 3, 4, 5], 40)
 
 
-@pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("what", ["lost", "other drafts", "cut"])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    grid(
+        MODES,
+        ["lost", "other drafts", "cut"],
+        quick=lambda name, what: what == "cut" or name == "lyanna_replace",
+    ),
+)
 def test_what_came_back_decides_what_is_left(name: str, what: str) -> None:
     """Red when a tree that did not come back leaves its chain to the next one.
 

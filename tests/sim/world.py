@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,9 +25,6 @@ MAX_TREES = 64
 SCATTER, OUTLIERS, OUTLIER = 0.04, 0.01, 3.0
 # How much longer first forwards take.
 COLD = 1.3
-
-# Hands out rank 0's numbers.
-Share = Callable[[list[float]], list[float]]
 
 
 class Schedule(Protocol):
