@@ -115,7 +115,7 @@ DRAWN_BEAMS = {"beam_search": "stochastic", "beam_width": 3, "length": 5}
         ("redrafter", DRAWN_BEAMS, RsdS, {"max_nodes": 16}, "recursive_rejection"),
         ("redrafter", DRAWN_BEAMS, RsdS, {"num_beam_tokens": None}, None),
         ("medusa_tree", {}, Medusa, {"max_nodes": 6}, "coupled_draw"),
-        ("medusa_tree", {"num_drafts": 5}, Medusa, {"max_nodes": 6}, "coupled_draw"),
+        ("medusa_tree", {"num_drafts": 7}, Medusa, {"max_nodes": 8}, "coupled_draw"),
     ],
 )
 def test_keys_make_the_proposer_and_its_rule(
