@@ -110,7 +110,7 @@ def test_every_committed_token_is_handed_once(habits: str, by_slot: bool) -> Non
         assert not source.by_slot, "ended requests are kept"
 
 
-@pytest.mark.parametrize(("width", "masks"), [(1, False), (2, True), (1, True)])
+@pytest.mark.parametrize(("width", "masks"), [(1, False), (2, True)])
 def test_other_layouts_and_chains(width: int, masks: bool) -> None:
     """Red when a layout says a wrong row for a node."""
     language = Language(2)

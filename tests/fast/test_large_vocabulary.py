@@ -13,7 +13,7 @@ from tests.fast.wrong_rules import WRONG, only_likeliest
 from vllm_treespec.scorers import RULES, ScorerOutput, TargetLogits, k_seq
 from vllm_treespec.trees.tree import TreeBatch
 
-VOCAB_SIZE, NUM_DRAWS, CHUNK, NUM_CHUNKS = 4096, 3, 250, 20
+VOCAB_SIZE, NUM_DRAWS, CHUNK, NUM_CHUNKS = 4096, 3, 250, 12
 
 
 def distributions() -> tuple[Tensor, Tensor]:
