@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
 from tests.fast.tables import assert_says, rows, written_out
-from tests.heads import DRAFT_CONFIG, write_draft
+from tests.heads import DRAFT_CONFIG, write_draft, write_head
 from tests.tiers import grid
 from vllm_treespec import __version__
 from vllm_treespec.cli import app
@@ -37,6 +37,15 @@ plan --gpu-memory much => --gpu-memory 'much' is no size; write one such as 80Gi
 plan --gpu-memory 80 => --gpu-memory '80' is no size
 plan --allowance x => --allowance 'x' is no size
 plan --block-size 20 => --block-size 20
+plan --max-model-len 999999 => IN/target reads at most 128 positions; pass so many, or
+plan --max-num-seqs 8 --max-num-batched-tokens 4 => --max-num-batched-tokens 4 is less
+    than --max-num-seqs 8
+plan --allowance 90GiB => Pass a smaller --allowance
+doctor --tensor-parallel-size 3 => --tensor-parallel-size 3 does not divide
+tune IN/target --draft IN/eagle => IN/eagle holds an eagle head, not a draft model
+here batch IN/in.jsonl OUT --model IN/none => --model: there is no folder IN/none;
+    name the folder
+batch IN/in.jsonl OUT --speculative-config IN/none.json => there is no file IN/none.json
 plan --speculative-config '{"method": "rsd-s"}' => did you mean 'rsd_s'
 doctor --speculative-config '{"method": "suffix_tree", "width": 2}' => 'width' is not a
     key of this method
@@ -83,6 +92,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of what the calls name."""
     folder = tmp_path_factory.mktemp("inputs")
     write_draft(folder / "target")
+    write_head(folder / "eagle", "eagle")
     (folder / "empty").mkdir()
     (folder / "file").touch()
     (folder / "in.jsonl").write_text('{"prompt": "a"}\n')

@@ -145,6 +145,7 @@ def test_a_machine_that_is_slow_all_the_time_is_named(
     demo.main(str(tmp_path))
     text = " ".join(capsys.readouterr().out.split())
     assert "busy: the engines had a processor for only 50% of their time. The" in text
+    assert "chat: use" not in text, "figures that mean little"
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,16 @@ def test_one_card_is_too_small(target: str) -> None:
     assert "Pass --tensor-parallel-size 2." in shown.stdout
 
 
+def test_fewer_requests_make_room(tmp_path: Path) -> None:
+    """Red when larger cards are wanted for what one option takes."""
+    target = write_config(tmp_path / "8b", LLAMA_8B)
+    card = ("--gpu-memory", "24GiB", "--max-model-len", "2048")
+    many = ("--max-num-batched-tokens", "4096", "--max-num-seqs", "4096")
+    plan = planned(target, SUFFIX, 1, *card, *many)
+    (remedy,) = [way for way in plan["remedies"] if "num-seqs" in way]
+    assert planned(target, SUFFIX, 1, *card, *many[:2], *remedy.split())["fits"]
+
+
 def test_long_texts_that_do_not_fit(tmp_path: Path) -> None:
     """Red when the longest text that fits is not named, or does not fit."""
     config = LlamaConfig(**{**LLAMA_70B.to_dict(), "max_position_embeddings": 2**20})

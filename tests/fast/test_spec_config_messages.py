@@ -124,6 +124,7 @@ lyanna {"tree": "static"} => 'tree' is 'static': Input should be 'dynamic' or 's
 lyanna {"resample": true} => Input should be 'off', 'replace' or 'merge'
 lyanna {"num_drafts": null} => 'num_drafts' is None: null keeps all that was drawn, and
     only a stochastic tree is drawn; write a number such as 12, or 'tree' 'stoch
+lyanna {"resample_drafts": 3} => 'resample_drafts' is for 'resample' 'merge'; remove it
 lyanna {"tree": "stochastic", "resample": "merge"} => 'resample' is 'merge': a
     stochastic tree is drawn from one chain, and a merged one holds the likeliest tokens
     of two; write 'resample' 'replace', or 'tree' 'dynamic'
@@ -133,6 +134,8 @@ lyanna {"schedule": [{"batch_size": 2, "resample": "off"}]} => 'resample', which
     not shape a lyanna tree; write top_k, depth, num
 specinfer {"drafts": []} => 'drafts' is []
 specinfer {"drafts": [{"branching_factors": [2]}]} => 'drafts.0.model' is missing
+specinfer {"drafts": [{"model": "d", "branchin": [2]}]} => 'drafts.0.branchin' is not a
+    key of this method; remove it (its keys
 specinfer {"drafts": DRAFTS, "model": "d"} => 'model' is not a key of this method
 specinfer {"drafts": [{"model": "d", "branching_factors": [8, 8]}]} => 72 draft tokens
     and at most 63 fit; lower drafts
@@ -143,7 +146,9 @@ spectr {"num_paths": 0, "depth": 2} => 'num_paths' is 0
 spectr {"num_paths": 8, "depth": 8} => 64 draft tokens and at most 63 fit; lower num
 spectr {"num_paths": 2, "depth": 2, "scorer": "sd"} => 'scorer' is 'sd'
 hybrid {"model": null} => 'model' is None
-hybrid {"drafter": "medusa"} => 'drafter' is 'medusa'
+hybrid {"drafter": "medusa"} => 'drafter' is 'medusa': Input should be 'draft_model',
+    'redrafter', 'eagle', 'dflash' or 'lyanna'
+hybrid {"sure_match": 8} => 'sure_match' is not a key of this method; remove it (its
 hybrid {"num_drafts": 64} => 'num_drafts' is 64
 hybrid {"model_depth": -1} => 'model_depth' is -1
 hybrid {"model_depth": true} => 'model_depth' is True

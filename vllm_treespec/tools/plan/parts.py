@@ -102,7 +102,8 @@ def read_parts(target: str, spec: dict[str, Any], settings: Settings) -> Parts:
     if settings.num_batched_tokens < settings.num_seqs:
         raise SpecConfigError(
             f"--max-num-batched-tokens {settings.num_batched_tokens} is less than "
-            f"--max-num-seqs {settings.num_seqs}; pass as many, or more"
+            f"--max-num-seqs {settings.num_seqs}; pass as many tokens, or fewer "
+            f"requests"
         )
     arguments = stock_arguments(given, settings.block_size, settings.device)
     # what the engine's drafter is made from
