@@ -153,7 +153,7 @@ def fixed_rows(parts: Parts, settings: Settings) -> list[Row]:
         held = drafter.weight_bytes(ranks, dtype)
         rows.append(Row(f"drafter_{number}", "drafter", held, drafter.note))
         if copied := drafter.copied_bytes(ranks, dtype):
-            note = "the target's embedding or output layer, for the head"
+            note = "of embeddings and output layers, for the drafter"
             rows.append(Row(f"copies_{number}", "copies", copied, note))
     if settings.device == "cuda":
         masks = mask_bytes(parts, settings)
