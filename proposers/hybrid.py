@@ -11,7 +11,7 @@ from vllm_treespec.proposers import dflash, dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import Continuations
-from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.draft import Draft, HostMade
 from vllm_treespec.trees.host_trees import (
     DraftNodes,
     draft_of,
@@ -151,7 +151,7 @@ class Hybrid(Proposer):
 
 def of_index(draft: Draft) -> Draft:
     """A suffix tree whose nodes have a source."""
-    made = draft.made_on_host
-    assert made is not None
+    made = draft.on_host()
     sources = (made.parents >= 0) * np.int64(Source.INDEX)
-    return replace(draft, made_on_host=replace(made, sources=sources))
+    parts = replace(made, sources=sources)
+    return replace(draft, host_made=HostMade(draft.tree, parts))

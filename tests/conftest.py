@@ -37,7 +37,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.fingerprints import installed_sources
     from vllm_treespec.engine.seams.source_files import SourceFiles
 
-    monkeypatch.setattr(SourceFiles, "installed", installed_sources)
+    sources = installed_sources()
+    monkeypatch.setattr(SourceFiles, "installed", lambda: sources)
 
 
 @pytest.hookimpl(wrapper=True)

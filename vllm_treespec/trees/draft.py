@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -36,6 +37,13 @@ class HostDraft:
     shadow_claims: np.ndarray | None = None
 
 
+class HostMade(NamedTuple):
+    """What the host has of trees that it made: of these, and no others."""
+
+    tree: TreeBatch
+    parts: HostDraft
+
+
 @dataclass(frozen=True)
 class Draft:
     """Draft trees of a batch of requests, with the claims and sources of their nodes.
@@ -54,8 +62,8 @@ class Draft:
     # int64 [num_reqs, max_nodes], bits of ``Source`` of each node; 0 at roots and in
     # unused entries. None: all nodes have the method's one source
     sources: Tensor | None = None
-    # the same of trees that were made on the host, claims and sources there alone
-    made_on_host: HostDraft | None = None
+    # of trees that the host made what it has of them, claims and sources alone there
+    host_made: HostMade | None = None
 
     def host_parts(self) -> dict[str, Tensor | None]:
         """What the host reads of trees that a device made, as in ``HostDraft``."""
@@ -69,5 +77,7 @@ class Draft:
         }
 
     def on_host(self) -> HostDraft:
-        """What the host reads; it waits for a device once, if that made the trees."""
-        return self.made_on_host or HostDraft(**on_host(self.host_parts()))
+        """What the host reads; it waits for a device once, unless it made the trees."""
+        if self.host_made is not None and self.host_made.tree is self.tree:
+            return self.host_made.parts
+        return HostDraft(**on_host(self.host_parts()))

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm_treespec.host_copies import on_device
-from vllm_treespec.trees.draft import Draft, HostDraft
+from vllm_treespec.trees.draft import Draft, HostDraft, HostMade
 from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import NO_NODE, TreeBatch
 
@@ -195,7 +195,7 @@ def draft_of(
     token_ids, tree_parents, tree_depths, tree_sizes = there.split(widths, dim=1)
     token_ids[:, 0] = root_token_ids
     batch = TreeBatch(token_ids, tree_parents, tree_depths, tree_sizes[:, 0])
-    return Draft(batch, levels=levels, made_on_host=made)
+    return Draft(batch, levels=levels, host_made=HostMade(batch, made))
 
 
 def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
