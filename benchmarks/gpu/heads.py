@@ -32,13 +32,13 @@ def tree_arguments(
     max_trees: int,
     device: str,
 ) -> dict[str, Any]:
-    """Stock vLLM arguments of an engine whose head draws full trees.
+    """Stock vLLM arguments of an engine whose head draws trees as full as they may be.
 
     Args:
         family: see ``TREES``.
         models: folder of models.
         shape: name of the target's.
-        num_drafts: draft nodes of every tree.
+        num_drafts: draft nodes of a tree; beside an index the head drafts 16 at most.
         max_trees: in a step.
         device: ``"cpu"`` or ``"cuda"``.
 

@@ -152,3 +152,20 @@ def test_places_go_to_the_best_new_nodes() -> None:
         assert [(*node, bits) for node, bits in zip(found, sources, strict=True)] == (
             expected
         )
+
+
+def test_rounded_claims_lose_no_node() -> None:
+    """Red when a node whose claim is rounded above its parent's is left out."""
+    tree = from_parents([[9, 1, 2, 3]], [[-1, 0, 1, 2]])
+    claims = torch.tensor([[0, 0.5, 0.5 + 1e-15, 0.5]], dtype=torch.float64)
+    (nodes,) = nodes_on_host(Draft(tree, claims))
+    assert len(merge([], nodes, BOTH, 9)[0]) == 3
+    assert [node.claim for node in nodes] == [0.5] * 3
+
+
+def test_what_the_host_made_is_of_these_trees_alone() -> None:
+    """Red when a method that changes an index's trees proposes others than it drew."""
+    made = draft_of([[], []], torch.tensor([1, 2]), 3)
+    assert made.on_host().num_nodes.tolist() == [1, 1]
+    changed = replace(made, tree=from_parents([[1, 5], [2, 6]], [[-1, 0], [-1, 0]]))
+    assert changed.on_host().token_ids.tolist() == [[5], [6]]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import BloomConfig, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner, Result
 
 from tests.fast.plan_models import (
@@ -121,6 +121,14 @@ def test_fewer_requests_make_room(tmp_path: Path) -> None:
     plan = planned(target, SUFFIX, 1, *card, *many)
     (remedy,) = [way for way in plan["remedies"] if "num-seqs" in way]
     assert planned(target, SUFFIX, 1, *card, *many[:2], *remedy.split())["fits"]
+
+
+def test_a_target_that_says_no_length(tmp_path: Path) -> None:
+    """Red when a configuration without a longest text ends the command unexplained."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 2}
+    target = write_config(tmp_path / "bloom", BloomConfig(**sizes))
+    assert "pass --max-model-len" in run(target, SUFFIX).output
+    assert planned(target, SUFFIX, 1, "--max-model-len", "99")["fits"]
 
 
 def test_long_texts_that_do_not_fit(tmp_path: Path) -> None:

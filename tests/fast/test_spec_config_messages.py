@@ -124,7 +124,7 @@ lyanna {"tree": "static"} => 'tree' is 'static': Input should be 'dynamic' or 's
 lyanna {"resample": true} => Input should be 'off', 'replace' or 'merge'
 lyanna {"num_drafts": null} => 'num_drafts' is None: null keeps all that was drawn, and
     only a stochastic tree is drawn; write a number such as 12, or 'tree' 'stoch
-lyanna {"resample_drafts": 3} => 'resample_drafts' is for 'resample' 'merge'; remove it
+lyanna {"resample_drafts": 3} => 'resample_drafts' is 3: it is for 'resample' 'merge'
 lyanna {"tree": "stochastic", "resample": "merge"} => 'resample' is 'merge': a
     stochastic tree is drawn from one chain, and a merged one holds the likeliest tokens
     of two; write 'resample' 'replace', or 'tree' 'dynamic'

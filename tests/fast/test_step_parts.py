@@ -163,6 +163,15 @@ def test_claims_of_proposed_nodes_add_up() -> None:
         assert claims_of(found, rows, source).tolist() == expected
 
 
+def test_the_deepest_tree() -> None:
+    """Red when models read fewer tokens of a step than it may have committed."""
+    places = 1, STEP - 1, ints([0, 1]), ints([0, 1])
+    trees = from_parents([[9, 1], [9, 1, 2, 3]], [[-1, 0], [-1, 0, 1, 2]])
+    assert Proposal.from_draft(Draft(trees), *places).max_depth == 3
+    roots = draft_of([[], []], torch.zeros(2).long(), 1)
+    assert Proposal.from_draft(roots, *places).max_depth == 1
+
+
 def test_shadow_drafts_come_to_the_host() -> None:
     """Red when the token of a tree without drafts is lost between proposer and step."""
     shadow = ints([NO_TOKEN, NO_TOKEN, 3]), np.array([0, 0, 0.5])

@@ -19,9 +19,10 @@ from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS
 from tests.v2.test_draft_graphs import BY_A_NUMBER, in_a_kernel
 from tests.v2.test_tensor_parallel import RANKS, TIMES
 from tests.v2.test_trees import HYBRID, accepted, spec_of
+from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.batch.unseen import StepTrees
 from vllm_treespec.engine.v2.late import Emitted, StepInFlight
-from vllm_treespec.engine.v2.unseen import UnseenDrafter
+from vllm_treespec.engine.v2.unseen import UnseenDrafter, committed_at_most
 from vllm_treespec.sampling import draws
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.step.decoder import TreeDecoder
@@ -137,7 +138,11 @@ def test_the_same_trees_are_drawn(
                 assert len(drawn) >= len(late) - 2
                 assert drawn == late[: len(drawn)]
             assert len(unseen) > len(trees[0]) // 2
-        assert num_accepted > 0
+            for step in unseen:
+                seen = step.trees.proposal
+                if isinstance(seen, Proposal) and step.emitted.nodes is not None:
+                    # no rows of deeper trees are read
+                    assert committed_at_most(step) == 1 + seen.max_depth
 
 
 def test_wrong_states_are_found(pair: tuple[str, str], tmp_path: Path) -> None:

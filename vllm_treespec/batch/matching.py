@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vllm_treespec.batch.views import (
 from vllm_treespec.host_copies import on_device
 from vllm_treespec.trees.draft import Draft, HostDraft
 from vllm_treespec.trees.source import Source
-from vllm_treespec.trees.tree import TreeBatch
+from vllm_treespec.trees.tree import TreeBatch, ancestors
 
 # What the scheduler drafts for a request that enters the batch with one token left.
 PADDING_TOKEN_ID = -1
@@ -115,6 +116,12 @@ class Proposal:
             num_levels=draft.levels,
             num_caught_up=num_caught_up,
         )
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Levels of the deepest tree, at least 1."""
+        _, depths = ancestors(self.parents, self.parents.shape[1])
+        return int(depths.max(initial=1))
 
     def without(self, slots: np.ndarray) -> Proposal:
         """Leave out the trees of the requests in these slots, int64 [n]."""

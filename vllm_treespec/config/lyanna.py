@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_treespec.config.base import DraftCount
 from vllm_treespec.config.heads import GrownTree, GrownTreeConfig, NumDrafts
@@ -84,11 +84,12 @@ class LyannaConfig(GrownTreeConfig):
             )
         return resample
 
-    @model_validator(mode="after")
-    def _only_merged_trees_have_a_second_part(self) -> Self:
-        default = type(self).model_fields["resample_drafts"].default
-        if self.resample != "merge" and self.resample_drafts != default:
-            raise ValueError(
-                "'resample_drafts' is for 'resample' 'merge'; remove it, or write that"
-            )
-        return self
+    @field_validator("resample_drafts")
+    @classmethod
+    def _only_merged_trees_have_a_second_part(
+        cls, resample_drafts: int, info: ValidationInfo
+    ) -> int:
+        default = cls.model_fields["resample_drafts"].default
+        if info.data.get("resample") != "merge" and resample_drafts != default:
+            raise ValueError("it is for 'resample' 'merge'; remove it, or write that")
+        return resample_drafts

@@ -85,7 +85,7 @@ class StepClock:
         self.planned = deque([self.last], maxlen=MAX_PLANNED)
         # of a clock in seconds, when a step was observed last
         self.observed = 0.0
-        # from the last plan to the drafts
+        # from the last plan to the drafts; 0: not known
         self.drafting_seconds = 0.0
         # since the last plan, which held for them, too
         self.rest = Timed()
@@ -136,6 +136,7 @@ class StepClock:
             self.clock(),
         )
         self.planned.append(self.last)
+        self.drafting_seconds = 0.0
         self.stats.count_step(mode)
         return plan
 

@@ -149,7 +149,7 @@ class StepResult:
     accepted: Mapping[Source, Sequence[int]] = field(default_factory=dict)
     # of a step, from its plan to the next one; None: it did other work, too
     seconds: float | None = None
-    # of these, from the plan to the drafts
+    # of these, from the plan to the drafts; 0: not known
     drafting_seconds: float = 0.0
     # that it was, all alike
     num_steps: int = 1

@@ -248,11 +248,14 @@ class TreeDecoder:
                 rows = self._note(batch)
             else:
                 self.committed_reader.note_read(batch)
+            planned_here = plan is None
             if plan is None:
                 plan = self._plan(batch, reqs)
             given = batch, reqs, rows, step.accepted(batch), unseen_part
             self.proposal = proposal = self._draw(plan, *given)
-            self.clock.drafted()
+            if planned_here:
+                # else the host has waited since
+                self.clock.drafted()
             return proposal
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,19 +31,23 @@ DraftNodes = Sequence[DraftNode]
 
 
 def nodes_on_host(draft: Draft) -> list[list[DraftNode]]:
-    """The nodes of trees that claim something; the host waits for the device once."""
+    """The nodes of trees that claim something; the host waits for the device once.
+
+    Claims of rounded numbers that rise below a node are as high as its own.
+    """
     read = draft.on_host()
     assert read.claims is not None
     trees: list[list[DraftNode]] = []
     columns = read.token_ids.tolist(), read.parents.tolist(), read.claims.tolist()
     for num_nodes, *of_tree in zip(read.num_nodes.tolist(), *columns, strict=True):
-        depths, tree = [0], []
+        tree = [DraftNode(0, NO_NODE, 0, math.inf)]
         for token, parent, claim in zip(*of_tree, strict=True):
-            if len(depths) == num_nodes:
+            if len(tree) == num_nodes:
                 break
-            depths.append(depths[parent] + 1)
-            tree.append(DraftNode(token, parent, depths[-1], claim))
-        trees.append(tree)
+            above = tree[parent]
+            most = min(claim, above.claim)
+            tree.append(DraftNode(token, parent, above.depth + 1, most))
+        trees.append(tree[1:])
     return trees
 
 

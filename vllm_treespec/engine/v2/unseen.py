@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_treespec.batch.matching import Proposal
 from vllm_treespec.batch.views import GREEDY_BELOW
 from vllm_treespec.engine.v2.views import hidden_by_layer, sampling_view
 from vllm_treespec.host_copies import on_device
@@ -60,7 +61,8 @@ class UnseenDrafter:
         if len(slots) > decoder.method.max_trees:
             return False
         # a draft model reads all that a step may have committed, and a root
-        if len(slots) * (2 + decoder.sizes.max_depth) > decoder.limits.max_num_tokens:
+        num_read = len(slots) * (1 + committed_at_most(step))
+        if num_read > decoder.limits.max_num_tokens:
             return False
         # the step's roots: what is before them was read
         roots = runner.texts.num_tokens[step.rows] - 1
@@ -91,8 +93,7 @@ class UnseenDrafter:
             return False
         assert plan.tree is not None
         proposer = decoder.method.proposers[plan.tree]
-        # at most: all drafts of the last step's trees are accepted
-        ends = self.runner.texts.num_tokens[step.rows] + step.emitted.token_ids.shape[1]
+        ends = self.runner.texts.num_tokens[step.rows] + committed_at_most(step)
         if (ends + proposer.sizes.max_depth + 1 >= self.runner.max_model_len).any():
             return False
         if part is not proposer:
@@ -157,8 +158,9 @@ class UnseenDrafter:
         num_tokens = emitted.num_tokens.long()
         # query rows of the step's root and of the drafts that were accepted
         rows = batch.query_start_loc[: batch.num_reqs, None].long()
+        width = committed_at_most(step)
         if emitted.nodes is not None:
-            rows = rows + emitted.nodes
+            rows = rows + emitted.nodes[:, :width]
         hidden = None
         if reader.reads_roots:
             hidden = step.hidden[rows.gather(1, num_tokens[:, None] - 1)[:, 0]]
@@ -172,8 +174,17 @@ class UnseenDrafter:
             block_table=runner.block_tables.block_tables[group].gpu[index],
             input_ids=batch.input_ids,
             rows=rows,
-            next_token_ids=emitted.token_ids.clamp(min=0),
+            next_token_ids=emitted.token_ids[:, :width].clamp(min=0),
             num_blocks=runner.host_blocks.num_blocks[step.rows],
             features={layer: by_layer[layer][rows] for layer in reader.features},
             hidden=hidden,
         )
+
+
+def committed_at_most(step: StepInFlight) -> int:
+    """Tokens that a request has committed in a step if all its drafts were accepted.
+
+    The host knows how deep the trees are, unless they were unseen.
+    """
+    width, drawn = step.emitted.token_ids.shape[1], step.trees.proposal
+    return min(width, 1 + drawn.max_depth) if isinstance(drawn, Proposal) else width

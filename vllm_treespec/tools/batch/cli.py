@@ -77,15 +77,9 @@ def batch(
     """
     from rich.console import Console
 
-    from vllm_treespec.config import (
-        SpecConfigError,
-        names_our_method,
-        parse_spec_config,
-        read_spec,
-    )
+    from vllm_treespec.config import names_our_method, parse_spec_config, read_spec
     from vllm_treespec.config.checks import check_head_files
-    from vllm_treespec.config.reading import A_MODEL
-    from vllm_treespec.heads.names import no_such_model
+    from vllm_treespec.engine.refusals import refuse_missing
     from vllm_treespec.tools.batch import engine, ray_data
     from vllm_treespec.tools.batch.rows import Columns
     from vllm_treespec.tools.batch.run import Settings
@@ -94,8 +88,9 @@ def batch(
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         check_places(input_file, output)
-        if problem := no_such_model(model):
-            raise SpecConfigError(f"--model: {problem}; name {A_MODEL}")
+        if ray is None:
+            # engines over Ray may have folders that are not here
+            refuse_missing(model)
         arguments = ["--model", model]
         spec, config = None, None
         if speculative_config is not None:

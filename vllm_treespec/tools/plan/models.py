@@ -56,16 +56,22 @@ class Model:
         return int(self.config.num_hidden_layers)
 
     @property
-    def max_positions(self) -> int:
-        """Tokens of the longest text; what a scaled RoPE adds counts where it says it.
+    def max_positions(self) -> int | None:
+        """Tokens of the longest text; None: the configuration does not say it.
 
-        YaRN and Llama-3 scaling are in the configuration's number already.
+        Of scaled RoPE only linear and dynamic factors are not in its number already.
         """
         said = self.config.to_dict()
         rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type")
-        factor = rope.get("factor") if kind in ("linear", "dynamic") else None
-        return int(self.config.max_position_embeddings * (factor or 1))
+        # layers of several kinds may have their own
+        parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+        factors = [
+            part.get("factor") or 1.0
+            for part in parts
+            if part.get("rope_type", part.get("type")) in ("linear", "dynamic")
+        ]
+        most = said.get("max_position_embeddings")
+        return None if most is None else int(most * max(factors, default=1.0))
 
     @property
     def num_heads(self) -> int:

@@ -108,12 +108,7 @@ def read_parts(target: str, spec: dict[str, Any], settings: Settings) -> Parts:
     arguments = stock_arguments(given, settings.block_size, settings.device)
     # what the engine's drafter is made from
     config = parse_spec_config(arguments["additional_config"]["treespec"])
-    max_model_len = settings.max_model_len or model.max_positions
-    if max_model_len > model.max_positions:
-        raise SpecConfigError(
-            f"--max-model-len {max_model_len}: {target} reads at most "
-            f"{model.max_positions} positions; pass so many, or fewer"
-        )
+    max_model_len = checked_length(model, settings.max_model_len)
     drafters = read_drafters(config, model, max_model_len)
     for drafter in drafters:
         if isinstance(drafter, DraftModel):
@@ -130,6 +125,28 @@ def read_parts(target: str, spec: dict[str, Any], settings: Settings) -> Parts:
         max_model_len=max_model_len,
         block_size=block_size,
     )
+
+
+def checked_length(target: Model, said: int | None) -> int:
+    """Tokens of the longest request; None: as many as the target can read.
+
+    Raises:
+        SpecConfigError: the target reads fewer, or does not say how many.
+
+    """
+    most = target.max_positions
+    length = most if said is None else said
+    if length is None:
+        raise SpecConfigError(
+            f"the configuration of {target.name} does not say how long texts may be; "
+            f"pass --max-model-len"
+        )
+    if most is not None and length > most:
+        raise SpecConfigError(
+            f"--max-model-len {length}: {target.name} reads at most {most} positions; "
+            f"pass so many, or fewer"
+        )
+    return length
 
 
 def served_dtype(model: Model, said: str) -> torch.dtype:
