@@ -142,7 +142,7 @@ def _one_message(error: ValidationError, method: type[MethodConfig]) -> str:
 
 
 def _causes(problems: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Problems but for this one: a list is too short as its members are wrong."""
+    """All problems, but for lists that are too short since their members are wrong."""
     wrong = {at["loc"][:depth] for at in problems for depth in range(len(at["loc"]))}
     return [p for p in problems if p["type"] != "too_short" or p["loc"] not in wrong]
 

@@ -88,7 +88,7 @@ class MergedTree:
                 continue
             siblings = self.children[numbers[draft.parent]]
             if draft.token not in siblings:
-                if not places:
+                if places <= 0:
                     continue
                 places -= 1
                 siblings[draft.token] = len(self.nodes)
