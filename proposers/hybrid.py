@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from vllm_treespec.proposers import dflash, dynamic_tree, suffix
 from vllm_treespec.proposers.base import Proposer, ProposerInputs
 from vllm_treespec.schedule.plan import StepPlan
 from vllm_treespec.sources.continuations import Continuations
-from vllm_treespec.trees.draft import Draft, HostMade
-from vllm_treespec.trees.host_trees import (
-    DraftNodes,
-    draft_of,
-    merge,
-    nodes_on_host,
-    num_leaves,
-)
+from vllm_treespec.trees.draft import Draft
+from vllm_treespec.trees.host_trees import DraftNodes, merge_drafts, num_leaves
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
@@ -83,7 +75,7 @@ class Hybrid(Proposer):
 
         """
         self.num_drafts = num_drafts
-        self.index = suffix.Suffix(num_drafts, depth, min_probability)
+        self.index = suffix.Suffix(num_drafts, depth, min_probability, Source.INDEX)
         self.model: dynamic_tree.DynamicTree | None = None
         if model_depth:
             grow = dflash.DFlash if one_pass else dynamic_tree.DynamicTree
@@ -104,7 +96,7 @@ class Hybrid(Proposer):
     def propose(self, inputs: ProposerInputs) -> Draft:
         """Draft one tree per request; ``draws`` is None."""
         if self.model is None or not inputs.draft_models:
-            return of_index(self.index.propose(inputs))
+            return self.index.propose(inputs)
         (continuations,) = inputs.continuations
         least = inputs.min_claims(Source.INDEX, self.index.min_probability)
         limits = [self._index_limits(inputs.plan)] * len(continuations.by_request)
@@ -127,12 +119,7 @@ class Hybrid(Proposer):
         drafted = inputs.unseen_part
         if drafted is None:
             drafted = inputs.draw(self.model)
-        parts = zip(found, nodes_on_host(drafted), left, strict=True)
-        both = Source.INDEX, Source.MODEL
-        merged = [merge(tree, other, both, places) for tree, other, places in parts]
-        trees, sources = zip(*merged, strict=True)
-        roots, max_nodes = inputs.root_token_ids, 1 + self.num_drafts
-        return draft_of(trees, roots, max_nodes, drafted.levels, sources)
+        return merge_drafts(found, drafted, Source.MODEL, left, 1 + self.num_drafts)
 
     def _index_limits(self, plan: StepPlan) -> tuple[int, int]:
         """Draft tokens, and leaves, of the index's part beside a model.
@@ -147,11 +134,3 @@ class Hybrid(Proposer):
         depth = self.model.sizes.max_depth
         places = self.num_drafts - depth, self.sizes.max_leaves - 1
         return max(places[0], 1), max(places[1], 1)
-
-
-def of_index(draft: Draft) -> Draft:
-    """A suffix tree whose nodes have a source."""
-    made = draft.on_host()
-    sources = (made.parents >= 0) * np.int64(Source.INDEX)
-    parts = replace(made, sources=sources)
-    return replace(draft, host_made=HostMade(draft.tree, parts))

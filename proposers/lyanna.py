@@ -12,7 +12,7 @@ from vllm_treespec.proposers.rsd_s import RsdS
 from vllm_treespec.proposers.stochastic_tree import StochasticTree
 from vllm_treespec.sources.chain import ChainDraft
 from vllm_treespec.trees.draft import Draft
-from vllm_treespec.trees.host_trees import merge_drafts
+from vllm_treespec.trees.host_trees import merge_drafts, nodes_on_host
 from vllm_treespec.trees.sizes import TreeSizes
 from vllm_treespec.trees.source import Source
 
@@ -75,5 +75,7 @@ class Lyanna(Proposer):
         second = self.leftover.propose(
             replace(inputs, draft_models=[left], levels=left.levels_left)
         )
-        both = Source.MODEL, Source.LEFTOVER
-        return merge_drafts(drafted, second, both, self.sizes.max_nodes)
+        max_nodes, trees = self.sizes.max_nodes, nodes_on_host(drafted, Source.MODEL)
+        places = [max_nodes] * len(trees)
+        merged = merge_drafts(trees, second, Source.LEFTOVER, places, max_nodes)
+        return replace(merged, levels=drafted.levels + merged.levels)

@@ -45,11 +45,16 @@ class Suffix(Proposer):
     """
 
     def __init__(
-        self, num_drafts: int, depth: int, min_probability: float | None = None
+        self,
+        num_drafts: int,
+        depth: int,
+        min_probability: float | None = None,
+        source: int = 0,
     ) -> None:
-        """Take the tree's limits."""
+        """Take the tree's limits, and what its nodes have as their source."""
         self.num_drafts = num_drafts
         self.min_probability = min_probability
+        self.source = source
         self.sizes = sizes(num_drafts, depth)
 
     def propose(self, inputs: ProposerInputs) -> Draft:
@@ -113,7 +118,7 @@ class Suffix(Proposer):
                 trees.append([])
                 continue
             near = [(length, rest[:max_depth]) for length, rest in continuations]
-            trees.append(grow_tree(near, *limits[row], least[row]))
+            trees.append(grow_tree(near, *limits[row], least[row], self.source))
         return trees
 
 
@@ -199,6 +204,7 @@ def grow_tree(
     num_drafts: int,
     max_leaves: int,
     min_probability: float,
+    source: int = 0,
 ) -> list[DraftNode]:
     """Merge continuations into a tree of the nodes that are most likely accepted.
 
@@ -210,6 +216,7 @@ def grow_tree(
         num_drafts: nodes at most.
         max_leaves: at most, 1 or more.
         min_probability: of each node's path, at least.
+        source: of the nodes.
 
     Returns:
         the draft nodes in level order, siblings side by side and the likeliest first.
@@ -245,7 +252,7 @@ def grow_tree(
     for index, node in enumerate(level_order):
         level_order += children[node]
         drafts += [
-            DraftNode(tokens[child], index, depths[child], probabilities[child])
+            DraftNode(tokens[child], index, depths[child], probabilities[child], source)
             for child in children[node]
         ]
     return drafts

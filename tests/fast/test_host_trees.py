@@ -23,7 +23,6 @@ from vllm_treespec.trees.source import Source
 from vllm_treespec.trees.tree import TreeBatch
 
 Path = tuple[int, ...]
-BOTH = Source.INDEX, Source.MODEL
 
 
 def with_claims(tree: TreeBatch, first: float) -> Draft:
@@ -57,11 +56,18 @@ def claims_by_path(draft: Draft, req: int) -> dict[Path, float]:
     return dict(zip(paths, claims[req].tolist(), strict=False))
 
 
+def merged_drafts(one: Draft, other: Draft, max_nodes: int) -> Draft:
+    """The trees of an index, and of a model, with places for all nodes."""
+    trees = nodes_on_host(one, Source.INDEX)
+    places = [max_nodes] * len(trees)
+    return merge_drafts(trees, other, Source.MODEL, places, max_nodes)
+
+
 def check_merged(one: TreeBatch, other: TreeBatch) -> None:
     """Compare merged trees with plain lists."""
     first, second = with_claims(one, 1000.0), with_claims(other, 2000.0)
     max_nodes = one.max_nodes + other.max_nodes - 1
-    draft = merge_drafts(first, second, BOTH, max_nodes)
+    draft = merged_drafts(first, second, max_nodes)
     tree, sources = draft.tree, draft.on_host().sources
     assert tree.draws is None
     assert sources is not None
@@ -90,7 +96,7 @@ def test_merged_trees() -> None:
     one = from_parents([[9, 1, 2, 3, 4]], [[-1, 0, 0, 1, 2]])
     other = from_parents([[9, 2, 5, 4, 6, 7]], [[-1, 0, 0, 1, 1, 2]])
     drafts = with_claims(one, 9.0), with_claims(other, 9.0)
-    tree = merge_drafts(*drafts, BOTH, 10).tree
+    tree = merged_drafts(*drafts, 10).tree
     assert tree.token_ids[0, :8].tolist() == [9, 1, 2, 5, 3, 4, 6, 7]
     assert tree.parents[0, :8].tolist() == [-1, 0, 0, 0, 1, 2, 2, 3]
     assert tree.num_nodes.tolist() == [8]
@@ -139,7 +145,8 @@ def test_places_go_to_the_best_new_nodes() -> None:
             ([9, 1, 3, 4, 2, 5], [-1, 0, 0, 1, 1, 2], [0, 0.5, 0.3, 0.3, 0.1, 0.2]),
         )
     )
-    (first,), (second,) = nodes_on_host(one), nodes_on_host(other)
+    (first,) = nodes_on_host(one, Source.INDEX)
+    (second,) = nodes_on_host(other, Source.MODEL)
     for places, expected in (
         (0, [(1, 0, 3), (2, 1, 3)]),
         # among equals the earlier one
@@ -147,11 +154,9 @@ def test_places_go_to_the_best_new_nodes() -> None:
         (2, [(1, 0, 3), (3, 0, 2), (2, 1, 3), (4, 1, 2)]),
         (9, [(1, 0, 3), (3, 0, 2), (2, 1, 3), (4, 1, 2), (5, 2, 2)]),
     ):
-        nodes, sources = merge(first, second, BOTH, places)
-        found = [(node.token, node.parent) for node in nodes]
-        assert [(*node, bits) for node, bits in zip(found, sources, strict=True)] == (
-            expected
-        )
+        nodes = merge(first, second, places)
+        found = [(node.token, node.parent, node.source) for node in nodes]
+        assert found == expected
 
 
 def test_rounded_claims_lose_no_node() -> None:
@@ -159,7 +164,7 @@ def test_rounded_claims_lose_no_node() -> None:
     tree = from_parents([[9, 1, 2, 3]], [[-1, 0, 1, 2]])
     claims = torch.tensor([[0, 0.5, 0.5 + 1e-15, 0.5]], dtype=torch.float64)
     (nodes,) = nodes_on_host(Draft(tree, claims))
-    assert len(merge([], nodes, BOTH, 9)[0]) == 3
+    assert len(merge([], nodes, 9)) == 3
     assert [node.claim for node in nodes] == [0.5] * 3
 
 

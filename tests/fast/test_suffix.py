@@ -278,7 +278,7 @@ def test_large_trees_are_within_their_limits() -> None:
 
 def named(tree: list[DraftNode]) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()]
-    for token, parent, depth, _ in tree:
+    for token, parent, depth, *_ in tree:
         found.append((*found[parent], token))
         assert len(found[-1]) == depth
     return set(found)

@@ -27,8 +27,8 @@ PADDING_TOKEN_ID = -1
 NO_SLOT = -1
 
 
-@dataclass(frozen=True)
-class Proposal:
+@dataclass(frozen=True, kw_only=True)
+class Proposal(HostDraft):
     """The trees that were drawn at the end of a step, and their drafts on the host."""
 
     tree: TreeBatch
@@ -40,22 +40,10 @@ class Proposal:
     slots: np.ndarray
     # int64 [num_trees], their places in the batch of that step
     reqs: np.ndarray
-    # int64 [num_trees, max_nodes - 1], tokens and parents of the draft nodes
-    token_ids: np.ndarray
-    parents: np.ndarray
     # int64 [num_trees], of each tree's draft nodes the first ones, which are proposed
     num_drafts: np.ndarray
     # int64 [num_trees], nodes that a tree may have, whatever was drawn
     node_limits: np.ndarray
-    # int64 [num_trees], nodes that were drawn
-    num_drawn: np.ndarray
-    # float64 [num_trees, max_nodes - 1], of the draft nodes; see ``Draft``
-    claims: np.ndarray | None = None
-    # int64 [num_trees, max_nodes - 1], of the draft nodes; see ``Draft``
-    sources: np.ndarray | None = None
-    # int64 and float64 [num_trees], see ``HostDraft``
-    shadow_token_ids: np.ndarray | None = None
-    shadow_claims: np.ndarray | None = None
     # that draft models read for the trees
     num_levels: int = 0
     # tokens of earlier steps that draft models read for the trees
@@ -97,22 +85,15 @@ class Proposal:
         num_caught_up: int = 0,
     ) -> Proposal:
         """The same of drafts that the host has read."""
-        drawn = host.num_nodes
         return cls(
-            draft.tree,
-            tree_index,
-            step,
-            slots,
-            reqs,
-            host.token_ids,
-            host.parents,
-            num_drafts=np.minimum(drawn, node_limits) - 1,
+            **vars(host),
+            tree=draft.tree,
+            tree_index=tree_index,
+            step=step,
+            slots=slots,
+            reqs=reqs,
+            num_drafts=np.minimum(host.num_nodes, node_limits) - 1,
             node_limits=node_limits,
-            num_drawn=drawn,
-            claims=host.claims,
-            sources=host.sources,
-            shadow_token_ids=host.shadow_token_ids,
-            shadow_claims=host.shadow_claims,
             num_levels=draft.levels,
             num_caught_up=num_caught_up,
         )
@@ -291,7 +272,7 @@ def running_trees(
     tree = trees_in(rows, rows_there, proposal.tree)
     num_nodes = np.minimum(matched.node_limits, 1 + proposal.num_drafts[rows])
     # Draws that add no node are cut, too.
-    if tree.draws is not None or (num_nodes < proposal.num_drawn[rows]).any():
+    if tree.draws is not None or (num_nodes < proposal.num_nodes[rows]).any():
         tree = tree.cut(limits_there)
     return RunningTrees(
         tree=tree,

@@ -24,16 +24,23 @@ class DraftNode(NamedTuple):
     depth: int
     # see ``Draft``
     claim: float
+    # bits of ``Source``; 0: the method has one source
+    source: int = 0
 
 
 # The draft nodes of a tree in level order, siblings side by side.
 DraftNodes = Sequence[DraftNode]
 
 
-def nodes_on_host(draft: Draft) -> list[list[DraftNode]]:
+def nodes_on_host(draft: Draft, source: int = 0) -> list[list[DraftNode]]:
     """The nodes of trees that claim something; the host waits for the device once.
 
     Claims of rounded numbers that rise below a node are as high as its own.
+
+    Args:
+        draft: whose nodes have no sources of their own.
+        source: of all of them.
+
     """
     read = draft.on_host()
     assert read.claims is not None
@@ -46,7 +53,7 @@ def nodes_on_host(draft: Draft) -> list[list[DraftNode]]:
                 break
             above = tree[parent]
             most = min(claim, above.claim)
-            tree.append(DraftNode(token, parent, above.depth + 1, most))
+            tree.append(DraftNode(token, parent, above.depth + 1, most, source))
         trees.append(tree[1:])
     return trees
 
@@ -68,13 +75,11 @@ class MergedTree:
 
     def __init__(self) -> None:
         """Begin with the root."""
-        # nodes as they were found, the root first; bits of ``Source`` of each, and
-        # token -> node of its children
+        # nodes as they were found, the root first; token -> node of their children
         self.nodes = [DraftNode(0, NO_NODE, 0, 0.0)]
-        self.sources = [0]
         self.children: list[dict[int, int]] = [{}]
 
-    def add(self, tree: DraftNodes, source: Source, places: int) -> None:
+    def add(self, tree: DraftNodes, places: int) -> None:
         """Add a tree; of nodes that are new as many as there are places for.
 
         These are those of the highest claims, among equals the earlier ones. A node
@@ -93,66 +98,57 @@ class MergedTree:
                 places -= 1
                 siblings[draft.token] = len(self.nodes)
                 self.nodes.append(draft)
-                self.sources.append(0)
                 self.children.append({})
-            numbers[node] = siblings[draft.token]
-            self.sources[numbers[node]] |= source
+            number = numbers[node] = siblings[draft.token]
+            found = self.nodes[number]
+            self.nodes[number] = found._replace(source=found.source | draft.source)
 
-    def in_level_order(self) -> tuple[list[DraftNode], list[int]]:
-        """The draft nodes, children of one node as they were found; their sources."""
+    def in_level_order(self) -> list[DraftNode]:
+        """The draft nodes, children of one node as they were found."""
         drafts: list[DraftNode] = []
         order = [0]
         for parent, node in enumerate(order):
             below = self.children[node].values()
             order += below
             drafts += [self.nodes[child]._replace(parent=parent) for child in below]
-        return drafts, [self.sources[node] for node in order[1:]]
+        return drafts
 
 
-def merge(
-    one: DraftNodes, other: DraftNodes, sources: tuple[Source, Source], places: int
-) -> tuple[list[DraftNode], list[int]]:
+def merge(one: DraftNodes, other: DraftNodes, places: int) -> list[DraftNode]:
     """Put two trees of one root together; equal paths become one.
 
-    Siblings from ``one`` come first. A node of both has the claim of ``one``.
-
-    Args:
-        one: a tree.
-        other: another one.
-        sources: of their nodes.
-        places: for nodes of ``other`` alone.
-
-    Returns:
-        the tree, and bits of ``Source`` of its nodes.
-
+    Siblings from ``one`` come first. A node of both has the claim of ``one``, and the
+    sources of both. There are ``places`` for nodes of ``other`` alone.
     """
     merged = MergedTree()
-    merged.add(one, sources[0], len(one))
-    merged.add(other, sources[1], places)
+    merged.add(one, len(one))
+    merged.add(other, places)
     return merged.in_level_order()
 
 
 def merge_drafts(
-    one: Draft, other: Draft, sources: tuple[Source, Source], max_nodes: int
+    trees: Sequence[DraftNodes],
+    other: Draft,
+    source: Source,
+    places: Sequence[int],
+    max_nodes: int,
 ) -> Draft:
-    """Merge deterministic trees of the same roots, see ``merge``.
+    """Merge trees with those of a draft of the same roots, see ``merge``.
 
-    The host waits for the device once for each, unless it made them.
+    The host waits for the device once, unless it made these.
 
     Args:
-        one: trees with claims.
-        other: of the same requests.
-        sources: of their nodes.
-        max_nodes: of both trees of a request together, their root once.
+        trees: of each request.
+        other: deterministic trees.
+        source: of all their nodes.
+        places: of each request.
+        max_nodes: of a merged tree, its root included.
 
     """
-    merged = [
-        merge(*trees, sources, max_nodes)
-        for trees in zip(nodes_on_host(one), nodes_on_host(other), strict=True)
-    ]
-    trees, of_trees = zip(*merged, strict=True)
-    roots = one.tree.token_ids[:, 0]
-    return draft_of(trees, roots, max_nodes, one.levels + other.levels, of_trees)
+    others = nodes_on_host(other, source)
+    merged = [merge(*each) for each in zip(trees, others, places, strict=True)]
+    roots = other.tree.token_ids[:, 0]
+    return draft_of(merged, roots, max_nodes, other.levels)
 
 
 def draft_of(
@@ -160,7 +156,6 @@ def draft_of(
     root_token_ids: Tensor,
     max_nodes: int,
     levels: int = 0,
-    sources: Sequence[Sequence[int]] | None = None,
     shadow: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Draft:
     """Bring trees to the device of their roots, in one copy.
@@ -170,12 +165,11 @@ def draft_of(
         root_token_ids: int64 [num_reqs].
         max_nodes: of a tree, its root included.
         levels: that draft models read for them.
-        sources: bits of ``Source`` of the nodes.
         shadow: tokens and claims of shadow drafts, see ``HostDraft``.
 
     """
     shape = (len(trees), max_nodes)
-    tokens, depths = np.zeros((2, *shape), dtype=np.int64)
+    tokens, depths, sources = np.zeros((3, *shape), dtype=np.int64)
     parents = np.full(shape, NO_NODE, dtype=np.int64)
     num_nodes = np.ones(len(trees), dtype=np.int64)
     claims = np.zeros(shape)
@@ -183,7 +177,7 @@ def draft_of(
         num_nodes[row] = size = 1 + len(tree)
         if tree:
             given = zip(*tree, strict=True)
-            parts = (tokens, parents, depths, claims)
+            parts = (tokens, parents, depths, claims, sources)
             for part, numbers in zip(parts, given, strict=True):
                 part[row, 1:size] = numbers
     made = HostDraft(
@@ -191,7 +185,7 @@ def draft_of(
         parents[:, 1:],
         num_nodes,
         claims[:, 1:],
-        None if sources is None else _padded(sources, max_nodes - 1),
+        sources[:, 1:] if sources.any() else None,
         *(shadow or (None, None)),
     )
     host = np.hstack([tokens, parents, depths, num_nodes[:, None]])
@@ -201,11 +195,3 @@ def draft_of(
     token_ids[:, 0] = root_token_ids
     batch = TreeBatch(token_ids, tree_parents, tree_depths, tree_sizes[:, 0])
     return Draft(batch, levels=levels, host_made=HostMade(batch, made))
-
-
-def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Rows of whole numbers, 0 behind their ends, int64 [len(rows), width]."""
-    padded = np.zeros((len(rows), width), dtype=np.int64)
-    for line, row in zip(padded, rows, strict=True):
-        line[: len(row)] = row
-    return padded
