@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from rich.progress import Progress
 
 from vllm_treespec.json_files import parse_json
 
@@ -183,16 +182,13 @@ def generate_text(
     if llm.get_tokenizer().chat_template is None:
         raise ValueError(f"{target}: tokenizer has no chat template; pass --text FILE")
     rng = random.Random(options.seed + done)
-    with path.open("a", encoding="utf-8") as file, Progress() as progress:
-        task = progress.add_task(
-            "text: answer tokens", total=options.num_tokens, completed=done
-        )
+    with path.open("a", encoding="utf-8") as file:
         while done < options.num_tokens:
             for row in _generate_batch(llm, prompts, rng, options):
                 file.write(json.dumps(row) + "\n")
                 done += len(row["token_ids"]) - row["prompt_len"]
             file.flush()
-            progress.update(task, completed=done)
+            print(f"text: {done:,} of {options.num_tokens:,} answer tokens")
 
 
 def _free_share() -> float:
@@ -243,7 +239,8 @@ def _generate_batch(
             SamplingParams(temperature=value, max_tokens=options.max_answer_tokens)
             for value in temperatures
         ],
-        use_tqdm=False,
+        # vLLM's bar of this batch
+        use_tqdm=True,
     )
     for token_ids, temperature, output in zip(
         encoded, temperatures, outputs, strict=True
@@ -267,7 +264,7 @@ def _sample_questions(llm: Any, count: int, options: TextOptions) -> list[str]:
     outputs = llm.generate(
         [prompt] * count,
         SamplingParams(temperature=1.0, max_tokens=160),
-        use_tqdm=False,
+        use_tqdm=True,
     )
     asked = [
         out.outputs[0] for out in outputs if out.outputs[0].finish_reason == "stop"
