@@ -19,6 +19,11 @@ def on_device(numbers: np.ndarray | Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Whether a tensor lies in the host's memory."""
+    return tensor.device.type == "cpu"
+
+
 class HostCopy:
     """Columns of tensors on their way to the host, in one copy."""
 
@@ -56,6 +61,6 @@ def on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, np.ndarray]:
 
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if all(tensor.device.type == "cpu" for tensor in given.values()):
+    if all(is_on_cpu(tensor) for tensor in given.values()):
         return {name: tensor.numpy() for name, tensor in given.items()}
     return HostCopy(given, wait=True).arrived()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fast.no_waiting import NoWaiting
 from vllm_treespec.batch.matching import (
     NO_SLOT,
     PADDING_TOKEN_ID,
@@ -334,7 +335,7 @@ def test_committed_rows_of_steps_without_drafts() -> None:
 
 
 def test_committed_rows_of_trees() -> None:
-    """Red when a row is that of a rejected node, or comes in another order."""
+    """Red when a row is that of a rejected node, in another order, or waited for."""
     batch = after_step([8, 30, 5, 40], [2, 4, 1, 3], [0, 3, 1, 1])
     host_reqs = ints([1, 3])
     trees = RunningTrees(
@@ -359,7 +360,8 @@ def test_committed_rows_of_trees() -> None:
     )
     # As a layout might order them.
     node_rows = torch.tensor([[3, 4, 2, 5], [8, 7, 9, -5]])
-    rows = committed_rows(batch, trees, scored, node_rows)
+    with NoWaiting():
+        rows = committed_rows(batch, trees, scored, node_rows)
     assert isinstance(rows, torch.Tensor)
     assert rows.tolist() == [0, 1, 3, 2, 5, 6, 8]
 

@@ -56,9 +56,18 @@ def set_platform() -> None:
 def stand_in_for_cuda() -> None:
     """Replace streams, events, pinned memory and memory's size.
 
-    Importing the first module does it: these are vLLM's own stand-ins for CPUs.
+    Importing ``shm`` does it: these are vLLM's own stand-ins for CPUs. Copies to the
+    device stay those of a card.
     """
+    from vllm.utils import torch_utils
+
+    copy_to_device = torch_utils.async_tensor_h2d
     import vllm.v1.worker.cpu.shm  # noqa: F401
+    from vllm.v1.worker.gpu import buffer_utils, structured_outputs
+    from vllm.v1.worker.gpu.sample import penalties
+
+    for module in (torch_utils, buffer_utils, penalties, structured_outputs):
+        module.async_tensor_h2d = copy_to_device
 
     def capability(device: Any = None) -> tuple[int, int]:
         return (9, 0)

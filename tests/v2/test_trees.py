@@ -11,6 +11,7 @@ import pytest
 from tests.heads import write_head
 from tests.v2.engines import Engine, engine
 from tests.v2.prompts import NUM_TOKENS, PARAMS, PROMPTS
+from tests.v2.two_devices import two_devices
 
 # for methods: chunks and waiting requests are the same for all of them
 SHORT = PROMPTS[:2]
@@ -96,9 +97,12 @@ def test_ranked_trees(
     expected: dict[str, list[list[int]]],
     tmp_path: Path,
 ) -> None:
-    """Red when drafts change a text, or what drafts reads another request's state."""
+    """Red when drafts change a text, or what drafts reads another request's state.
+
+    Or when a card would refuse an operation, or let the host wait for it.
+    """
     spec = spec_of(method, *RANKED[method], pair, tmp_path)
-    with engine(pair[0], spec) as running:
+    with two_devices() as devices, engine(pair[0], spec) as running:
         for kind in ("greedy", "sampled"):
             answers = running.generate(SHORT, PARAMS[kind], NUM_TOKENS)
             assert answers == expected[kind][: len(SHORT)]
@@ -106,6 +110,7 @@ def test_ranked_trees(
         assert found["trees"] > NUM_TOKENS
         if method == "hybrid":
             assert accepted(running) > NUM_TOKENS // 2
+    assert not devices.found
 
 
 # test_unseen.py has the others
@@ -118,10 +123,11 @@ def test_drawn_trees(
 ) -> None:
     """Red when greedy text changes, or a seed gives another text in the same batch."""
     spec = spec_of(method, *DRAWN[method], pair, tmp_path)
-    with engine(pair[0], spec) as running:
+    with two_devices() as devices, engine(pair[0], spec) as running:
         answers = running.generate(SHORT, PARAMS["greedy"], FEW)
         assert answers == [answer[:FEW] for answer in expected["greedy"][: len(SHORT)]]
         assert accepted(running) > FEW // 4
         answers = running.generate(SHORT, PARAMS["sampled"], FEW)
         assert accepted(running) > 0
         assert running.generate(SHORT, PARAMS["sampled"], FEW) == answers
+    assert not devices.found

@@ -6,7 +6,6 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker import gpu_worker
 
@@ -25,7 +24,7 @@ def install() -> None:
 
 def init_device(self: Any) -> None:
     """Take the CPU as the device, then make the model runner as on a card."""
-    self.device = torch.device("cpu")
+    self.device = self.device_config.device
     gpu_worker.init_worker_distributed_environment(
         self.vllm_config,
         self.rank,

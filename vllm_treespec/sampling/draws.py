@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_treespec.sampling.laws import is_on_cpu
+from vllm_treespec.host_copies import is_on_cpu
 
 # When less than this share of the mass is left after some draws, the rest is summed
 # again: the difference of cumulative sums would be mostly rounding error.

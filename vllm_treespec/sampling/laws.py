@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_treespec.host_copies import is_on_cpu
+
 # Smaller probabilities count as 0. Rules divide the mass that some draws leave by its
 # sum. With this bound no quotient is denormal. Such a number has few exact bits, and is
 # 0 on some GPUs.
@@ -144,11 +146,6 @@ def likeliest(logits: Tensor, rows: Sequence[int]) -> list[int]:
             token = int(logits[row].to(torch.float32).argmax())
         tokens.append(token)
     return tokens
-
-
-def is_on_cpu(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the host\'s memory."""
-    return tensor.device.type == "cpu"
 
 
 def _law(logits: Tensor) -> Tensor:

@@ -266,12 +266,15 @@ def committed_rows(
     rows = on_device(host_rows, batch.blocks.device_table.device)
     if trees is None or scored is None or node_rows is None:
         return rows
-    first = on_device(offsets[trees.host_reqs], rows.device)
-    rows[first] = node_rows[:, 0]
-    depths = 1 + torch.arange(scored.path.shape[1], device=rows.device)
-    accepted = node_rows.gather(1, scored.path.clamp(min=0))
-    on_path = scored.path >= 0
-    rows[(first[:, None] + depths)[on_path]] = accepted[on_path]
+    tree_of = np.full(batch.num_reqs, -1)
+    tree_of[trees.host_reqs] = np.arange(len(trees.host_reqs))
+    of_row = np.repeat(tree_of, counts)
+    in_trees = np.flatnonzero(of_row >= 0)
+    numbers = np.stack([in_trees, of_row[in_trees], within[in_trees]])
+    places, tree, depth = on_device(numbers, rows.device)
+    # the root, then the accepted path
+    walked = torch.nn.functional.pad(scored.path.clamp(min=0), (1, 0))
+    rows[places] = node_rows[tree, walked[tree, depth]]
     return rows
 
 
