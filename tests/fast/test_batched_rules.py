@@ -156,7 +156,8 @@ def batch(
         (num_reqs, max_nodes + 1), generator=generator, dtype=torch.float64
     )
     logits = logits[used]
-    root_rows = tree.cu_num_nodes[:-1] + torch.arange(num_reqs) + 1
+    before = tree.num_nodes.cumsum(0) - tree.num_nodes
+    root_rows = before + torch.arange(num_reqs) + 1
     if kind == "plain float64":
         return tree, TargetLogits(logits.softmax(1), root_rows, sampling), uniforms
     tree = replace(tree, draws=replace(draws, probs=draws.probs.float()))

@@ -20,7 +20,6 @@ from vllm_treespec.trees.tree import (
     first_child,
     first_draw,
     next_draw,
-    next_sibling,
     num_draws,
 )
 
@@ -64,10 +63,8 @@ def test_docstring_example() -> None:
     assert tree.parents.tolist() == [PARENTS, [-1] * 6]
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 2], [0] * 6]
     assert tree.num_nodes.tolist() == [6, 1]
-    assert tree.cu_num_nodes.tolist() == [0, 6, 7]
     assert tree.is_node().tolist() == [[True] * 6, [True] + [False] * 5]
     assert first_child(tree).tolist() == [[1, 3, 5, -1, -1, -1], [-1] * 6]
-    assert next_sibling(tree).tolist() == [[-1, 2, -1, 4, -1, -1], [-1] * 6]
     mask = ancestor_mask(tree)
     assert mask[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
@@ -91,23 +88,17 @@ def test_functions_on_random_trees() -> None:
     """Red when a vectorised tree function differs from its definition."""
     for seed in range(8):
         tree = random_batch(seed, max_nodes=14 if seed else MAX_NODES)
-        first, following = first_child(tree), next_sibling(tree)
+        first = first_child(tree)
         mask, width = ancestor_mask(tree), tree.max_nodes
         for req, parents in enumerate(lists(tree)):
             size = len(parents)
             for node in range(size):
                 path = path_to(node, parents)
-                siblings = [
-                    i for i, p in enumerate(parents) if p == parents[node] and i
-                ]
                 children = [i for i, p in enumerate(parents) if p == node]
-                later = [i for i in siblings if i > node] if node else []
                 assert tree.depths[req, node] == len(path) - 1
                 assert first[req, node] == (children[0] if children else -1)
-                assert following[req, node] == (later[0] if later else -1)
                 assert mask[req, node].nonzero()[:, 0].tolist() == path
             assert first[req, size:].tolist() == [-1] * (width - size)
-            assert following[req, size:].tolist() == [-1] * (width - size)
             assert mask[req, size:].equal(torch.eye(width, dtype=torch.bool)[size:])
 
 
@@ -162,7 +153,6 @@ def test_any_prefix_is_a_tree() -> None:
             assert cut.parents[:, :width].equal(expected.parents)
             assert bool((cut.parents[:, width:] == -1).all())
             assert first_child(cut)[:, :width].equal(first_child(expected))
-            assert next_sibling(cut)[:, :width].equal(next_sibling(expected))
             mask = ancestor_mask(cut)
             assert mask[:, :width, :width].equal(ancestor_mask(expected))
 

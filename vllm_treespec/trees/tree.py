@@ -78,7 +78,6 @@ class TreeBatch:
         depth 1       a     b             parents    -1   0   0   1   1   2
                      / \     \            depths      0   1   1   2   2   2
         depth 2     c   d     e           first_child 1   3   5  -1  -1  -1
-                                          next_sibling -1  2  -1   4  -1  -1
         num_nodes = 6
 
     If a, b were drawn without replacement from ``draws.probs[request, 0]``, c, d so
@@ -113,11 +112,6 @@ class TreeBatch:
     def max_nodes(self) -> int:
         """Width of the padded node axis, root included."""
         return self.token_ids.shape[1]
-
-    @property
-    def cu_num_nodes(self) -> Tensor:
-        """Cumulative node counts, int64 [num_reqs + 1], first entry 0."""
-        return torch.nn.functional.pad(self.num_nodes.cumsum(0), (1, 0))
 
     def is_node(self) -> Tensor:
         """Whether an entry holds a node, bool [num_reqs, max_nodes]."""
@@ -179,7 +173,11 @@ def first_draw(tree: TreeBatch) -> Tensor:
 
 def next_draw(tree: TreeBatch) -> Tensor:
     """Next draw of the same parent, int64 [num_reqs, max_draws], -1 where none."""
-    return _next_same_parent(draw_parents(tree))
+    parents = draw_parents(tree)
+    columns = torch.arange(1, parents.shape[1] + 1, device=parents.device)
+    next_parents = torch.nn.functional.pad(parents[:, 1:], (0, 1), value=NO_NODE)
+    same = (next_parents == parents) & (parents >= 0)
+    return torch.where(same, columns, NO_NODE)
 
 
 def num_draws(tree: TreeBatch) -> Tensor:
@@ -195,11 +193,6 @@ def first_child(tree: TreeBatch) -> Tensor:
     return _first_below(tree.parents, tree.max_nodes)
 
 
-def next_sibling(tree: TreeBatch) -> Tensor:
-    """Next drawn sibling of every node, int64 [num_reqs, max_nodes], -1 where none."""
-    return _next_same_parent(tree.parents)
-
-
 def _first_below(parents: Tensor, max_nodes: int) -> Tensor:
     """First column that names each node as parent, int64 [num_reqs, max_nodes]."""
     num_reqs, width = parents.shape
@@ -209,14 +202,6 @@ def _first_below(parents: Tensor, max_nodes: int) -> Tensor:
     first.scatter_reduce_(1, spare, columns, "amin")
     first = first[:, :max_nodes]
     return first.masked_fill(first == width, NO_NODE)
-
-
-def _next_same_parent(parents: Tensor) -> Tensor:
-    """Following column if it has the same parent, else -1, same shape."""
-    columns = torch.arange(1, parents.shape[1] + 1, device=parents.device)
-    next_parents = torch.nn.functional.pad(parents[:, 1:], (0, 1), value=NO_NODE)
-    same = (next_parents == parents) & (parents >= 0)
-    return torch.where(same, columns, NO_NODE)
 
 
 def ancestor_mask(tree: TreeBatch) -> Tensor:
