@@ -40,7 +40,10 @@ def test_graphs_and_further_requests(pair: tuple[str, str], tmp_path: Path) -> N
 
 
 def test_what_a_card_refuses_is_found() -> None:
-    """Red when the test above would not see a meeting, or a copy that is on its way."""
+    """Red when the test above would not see a meeting, or a copy that is on its way.
+
+    Or that a step changes what vLLM's copy stream has not read.
+    """
     with two_devices() as devices:
         first_rows = torch.tensor([0, 2], device=DEVICE)
         invalid, num_nodes = torch.tensor([False, False]), torch.tensor([2])
@@ -55,3 +58,9 @@ def test_what_a_card_refuses_is_found() -> None:
         event.record()
         event.synchronize()
         assert copy.tolist() == [0, 2]
+        torch.cuda.set_stream(torch.cuda.current_stream())
+        copy = first_rows.to("cpu", non_blocking=True)
+        event.record()
+        first_rows += 1
+        event.synchronize()
+        assert copy.tolist() == [1, 3]

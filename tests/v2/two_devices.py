@@ -42,8 +42,8 @@ class TwoDevices(TorchFunctionMode):
     """Notes where tensors are made, and what of our code a card would refuse.
 
     Copies that the host does not wait for arrive when it waits for an event that was
-    recorded behind them. A tensor that was made unseen, such as a weight, belongs to
-    both, and names the device.
+    recorded behind them; on vLLM's copy stream they read what is there then. A tensor
+    that was made unseen, such as a weight, belongs to both, and names the device.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,8 @@ class TwoDevices(TorchFunctionMode):
         # copies, and what arrives in them
         self.copies: list[tuple[Tensor, np.ndarray]] = []
         self.num_arrived = 0
+        # whether copies are launched on vLLM's copy stream
+        self.lags = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -101,7 +103,8 @@ class TwoDevices(TorchFunctionMode):
         if place != place_of(source):
             result = result.clone()
             if place == HOST and given.get("non_blocking"):
-                self.copies.append((result, result.numpy().copy()))
+                numbers = source.numpy() if self.lags else result.numpy().copy()
+                self.copies.append((result, numbers))
                 result.fill_(NO_NUMBER)
         result.place = place
         copied: Tensor = result
@@ -112,6 +115,10 @@ class TwoDevices(TorchFunctionMode):
         for copy, numbers in self.copies[self.num_arrived : number]:
             copy.numpy()[...] = numbers
         self.num_arrived = max(number, self.num_arrived)
+
+    def set_stream(self, stream: Any) -> None:
+        """Change to vLLM's copy stream, or back."""
+        self.lags = not self.lags
 
     def launch(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Check what a kernel is given."""
@@ -173,6 +180,7 @@ def two_devices() -> Iterator[TwoDevices]:
         # not overridable
         (torch, "from_numpy", of_host),
         (torch.cuda, "Event", devices.event),
+        (torch.cuda, "set_stream", devices.set_stream),
         (
             torch.accelerator,
             "synchronize",
