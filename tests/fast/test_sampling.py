@@ -176,6 +176,21 @@ def test_tokens_are_found_without_sorting_all(name: str) -> None:
             assert found.equal(sampling._restrict(logits, *LIMITS[name])), scale
 
 
+def test_a_nucleus_is_summed_in_float64() -> None:
+    """Red when ranks of a GPU may find other tokens: it sums a row in any order."""
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randn((1, 2000), generator=random)
+    mass = logits.sort().values.softmax(1).double().cumsum(1)
+    # limits that a token's sum just reaches, or does not
+    top_p = (1 - mass[0, 500:1500]).float()
+    with patch.object(sampling, "is_on_cpu", return_value=False):
+        found = sampling._restrict(logits.expand(len(top_p), -1), None, top_p)
+    exact = (mass > 1 - top_p[:, None].double()).sum(1)
+    assert found.isfinite().sum(1).equal(exact)
+    rounded = (mass.float() > 1 - top_p[:, None]).sum(1)
+    assert int((rounded != exact).sum()) > 10, "float32 would not differ"
+
+
 def test_as_many_of_equal_tokens_are_found() -> None:
     """Red when a flat distribution is cut, or not cut where its sum is reached."""
     for top_p in (1e-6, 0.25, 0.5, 0.9, 1 - 1e-6):

@@ -213,6 +213,10 @@ def _per_row(values: Tensor, logits: Tensor) -> Tensor:
 def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Set logits outside top-k, then outside the top-p nucleus, to -inf.
 
+    Masses are summed in float64. CUDA sums a single row in an order that differs from
+    run to run (https://github.com/pytorch/pytorch/issues/75240): in float32 the ranks
+    of a tensor-parallel target would sometimes find other tokens.
+
     Args:
         logits: float32 [rows, vocab_size].
         top_k: int64 [rows], or None.
@@ -230,8 +234,8 @@ def _restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
         least = ordered.gather(-1, place)
         ordered = ordered.masked_fill(ordered < least, -torch.inf)
     if top_p is not None:
-        mass_below = ordered.softmax(dim=-1).cumsum(dim=-1)
-        outside = mass_below <= 1 - top_p[:, None]
+        mass_below = ordered.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        outside = mass_below <= 1 - top_p[:, None].double()
         outside[..., -1].fill_(False)
         ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, index, ordered)
