@@ -147,6 +147,29 @@ ENGINE = (
         Arguments({"enable_dbo": True}, "enable_dbo=True"),
     ),
     Row(
+        "batch-sharded sampling",
+        REFUSED,
+        Arguments(
+            {"enable_batch_sharded_sampling": True},
+            "enable_batch_sharded_sampling=True",
+        ),
+    ),
+    Row(
+        "fast prefill of shared KV",
+        REFUSED,
+        Arguments({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True"),
+    ),
+    Row(
+        "watermarks",
+        REFUSED,
+        Arguments({"watermark_config": {"algorithm": "gumbel"}}, "watermark_config="),
+    ),
+    Row(
+        "routed experts in answers",
+        REFUSED,
+        Arguments({"enable_return_routed_experts": True}, "routed_experts=True"),
+    ),
+    Row(
         "prompt chunks shorter than a tree",
         REFUSED,
         Arguments(

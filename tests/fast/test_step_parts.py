@@ -364,6 +364,11 @@ def test_committed_rows_of_trees() -> None:
         rows = committed_rows(batch, trees, scored, node_rows)
     assert isinstance(rows, torch.Tensor)
     assert rows.tolist() == [0, 1, 3, 2, 5, 6, 8]
+    # emitted less than was accepted: the next request's rows stay its own
+    short = after_step([8, 30, 5, 40], [2, 4, 1, 3], [0, 2, 1, 1])
+    rows = committed_rows(short, trees, scored, node_rows)
+    assert isinstance(rows, torch.Tensor)
+    assert rows.tolist() == [0, 1, 3, 2, 6, 8]
 
 
 def test_who_is_not_behind_reads_first() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -63,11 +64,11 @@ def stand_in_for_cuda() -> None:
 
     copy_to_device = torch_utils.async_tensor_h2d
     import vllm.v1.worker.cpu.shm  # noqa: F401
-    from vllm.v1.worker.gpu import buffer_utils, structured_outputs
-    from vllm.v1.worker.gpu.sample import penalties
 
-    for module in (torch_utils, buffer_utils, penalties, structured_outputs):
-        module.async_tensor_h2d = copy_to_device
+    aliasing = torch_utils.async_tensor_h2d
+    for module in list(sys.modules.values()):
+        if vars(module).get("async_tensor_h2d") is aliasing:
+            vars(module)["async_tensor_h2d"] = copy_to_device
 
     def capability(device: Any = None) -> tuple[int, int]:
         return (9, 0)

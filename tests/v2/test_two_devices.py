@@ -13,6 +13,7 @@ from tests.v2.test_graphs import WITH_GRAPHS
 from tests.v2.test_trees import DRAWN, FEW, SHORT, spec_of
 from tests.v2.two_devices import DEVICE, NO_NUMBER, two_devices
 from vllm_treespec.engine.v2.verify import valid_nodes
+from vllm_treespec.sampling import laws
 
 # what reads the text, or is read with it
 FURTHER: dict[str, Any] = {
@@ -51,6 +52,10 @@ def test_what_a_card_refuses_is_found() -> None:
         assert not devices.found
         valid_nodes(invalid, first_rows, num_nodes.to(DEVICE))
         assert {name for name, _ in devices.found} == {"__and__"}
+        devices.found.clear()
+        logits, top_k = torch.zeros((2, 9), device=DEVICE), torch.tensor([2, 3])
+        laws._narrow_law(logits, top_k.to(DEVICE), None)
+        assert "__bool__" in {name for name, _ in devices.found}
         event = torch.cuda.Event()
         copy = first_rows.to("cpu", non_blocking=True)
         event.synchronize()
@@ -58,7 +63,7 @@ def test_what_a_card_refuses_is_found() -> None:
         event.record()
         event.synchronize()
         assert copy.tolist() == [0, 2]
-        torch.cuda.set_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(torch.cuda.Stream())
         copy = first_rows.to("cpu", non_blocking=True)
         event.record()
         first_rows += 1

@@ -24,16 +24,12 @@ from vllm_treespec.sampling import draws, laws
 HOST = torch.device("cpu")
 # for torch the same, but for an index that it keeps in arguments
 DEVICE = torch.device("cpu", 0)
-READS = {
-    "__array__",
-    "__bool__",
-    "__float__",
-    "__index__",
-    "__int__",
-    "numpy",
-    "tolist",
-}
+CASTS = {"__array__", "__bool__", "__float__", "__index__", "__int__"}
+READS = {"bincount", "numpy", "tolist", "unique", *CASTS, *WAITING}
 INDEXING = ("__getitem__", "__setitem__")
+# whose copies the host waits for as it means to
+MEANT = "host_copies.py:"
+MAIN_STREAM = object()
 # what a copy holds that has not arrived
 NO_NUMBER = 77
 
@@ -63,7 +59,9 @@ class TwoDevices(TorchFunctionMode):
         name, given = func.__name__, kwargs or {}
         tensors = tensors_of((args, given))
         places = {place_of(tensor) for tensor in tensors if tensor.dim()} - {None}
-        if name in ("cpu", "to") and places:
+        # a single number may be of the host
+        numbers = {place_of(tensor) for tensor in tensors} - {None}
+        if name in ("cpu", "to") and place_of(args[0]) is not None:
             to = HOST if name == "cpu" else given.get("device", args[1:])
             return self._copy(func(*args, **given), args[0], to, given)
         self.check(name, args, given, places)
@@ -73,7 +71,9 @@ class TwoDevices(TorchFunctionMode):
         made = given.get("device")
         if made is None and not tensors:
             made = HOST
-        place = next(iter(places), None) if made is None else torch.device(made)
+        place = next(iter(places or numbers), None)
+        if made is not None:
+            place = torch.device(made)
         for tensor in tensors_of(result):
             if place_of(tensor) is None and len(places) < 2:
                 tensor.place = place
@@ -84,15 +84,17 @@ class TwoDevices(TorchFunctionMode):
         index = args[1:2] if name in INDEXING else ()
         # the host knows of how many elements the result is
         knows = "output_size" in given or any(isinstance(n, int) for n in args[1:])
-        waits = name in READS | WAITING and not knows
+        waits = name in READS and not knows
+        waits |= name == "where" and len(args) == 1
         waits |= any(part.dtype == torch.bool for part in tensors_of(index))
-        if (len(places) > 1 and name != "copy_") or (waits and DEVICE in places):
+        waits &= any(place_of(tensor) == DEVICE for tensor in tensors_of(args[:1]))
+        if waits or (len(places) > 1 and name != "copy_"):
             self.note(name)
 
     def note(self, name: str) -> None:
         """Note what our code has just called."""
         where = caller()
-        if where is not None:
+        if where is not None and not where.startswith(MEANT):
             self.found[name, where] += 1
 
     def _copy(self, result: Any, source: Tensor, to: Any, given: Any) -> Tensor:
@@ -102,7 +104,9 @@ class TwoDevices(TorchFunctionMode):
         place = devices[0] if devices else place_of(source)
         if place != place_of(source):
             result = result.clone()
-            if place == HOST and given.get("non_blocking"):
+            if place == HOST and not given.get("non_blocking"):
+                self.note("to")
+            elif place == HOST:
                 numbers = source.numpy() if self.lags else result.numpy().copy()
                 self.copies.append((result, numbers))
                 result.fill_(NO_NUMBER)
@@ -118,7 +122,7 @@ class TwoDevices(TorchFunctionMode):
 
     def set_stream(self, stream: Any) -> None:
         """Change to vLLM's copy stream, or back."""
-        self.lags = not self.lags
+        self.lags = stream is not MAIN_STREAM
 
     def launch(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Check what a kernel is given."""
@@ -181,6 +185,7 @@ def two_devices() -> Iterator[TwoDevices]:
         (torch, "from_numpy", of_host),
         (torch.cuda, "Event", devices.event),
         (torch.cuda, "set_stream", devices.set_stream),
+        (torch.cuda, "current_stream", lambda *args: MAIN_STREAM),
         (
             torch.accelerator,
             "synchronize",

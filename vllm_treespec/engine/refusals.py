@@ -81,6 +81,10 @@ def refuse_arguments(args: EngineArgs) -> str:
         "async_scheduling": args.async_scheduling not in (None, adapter.asynchronous),
         "kv_cache_dtype": args.kv_cache_dtype not in KV_CACHE_DTYPES[device],
         "return_sampling_mask": args.return_sampling_mask,
+        "watermark_config": args.watermark_config is not None,
+        "aux_output_config": args.aux_output_config.enable_return_routed_experts,
+        "enable_batch_sharded_sampling": bool(args.enable_batch_sharded_sampling),
+        "kv_sharing_fast_prefill": args.kv_sharing_fast_prefill,
         "worker_cls": args.worker_cls not in ("auto", adapter.worker),
         "scheduler_cls": args.scheduler_cls not in (None, adapter.scheduler),
         "attention_backend": device == "cuda"

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from vllm_treespec.host_copies import is_on_cpu
 
+# Cumulative sums are float64: on a GPU they differ from run to run, see laws.py. By
+# simulation 5 draws in 1e12 differ then, and in float32 3 in 1000.
+
 # When less than this share of the mass is left after some draws, the rest is summed
 # again: the difference of cumulative sums would be mostly rounding error.
 THIN = 1e-6

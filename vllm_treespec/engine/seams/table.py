@@ -52,8 +52,12 @@ ARGUMENTS = (
         "pipeline_parallel_size prefill_context_parallel_size "
         "decode_context_parallel_size enable_dbo kv_transfer_config "
         "ec_transfer_config kv_offloading_size async_scheduling kv_cache_dtype "
-        "return_sampling_mask attention_config",
+        "return_sampling_mask attention_config watermark_config aux_output_config "
+        "enable_batch_sharded_sampling kv_sharing_fast_prefill",
         "arguments under which draft trees were not tested are refused",
+    ),
+    *Owner("vllm.config.aux_output:AuxOutputConfig").reads(
+        "enable_return_routed_experts", "that would be those of rejected drafts"
     ),
     *_ENGINE_ARGS.reads("disable_log_stats", "whether there are metrics"),
     *_CONFIG.reads("AttentionConfig", "which attention the user asked for"),
