@@ -29,7 +29,7 @@ READS = {"bincount", "numpy", "tolist", "unique", *CASTS, *WAITING}
 INDEXING = ("__getitem__", "__setitem__")
 # whose copies the host waits for as it means to
 MEANT = "host_copies.py:"
-MAIN_STREAM = object()
+MAIN_STREAM = torch.cuda.Stream()
 # what a copy holds that has not arrived
 NO_NUMBER = 77
 
