@@ -155,7 +155,7 @@ ENGINE = (
         ),
     ),
     Row(
-        "fast prefill of shared KV",
+        "fast prefill",
         REFUSED,
         Arguments({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True"),
     ),
@@ -165,7 +165,7 @@ ENGINE = (
         Arguments({"watermark_config": {"algorithm": "gumbel"}}, "watermark_config="),
     ),
     Row(
-        "routed experts in answers",
+        "routed experts",
         REFUSED,
         Arguments({"enable_return_routed_experts": True}, "routed_experts=True"),
     ),

@@ -68,12 +68,9 @@ class TwoDevices(TorchFunctionMode):
         result = func(*args, **given)
         if isinstance(result, torch.device) and name == "__get__":
             return place_of(args[0]) or DEVICE
-        made = given.get("device")
-        if made is None and not tensors:
-            made = HOST
-        place = next(iter(places or numbers), None)
-        if made is not None:
-            place = torch.device(made)
+        place = next(iter(places or numbers), None if tensors else HOST)
+        if given.get("device") is not None:
+            place = torch.device(given["device"])
         for tensor in tensors_of(result):
             if place_of(tensor) is None and len(places) < 2:
                 tensor.place = place

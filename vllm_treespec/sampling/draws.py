@@ -2,6 +2,9 @@
 
 Every draw takes its uniform numbers as an argument, so that a request's draws do
 not depend on the batch it runs in.
+
+Cumulative sums are float64. On a GPU those of a single row differ from run to run, see
+laws.py: by simulation 5 draws in 1e12 then differ, in float32 3 in 1000.
 """
 
 from __future__ import annotations
@@ -10,9 +13,6 @@ import torch
 from torch import Tensor
 
 from vllm_treespec.host_copies import is_on_cpu
-
-# Cumulative sums are float64: on a GPU they differ from run to run, see laws.py. By
-# simulation 5 draws in 1e12 differ then, and in float32 3 in 1000.
 
 # When less than this share of the mass is left after some draws, the rest is summed
 # again: the difference of cumulative sums would be mostly rounding error.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_treespec.batch.matching import PlacedTrees
+from vllm_treespec.batch.matching import PlacedTrees, rows_of
 from vllm_treespec.batch.reading import (
     ReadingPlan,
     ReadMarks,
@@ -263,19 +263,15 @@ def committed_rows(
     offsets = np.cumsum(counts) - counts
     within = np.arange(counts.sum()) - np.repeat(offsets, counts)
     host_rows = np.repeat(starts, counts) + within
-    rows = on_device(host_rows, batch.blocks.device_table.device)
+    device = batch.blocks.device_table.device
     if trees is None or scored is None or node_rows is None:
-        return rows
-    tree_of = np.full(batch.num_reqs, -1)
-    tree_of[trees.host_reqs] = np.arange(len(trees.host_reqs))
-    of_row = np.repeat(tree_of, counts)
-    in_trees = np.flatnonzero(of_row >= 0)
-    numbers = np.stack([in_trees, of_row[in_trees], within[in_trees]])
-    places, tree, depth = on_device(numbers, rows.device)
-    # the root, then the accepted path
+        return on_device(host_rows, device)
+    of_row = np.repeat(rows_of(trees.slots, batch.slots), counts)
+    rows, tree, depth = on_device(np.stack([host_rows, of_row, within]), device)
+    # the root, then the accepted path; rows without a tree read any
     walked = torch.nn.functional.pad(scored.path.clamp(min=0), (1, 0))
-    rows[places] = node_rows[tree, walked[tree, depth]]
-    return rows
+    nodes = walked[tree, depth.clamp(max=walked.shape[1] - 1)]
+    return torch.where(tree < 0, rows, node_rows[tree, nodes])
 
 
 def last_hidden(

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from vllm_treespec.batch.matching import rows_of
 from vllm_treespec.batch.views import GREEDY_BELOW
 from vllm_treespec.engine.v2.custom_processors import watch_custom_processors
 from vllm_treespec.engine.v2.node_processors import StepTexts, read_paths
@@ -132,8 +133,7 @@ class TreeSampler:
         Returns what ``put_together`` does.
         """
         decoder = self.runner.decoder
-        tree_of = np.full(batch.num_reqs, -1, dtype=np.int32)
-        tree_of[trees.host_reqs] = np.arange(len(trees.host_reqs))
+        tree_of = rows_of(trees.slots, decoder.batch.slots).astype(np.int32)
         followed = follow_trees(
             trees.tree,
             sampled,
